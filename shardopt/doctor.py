@@ -44,8 +44,8 @@ class Finding(NamedTuple):
 
     Attributes:
         text: the observation.
-        remedy: what to do about it, empty where nothing is to be done.
-        is_fault: whether something does not work; other remedies are advice.
+        remedy: advice for the user; empty if nothing needs to be done.
+        is_fault: whether something does not work.
     """
 
     text: str
@@ -65,17 +65,17 @@ class Facts:
         torch: version of PyTorch.
         torch_cuda: version of CUDA that PyTorch was made with; None for a build without.
         machine: the processor's architecture, as in ``platform.machine()``.
-        tensor_access_fault: the reason why steps read tensors through Python; empty where they do not.
+        tensor_access_fault: the reason why steps read tensors through Python; empty if they do not.
         targets: instruction sets of the CPU kernels that this processor can run, the best first.
-        target: the one in use.
+        target: the instruction set in use.
         differing: targets whose step on the CPU has other bits than the target in use.
         with_cuda: whether this build has CUDA kernels.
         driver: the newest version of CUDA that the NVIDIA driver supports, as (major, minor); None without a driver.
         driver_gpus: GPUs that the driver sees.
         torch_gpus: name and compute capability of GPUs that PyTorch sees.
         kernel_gpus: GPUs that the CUDA runtime in this build sees.
-        gpu_steps: result of a trial step on each GPU: "" for the CPU's bits, else what went wrong.
-        packages: versions of optional packages by name, of those that are installed.
+        gpu_steps: result of a trial step on each GPU: "" for the CPU's bits, else the fault.
+        packages: versions of installed optional packages, by name.
         hooked: packages that hooks are installed into.
     """
 
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text, a line for each, and one for its remedy."""
+    """The findings as text: a line per finding, and one per remedy."""
     lines = []
     for text, remedy, is_fault in findings:
         lines.append(f"{'FAULT' if is_fault else 'note' if remedy else 'ok':7}{text}")
@@ -125,7 +125,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def observe() -> Facts:
-    """Looks at this machine, and steps a small parameter on each of its devices."""
+    """Observes this machine, and steps a small parameter on each of its devices."""
     expected = _stepped("cpu")
     differing = []
     for target in _C.cpu_targets():
@@ -148,7 +148,7 @@ def observe() -> Facts:
         torch_gpus=[(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in gpus],
         kernel_gpus=_C.cuda_device_count() if _C.with_cuda else 0,
         gpu_steps=[_tried(f"cuda:{i}", expected) for i in gpus] if _C.with_cuda else [],
-        packages={name: found for name in ("deepspeed", *CLIENTS, *OPTIONAL) if (found := _version_of(name))},
+        packages={name: version for name in ("deepspeed", *CLIENTS, *OPTIONAL) if (version := _version_of(name))},
         hooked=hooked_packages(),
     )
 
@@ -172,14 +172,15 @@ def _of_torch(facts: Facts) -> list[Finding]:
 
 
 def _of_cpu(facts: Facts) -> list[Finding]:
-    found = [Finding(f"CPU kernels: {facts.target} in use, available are {', '.join(facts.targets)}")]
+    findings = [Finding(f"CPU kernels: {facts.target} in use, available are {', '.join(facts.targets)}")]
     if list(facts.targets) == ["portable"]:
         remedy = "steps are several times slower than with AVX2 or NEON; use a processor with one of these"
-        found = [Finding(f"CPU kernels: only portable ones run on this {facts.machine}", remedy)]
+        findings = [Finding(f"CPU kernels: only portable ones run on this {facts.machine}", remedy)]
     if facts.differing:
         remedy = "build again with an unchanged CFLAGS (no -ffast-math), and report this with the compiler's version"
-        return [*found, _fault(f"a step by {', '.join(facts.differing)} has other bits than by {facts.target}", remedy)]
-    return [*found, Finding("a trial step on the CPU has the same bits by each of them")]
+        text = f"a step by {', '.join(facts.differing)} has other bits than by {facts.target}"
+        return [*findings, _fault(text, remedy)]
+    return [*findings, Finding("a trial step on the CPU has the same bits by each of them")]
 
 
 def _of_cuda(facts: Facts) -> list[Finding]:
@@ -189,59 +190,59 @@ def _of_cuda(facts: Facts) -> list[Finding]:
         kernels = Finding("CUDA kernels are left out of this build", remedy, is_fault=bool(facts.torch_gpus))
     if facts.driver is None:
         return [Finding("no NVIDIA driver"), kernels]
-    found = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs"), kernels]
+    findings = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs"), kernels]
     if facts.driver_gpus == 0:
         remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES if this machine should have a GPU"
-        return [found[0]._replace(remedy=remedy), kernels]
+        return [findings[0]._replace(remedy=remedy), kernels]
     if facts.torch_cuda is None:
         remedy = "install PyTorch for CUDA to use the GPUs: https://pytorch.org/get-started/locally"
-        found.append(Finding("PyTorch has no CUDA, though there are GPUs", remedy))
+        findings.append(Finding("PyTorch has no CUDA, though there are GPUs", remedy))
     elif not facts.torch_gpus:
         remedy = (
             f"update the driver, or install PyTorch for CUDA {facts.driver[0]}; it needs a driver of its major version"
         )
         if facts.driver[0] >= _numbers(facts.torch_cuda)[0]:
             remedy = "run python -c 'import torch; torch.zeros(1, device=\"cuda\")', which names the reason"
-        found.append(_fault(f"PyTorch for CUDA {facts.torch_cuda} sees no GPU", remedy))
+        findings.append(_fault(f"PyTorch for CUDA {facts.torch_cuda} sees no GPU", remedy))
     if not facts.with_cuda:
-        return found
+        return findings
     if facts.kernel_gpus < len(facts.torch_gpus):
         remedy = (
             f"this build is of a newer CUDA than the driver: build with CUDA {facts.driver[0]} or older, or update "
             "the driver"
         )
-        found.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))
+        findings.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))
     for index, ((name, capability), failure) in enumerate(zip(facts.torch_gpus, facts.gpu_steps, strict=True)):
         text = f"cuda:{index}: {name}, compute capability {_dotted(capability)}"
         if not failure:
-            found.append(Finding(f"{text}; a trial step has the CPU's bits"))
+            findings.append(Finding(f"{text}; a trial step has the CPU's bits"))
         elif capability < OLDEST_GPU:
             remedy = (
                 f"kernels begin at compute capability {_dotted(OLDEST_GPU)}; keep parameters of this GPU on the CPU"
             )
-            found.append(_fault(f"{text}; {failure}", remedy))
+            findings.append(_fault(f"{text}; {failure}", remedy))
         else:
             arch = "".join(map(str, capability))
             remedy = f"build for this GPU: SHARDOPT_CUDA=1 SHARDOPT_CUDA_ARCHS={arch} pip install --force-reinstall ."
-            found.append(_fault(f"{text}; {failure}", remedy))
-    return found
+            findings.append(_fault(f"{text}; {failure}", remedy))
+    return findings
 
 
 def _of_packages(facts: Facts) -> list[Finding]:
-    found = []
+    findings = []
     deepspeed = facts.packages.get("deepspeed")
     if deepspeed is not None:
         first, end = map(_dotted, DEEPSPEED)
         text, remedy = f"DeepSpeed {deepspeed}", f"pip install 'deepspeed>={first},<{end}'; others are refused"
-        found.append(Finding(text) if is_known(deepspeed) else _fault(text, remedy))
+        findings.append(Finding(text) if is_known(deepspeed) else _fault(text, remedy))
     for name, oldest in CLIENTS.items():
         if (version := facts.packages.get(name)) is not None:
             old = _numbers(version) < _numbers(oldest)
             remedy = f"tried from {oldest} on; if something fails, pip install '{name}>={oldest}'"
-            found.append(Finding(f"{name} {version}", remedy if old else ""))
-    found += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
+            findings.append(Finding(f"{name} {version}", remedy if old else ""))
+    findings += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
     missing = [name for name in ("deepspeed", *CLIENTS, *OPTIONAL) if name not in facts.packages]
-    return [*found, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]
+    return [*findings, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]
 
 
 def _of_hooks(facts: Facts) -> Finding:

@@ -1,6 +1,6 @@
 """Small parts for frameworks that train with shardopt's optimizers; each imports its framework, and only that.
 
-``names`` imports none: ``import shardopt`` has it hooked into transformers.
+``import shardopt`` hooks ``names`` into transformers; ``names`` itself imports no framework.
 
-docs/clients.md says what works without them.
+docs/clients.md lists what works without these parts.
 """

@@ -1,6 +1,6 @@
 """Lightning: FSDP1 with the portable checkpoint, as torch's own gathering of FSDP1 cannot carry 8-bit state.
 
-``ddp``, ``ModelParallelStrategy`` (FSDP2) and DeepSpeed need nothing of ours.
+``ddp``, ``ModelParallelStrategy`` (FSDP2) and DeepSpeed need no part of shardopt's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from shardopt import checkpoint
 
-_FOLDER = "shardopt"  # in a checkpoint of Lightning's, which is a folder: the model and the optimizer
-_OTHERS = "lightning.pt"  # beside that: all else
+_FOLDER = "shardopt"  # folder of the model and the optimizer in Lightning's checkpoint, which is a folder, too
+_OTHERS = "lightning.pt"  # file of everything else in Lightning's checkpoint
 
 
 class PortableFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
@@ -39,8 +39,8 @@ class PortableFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
         """Saves the model and the optimizer, and the rest of the training's state beside them. All ranks call this.
 
         Raises:
-            TypeError: there are storage options.
-            ValueError: there is more than one optimizer.
+            TypeError: ``storage_options`` is not None.
+            ValueError: the strategy has more than one optimizer.
             CheckpointError: see :func:`shardopt.checkpoint.save`.
         """
         if storage_options is not None:
@@ -59,7 +59,7 @@ class PortableFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
         """Loads the model and the optimizer, and returns the rest. All ranks call this.
 
         Raises:
-            ValueError: there is more than one optimizer.
+            ValueError: the strategy has more than one optimizer.
             CheckpointError: see :func:`shardopt.checkpoint.load`.
         """
         path = Path(self.broadcast(checkpoint_path))
@@ -68,7 +68,7 @@ class PortableFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
         return others
 
     def _only_optimizer(self) -> Optimizer | None:
-        """The optimizer; None where there is none, as in validation."""
+        """The optimizer; None without one, as in validation."""
         if len(self.optimizers) > 1:
             raise ValueError(f"got {len(self.optimizers)} optimizers, expected one; give it several param groups")
         return self.optimizers[0] if self.optimizers else None

@@ -29,15 +29,15 @@ NAMES: dict[str, type[ShardedOptimizer]] = {
 #: The versions of transformers whose enumeration and method are known: [first, end).
 VERSIONS = ((4, 57), (6, 0))
 
-#: What TrainingArguments hold where nobody has set them: then each rule keeps its own.
+#: Defaults of TrainingArguments, for which optimizers keep their own defaults.
 _BETAS, _EPS = (0.9, 0.999), 1e-8
 _OF_GROUPS = inspect.signature(muon_groups).parameters.keys() - {"model", "lr"}
 
 
 def register() -> None:
-    """Makes the names known to transformers, now if it is imported, else once it is.
+    """Makes the names known to transformers: now if transformers is imported, else once it is.
 
-    ``import shardopt`` does that already, unless the environment variable ``SHARDOPT_HOOKS`` leaves transformers out.
+    ``import shardopt`` does so already, unless the environment variable ``SHARDOPT_HOOKS`` leaves transformers out.
 
     Raises:
         RuntimeError: the installed version of transformers has not been tried.
@@ -47,14 +47,14 @@ def register() -> None:
         first, end = (".".join(map(str, numbers)) for numbers in VERSIONS)
         raise RuntimeError(
             f"got transformers {version}, expected {first} or later, before {end}, to name optimizers by optim=; pass "
-            "optimizer_cls_and_kwargs=(shardopt.AdamW8bit, {...}) to Trainer instead, or install one of these"
+            "optimizer_cls_and_kwargs=(shardopt.AdamW8bit, {...}) to Trainer, or install one of these versions"
         )
     if "transformers" not in hooked_packages():
         install_hooks(["transformers"])
 
 
 def installed_version() -> str | None:
-    """The version of transformers; None where it is not installed."""
+    """The version of transformers; None if transformers is not installed."""
     try:
         return metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -62,12 +62,12 @@ def installed_version() -> str | None:
 
 
 def is_known(version: str) -> bool:
-    """Whether a version of transformers can be taught the names."""
+    """Whether the names can be added to a version of transformers."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < VERSIONS[1]
 
 
 def add_names(training_args: ModuleType) -> None:
-    """Adds our names to the enumeration; leaves versions that are not known alone.
+    """Adds our names to the enumeration; does nothing in an unknown version.
 
     Args:
         training_args: ``transformers.training_args``.
@@ -87,7 +87,7 @@ def add_names(training_args: ModuleType) -> None:
 
 
 def find_by_name(trainer: ModuleType) -> None:
-    """Makes Trainer find our classes by their names; leaves versions that are not known alone.
+    """Makes Trainer find our classes by their names; does nothing in an unknown version.
 
     Args:
         trainer: ``transformers.trainer``.
@@ -107,10 +107,10 @@ def find_by_name(trainer: ModuleType) -> None:
 def parse_options(text: str | None) -> dict[str, Any]:
     """Reads ``optim_args``: ``"codec=log8, block_size=128, betas=(0.9, 0.95)"``.
 
-    Values are Python literals; other text stays text.
+    Values that are no Python literals stay text.
 
     Raises:
-        ValueError: a part has no name.
+        ValueError: a part is not of the form ``name=value``.
     """
     options: dict[str, Any] = {}
     for part in re.split(r",\s*(?=\w+\s*=)", text.strip()) if text else ():
@@ -125,24 +125,24 @@ def parse_options(text: str | None) -> dict[str, Any]:
 
 
 def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str, Any]:
-    """The arguments of an optimizer by TrainingArguments; those in ``optim_args`` win.
+    """The arguments of an optimizer by TrainingArguments; options in ``optim_args`` have priority.
 
     Raises:
-        ValueError: ``optim_args`` has a part without a name, or ``weight_decay``; or there is no model for Muon.
+        ValueError: ``optim_args`` has a part that is not ``name=value``, or ``weight_decay``; or Muon has no model.
     """
     given = parse_options(args.optim_args)
     if "weight_decay" in given:
         raise ValueError(
             f"optim_args: got weight_decay={given['weight_decay']}, expected TrainingArguments(weight_decay=...), as "
-            "Trainer writes that one into its param groups; move it there"
+            "Trainer writes that one into its param groups; move the value there"
         )
     of_adam = _changed_of_adam(kind, args)
     if not issubclass(kind, Muon):
         return {"lr": args.learning_rate, **of_adam, **given}
     if model is None:
         raise ValueError(
-            f"optim: got {kind.__name__} where the trainer passes no model, expected one, as Muon's groups need the "
-            "parameters' names; choose another optimizer"
+            f"optim: got {kind.__name__} from a trainer that passes no model, expected a model, as Muon's groups need "
+            "the parameters' names; choose another optimizer"
         )
     adamw_eps = of_adam.pop("eps", None)
     options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **of_adam, **given}
@@ -154,7 +154,7 @@ def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str,
 
 
 def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
-    """``betas`` and ``eps``, if the user has changed them, for a rule with betas; otherwise each rule keeps its own."""
+    """``betas`` and ``eps`` for a rule with betas, if they differ from TrainingArguments' defaults."""
     if "betas" not in (parameters := inspect.signature(kind).parameters):
         return {}
     changed: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
 
 
 def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGroups:
-    """Groups in which, as in Trainer's, vectors do not decay; Muon takes no frozen matrices."""
+    """Param groups in which vectors do not decay, as in Trainer's; Muon takes no frozen matrices."""
     parameters = param_groups(model).parameters
     frozen = {escape(p.names[0]): {"algorithm": "adamw"} for p in parameters if "frozen" in p.notes}
     vectors = [escape(parameter.names[0]) for parameter in parameters if len(parameter.shape) < 2]

@@ -58,28 +58,28 @@ def clip_grad_norm_(
     pp_mesh: Any = None,
     ep_enabled: bool = False,
 ) -> Tensor:
-    """:func:`shardopt.clip_grad_norm_` for torchtitan's trainer, in the place of its own.
+    """:func:`shardopt.clip_grad_norm_` for torchtitan's trainer, in place of torchtitan's own function.
 
     Usage, before training: ``torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_``.
 
     Args:
         parameters: see :func:`shardopt.clip_grad_norm_`.
-        max_norm: likewise.
-        norm_type: likewise.
-        error_if_nonfinite: likewise.
-        foreach: without effect.
-        pp_mesh: None: no pipeline parallelism.
-        ep_enabled: without effect: experts are counted by the meshes that they are on.
+        max_norm: see :func:`shardopt.clip_grad_norm_`.
+        norm_type: see :func:`shardopt.clip_grad_norm_`.
+        error_if_nonfinite: see :func:`shardopt.clip_grad_norm_`.
+        foreach: ignored.
+        pp_mesh: must be None: no pipeline parallelism.
+        ep_enabled: ignored: experts are counted by their meshes.
 
     Returns:
         The norm: float32, 0-d.
 
     Raises:
-        ValueError: there is pipeline parallelism, whose stages have other parameters on each rank.
+        ValueError: ``pp_mesh`` is not None: the stages of a pipeline have other parameters on each rank.
     """
     if pp_mesh is not None:
         raise ValueError(
             "got pipeline parallelism with shardopt's clip_grad_norm_, expected every rank to hold parts of all "
-            "parameters; leave torchtitan's own in its place"
+            "parameters; keep torchtitan's clip_grad_norm_"
         )
     return shardopt.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

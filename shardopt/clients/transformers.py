@@ -1,8 +1,7 @@
 """Hugging Face's Trainer: the portable checkpoint in place of the optimizer file, and clipping by the exact norm.
 
-Trainer's own optimizer files need no help where Trainer can write and read them: on one process, under
-DistributedDataParallel, FSDP2 and DeepSpeed. FSDP1's cannot carry 8-bit state, and those of DeepSpeed load on the same
-number of ranks only.
+Trainer can write and read its own optimizer files on one process, under DistributedDataParallel, FSDP2 and DeepSpeed.
+FSDP1's optimizer files cannot carry 8-bit state, and DeepSpeed's load on an unchanged number of ranks only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from transformers import TrainerCallback, TrainingArguments
 from shardopt import checkpoint, clip_grad_norm_
 from shardopt.optim import ShardedOptimizer
 
-#: Folder of the portable checkpoint in each ``checkpoint-<step>`` of Trainer's.
+#: Folder of the portable checkpoint in Trainer's folders ``checkpoint-<step>``.
 FOLDER = "shardopt"
 
 
@@ -33,8 +32,8 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
     For one process, DistributedDataParallel, FSDP1 and FSDP2, with ``save_only_model=True``, so that Trainer does not
     write its own optimizer file. Beside the model and the optimizer this saves the state of the learning rate schedule
     and of the loss scaler, and each rank's random numbers. Usage: ``Trainer(..., callbacks=[PortableCheckpoint()])``,
-    then ``trainer.train(resume_from_checkpoint=...)`` as ever. Trainer restores random numbers where there are as many
-    ranks as before.
+    then ``trainer.train(resume_from_checkpoint=...)`` as usual. Trainer restores random numbers if the number of ranks
+    is unchanged.
 
     Args:
         resume_from: the checkpoint folder given to ``trainer.train(resume_from_checkpoint=...)``, which Trainer does
@@ -48,8 +47,8 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         """Checks the arguments.
 
         Raises:
-            ValueError: Trainer would write an optimizer file beside ours, or trains by DeepSpeed, which resumes from
-                its own folder only.
+            ValueError: ``save_only_model`` is False, so that Trainer would write an optimizer file, too; or Trainer
+                trains by DeepSpeed, which resumes from DeepSpeed's own folder only.
         """
         if not args.save_only_model:
             raise ValueError(
@@ -80,7 +79,8 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
             CheckpointError: see :func:`shardopt.checkpoint.save`.
         """
         folder = _folder(args, state)
-        extra: dict[str, Any] = {name: _saved(each) for name, each in _stateful(optimizer, lr_scheduler).items()}
+        stateful = _stateful(optimizer, lr_scheduler)
+        extra: dict[str, Any] = {name: _saved(value) for name, value in stateful.items()}
         checkpoint.save(folder / FOLDER, model, optimizer, **extra)
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
@@ -99,7 +99,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         lr_scheduler: Any,
         **kwargs: Any,
     ) -> None:
-        """Loads where the training is resumed. All ranks call this.
+        """Loads if the training is resumed. All ranks call this.
 
         Raises:
             ValueError: this is a run of a hyper-parameter search.
@@ -114,9 +114,9 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
             return
         folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)
         loaded = checkpoint.load(folder / FOLDER, model, optimizer)
-        for name, each in _stateful(optimizer, lr_scheduler).items():
+        for name, stateful in _stateful(optimizer, lr_scheduler).items():
             if name in loaded.extra:
-                each.load_state_dict(loaded.extra[name])
+                stateful.load_state_dict(loaded.extra[name])
 
 
 class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
@@ -126,7 +126,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
     Usage: ``Trainer(..., callbacks=[ClipGradNorm(1.0)])``.
 
     Args:
-        max_norm: that of the gradients of all parameters.
+        max_norm: the largest norm that the gradients of all parameters may have.
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -136,7 +136,8 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         """Checks the arguments.
 
         Raises:
-            ValueError: Trainer would clip, too, or trains by DeepSpeed, which clips by itself.
+            ValueError: ``max_grad_norm`` is not 0, so that Trainer would clip, too; or Trainer trains by DeepSpeed,
+                which clips by itself.
         """
         if args.max_grad_norm:
             raise ValueError(
@@ -153,11 +154,11 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: Any, control: Any, *, model: Module, optimizer: Optimizer, **kwargs: Any
     ) -> None:
         """Clips. All ranks call this."""
-        scaler, own = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
+        scaler, inner = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
         if scaler is not None:
-            scaler.unscale_(own)
-        is_ours = isinstance(own, ShardedOptimizer)
-        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=own if is_ours else None)
+            scaler.unscale_(inner)
+        is_ours = isinstance(inner, ShardedOptimizer)
+        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
 
 
 def _folder(args: TrainingArguments, state: Any) -> Path:
@@ -170,14 +171,14 @@ def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
 
 
 def _saved(stateful: Any) -> dict[str, Any]:
-    """The state without MultiStepLR's milestones, whose keys are numbers: its constructor makes them."""
+    """The state without MultiStepLR's milestones, whose keys are numbers, and which its constructor makes."""
     return {key: value for key, value in stateful.state_dict().items() if key != "milestones"}
 
 
 def _random_state() -> dict[str, Any]:
-    """In the form of Trainer's ``rng_state.pth``."""
-    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    """The contents of Trainer's ``rng_state.pth``."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
     if torch.cuda.is_available():
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        found["cuda"] = torch.cuda.get_rng_state_all() if is_distributed else torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state_all() if is_distributed else torch.cuda.get_rng_state()
+    return states

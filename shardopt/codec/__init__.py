@@ -35,7 +35,7 @@ def get_codec(name: str) -> Codec:
     """The codec of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no codec has the name.
     """
     if name not in CODECS:
         raise ValueError(f"codec: got {name!r}, expected one of {', '.join(map(repr, CODECS))}")

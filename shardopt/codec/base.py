@@ -36,7 +36,7 @@ class Codec(ABC):
     """Base class of the codecs.
 
     Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless
-    singleton: get it with :func:`shardopt.codec.get_codec`.
+    singleton: :func:`shardopt.codec.get_codec` gives it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Codec(ABC):
 
     @property
     def shared(self) -> bool:
-        """Whether a signed and an unsigned moment have one code together: the sum of what they are encoded as."""
+        """Whether a signed and an unsigned moment have one code together: the sum of their codes."""
         return bool(_C.codecs[self.name]["shared"])
 
     @property
@@ -99,24 +99,24 @@ class Codec(ABC):
     def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
         """The codes of blocks, given random bits (:func:`shardopt.kernels.weights.noise`, int64 of the blocks' shape).
 
-        Those of :meth:`encode` where the codec rounds to nearest.
+        A codec that rounds to nearest gives the codes of :meth:`encode`.
         """
         return self.encode(x, scales, signed=signed)
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The float32 values of ``codes``: what :meth:`encode` was given, to the codec's precision."""
+        """The float32 values of ``codes``: the argument of :meth:`encode`, to the codec's precision."""
 
     def neighbours(self, codes: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        """The codes of the next smaller and of the next larger value; the code itself where there is none.
+        """The codes of the next smaller and of the next larger value; the code itself if there is no such value.
 
-        Zero of an unsigned moment is no neighbour of other codes: only zero is encoded as it. Signed codes are in two's
-        complement here, and unsigned ones in the order of their values: other codecs override this.
+        Zero of an unsigned moment is no neighbour of other codes: only zero has the code of zero. This method is for
+        signed codes in two's complement, and unsigned codes in the order of their values; other codecs override it.
         """
         whole = torch.int8 if self.code_dtype == torch.uint8 else torch.int16
         q, most = codes.view(whole).int(), torch.iinfo(whole).max
         if signed:
-            q = q.clamp(min=-most)  # the least code stands for the same as the one above it
+            q = q.clamp(min=-most)  # the least code decodes like the code above it
             below, above = (q - 1).clamp(min=-most), (q + 1).clamp(max=most)
         else:
             q = q & (2 * most + 1)
@@ -126,8 +126,8 @@ class Codec(ABC):
     def rounding(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """How far rounding may have moved numbers that :meth:`encode` was given, in float32.
 
-        Half the larger of the distances to the two neighbouring values; the whole of that distance in a codec that
-        rounds at random. Roots below the least code are farther away, see :meth:`at_floor`.
+        Half the larger of the distances to the two neighbouring values; the full distance in a codec that rounds at
+        random. Roots below the least code are farther away, see :meth:`at_floor`.
         """
         below, above = self.neighbours(codes, signed=signed)
         low, x, high = (self.decode(c, scales, signed=signed) for c in (below, codes, above))
@@ -135,7 +135,7 @@ class Codec(ABC):
         return farther if self.random else farther / 2
 
     def at_floor(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Where codes of an unsigned moment are the least above zero, to which all smaller numbers are raised."""
+        """Where an unsigned moment has the least code above zero, to which all smaller numbers are raised."""
         return codes == 1
 
     def largest_codes(self, like: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ class Codec(ABC):
         return torch.full_like(like, 255 if self.code_dtype == torch.uint8 else -1, dtype=self.code_dtype)
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """Whether blocks stand for finite numbers, and those of an unsigned moment for none below zero.
+        """Whether blocks decode to finite numbers, not below zero where the moment is unsigned.
 
-        Codes and scales that this package wrote are, unless the run diverged with ``nonfinite="propagate"``. Reads the
-        scales; of the codes, those that could be unsound.
+        Codes and scales that this package wrote are sound, unless the run diverged with ``nonfinite="propagate"``.
+        Reads the scales, and only the codes that could be unsound.
         """
         if signed:
             return are_finite(scales, signed=False)
@@ -155,15 +155,15 @@ class Codec(ABC):
 
 
 def are_finite(x: Tensor, *, signed: bool) -> bool:
-    """Whether all numbers of a tensor are finite in float32, and, unless ``signed``, none is below zero."""
+    """Whether all numbers of a tensor are finite in float32 and, unless ``signed``, at least zero."""
     if x.numel() == 0:
         return True
     low, high = (end.float() for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))
-    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # NaN is the least and the largest
+    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # aminmax gives NaN if there is one
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:
-    """A number times the reciprocal of the scales; in blocks of zeros, any number."""
+    """A number times the reciprocal of the scales; any number in blocks of zeros."""
     return number * reciprocal(torch.where(scales > 0, scales, 1.0))
 
 

@@ -32,7 +32,7 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def edges(*, signed: bool) -> Tensor:
-    """Between each two neighbouring magnitudes of the map the largest float32 not above their midpoint."""
+    """The largest float32 not above the midpoint, for each two neighbouring magnitudes of the map."""
     values = dynamic_map(signed=signed)
     magnitudes = values[values >= 0].double()
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
@@ -42,11 +42,11 @@ def edges(*, signed: bool) -> Tensor:
 
 
 class Lines(NamedTuple):
-    """How the index of the nearest magnitude is found: one line for each of nine parts: zero, the decades, and one.
+    """Lines that give the index of the nearest magnitude, one for each of nine parts: zero, the decades, and one.
 
-    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in, the last one whose ``start``
-    is below y. The starts are edges; within a decade the edges are evenly spaced but for rounding, so that the index is
-    that of the nearest magnitude except within 2**-15 of a space from an edge.
+    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in: the last part whose ``start``
+    is below y. The starts are edges. Within a decade the edges are evenly spaced but for rounding, so that the index is
+    the nearest magnitude's except within 2**-15 of a space from an edge.
     """
 
     starts: Tensor  # float32, of all parts but the first

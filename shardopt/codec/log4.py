@@ -15,8 +15,9 @@ block, with decoded root ``u'``::
     u' = level(q)                                              0 where q = 0
 
 ``h`` is random, a multiple of 2^-16 in [0, 1): the levels around ``u`` are chosen with the probabilities for which the
-mean of ``u'^2`` is ``v``. To the nearest level, a second moment that changes by less than a level in a step could never
-move. The noise is that of ``stochastic_rounding``: of the seed, the parameter, the step and the element's index.
+mean of ``u'^2`` is ``v``. Rounded to the nearest level, a second moment that changes by less than a level in a step
+could never move. The noise is that of ``stochastic_rounding``: it depends on the seed, the parameter, the step and the
+element's index.
 
 The first moment ``m`` is encoded in units of ``u'``, as a whole number ``c`` from -7 to 7, and so that the mean of
 ``m'``, the decoded moment, is ``m``. Per block, with another random ``h``::
@@ -28,8 +29,8 @@ The first moment ``m`` is encoded in units of ``u'``, as a whole number ``c`` fr
     |c| = j + 1 where y - T[j] > h (T[j + 1] - T[j]), else j
     m' = sign(r) * T[|c|] * s * u'                             T[j] is the y that solves j / 7 = 2 y / (1 + y)
 
-The byte is ``q + 17 * (c modulo 15)``. What an element loses of ``m`` in a step can be repaid to its weight in the same
-step (:class:`shardopt.AdamW`, ``repay``).
+The byte is ``q + 17 * (c modulo 15)``. The part of ``m`` that an element loses to rounding in a step can be repaid to
+its weight in the same step (:class:`shardopt.AdamW`, ``repay``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LEVELS = 17
 _MAGNITUDES = 7
 _SIGNED = 2 * _MAGNITUDES + 1
 _MAX_RANGE = 8 << 23  # 8 octaves
-_HALF = 0x80008000  # random bits: h = 1 / 2 for both moments
+_HALF = 0x80008000  # random bits that make h = 1 / 2 for both moments
 
 
 class Log4(Codec):

@@ -1,4 +1,4 @@
-"""Scales of codes that divide the range of a block's roots evenly in the bits of float32: log8's and log4's."""
+"""Scales of log8 and log4, whose codes divide the range of a block's roots evenly in the bits of float32."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
 
 
 def measure_roots(x: Tensor, steps: int, most: int) -> Tensor:
-    """The largest root ``M`` of each block, and the whole number ``step`` of which so many lead to the smallest.
+    """The largest root ``M`` of each block, and the whole number ``step``: ``steps`` of them span the block's roots.
 
     Args:
         x: roots, float32, ``(..., block_size)``.
-        steps: how many.
-        most: the largest range, in units of the last bit; smaller roots are not reached.
+        steps: the number of steps from ``M`` to the smallest code above zero.
+        most: the largest range, in units of the last bit; roots further below ``M`` are raised to the smallest code.
 
     Returns:
         float32, ``(..., 2)``.
@@ -42,10 +42,10 @@ def reach_floor(scales: Tensor, steps: int, most: int) -> Tensor:
 
 
 def are_sound_roots(codes: Tensor, scales: Tensor, steps: int, most: int) -> bool:
-    """Whether all codes stand for finite roots above zero, and those of blocks of zeros for zero.
+    """Whether all codes decode to finite roots above zero, and in blocks of zeros to zero.
 
-    ``M`` and ``step`` are then in the ranges of :func:`measure_roots`. Of a block of zeros, whose ``step`` is 1, and 0
-    before the first step of training, only code 0 has a value. The roots of float32's numbers are at least 2^-74.5, so
+    ``M`` and ``step`` are then in the ranges of :func:`measure_roots`. In a block of zeros only code 0 has a value;
+    its ``step`` is 1, or 0 before the first step of training. The roots of float32's numbers are at least 2^-74.5, so
     that all steps, however ``step`` was rounded, end above zero.
 
     Args:

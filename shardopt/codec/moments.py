@@ -1,4 +1,4 @@
-"""Coding all moments of a rule together: a relative codec stores signed ones in units of the unsigned one's root."""
+"""Coding of all moments of a rule together: a relative codec stores signed ones in units of the unsigned one's root."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Moment(NamedTuple):
     Attributes:
         name: the name of its state entries.
         signed: whether it may be below zero.
-        own_units: of a signed one, that it is no average of gradients: never coded in units of an unsigned one's root.
-        wide: of a signed one, that it averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
+        own_units: whether a signed moment is no average of gradients: never coded in units of an unsigned one's root.
+        wide: whether a signed moment averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
             blocks.
-        exact: of a signed one, that it is float32 whatever the codec.
-        magnitude: of an unsigned one, that it has the units of gradients, not of their squares.
-        initial: of an unsigned one, the value of all elements before the first step.
+        exact: whether a signed moment is float32 whatever the codec.
+        magnitude: whether an unsigned moment has the units of gradients, not of their squares.
+        initial: an unsigned moment's value in all elements before the first step.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
         return "magnitude" if self.magnitude else "unsigned"
 
     def codec(self, codec: Codec) -> Codec:
-        """The codec of the moment in a state of this codec."""
+        """The moment's codec in a state of this codec."""
         if self.exact:
             return _EXACT
         if not self.wide:
@@ -67,7 +67,7 @@ class Moment(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The values of the moments, and the roots as stored of those that ``has_root``, in the same order."""
+    """The values of the moments, and the stored roots of the moments that ``has_root``, in the same order."""
 
     values: list[Tensor]
     roots: list[Tensor]
@@ -77,9 +77,9 @@ class Rounded(NamedTuple):
     """A moment as stored, and how far rounding may have moved it.
 
     Attributes:
-        value: the decoded moment; of one that ``has_root``, the root: float32.
-        error: the most that rounding moved it by, see :meth:`Codec.rounding`: float32.
-        at_floor: where anything smaller is stored as the same, see :meth:`Codec.at_floor`: bool.
+        value: the decoded moment, or its root where the moment ``has_root``: float32.
+        error: the most that rounding moved the value by, see :meth:`Codec.rounding`: float32.
+        at_floor: where all smaller values have this code, too, see :meth:`Codec.at_floor`: bool.
     """
 
     value: Tensor
@@ -101,47 +101,47 @@ def encode_moments(
         moments: the rule's moments.
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
-        random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: it rounds to nearest.
+        random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: rounds to nearest.
 
     Returns:
-        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code both
-        have it.
+        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code have equal
+        codes.
     """
     coded: dict[str, Coded] = {}
-    unit: Tensor | None = None
+    stored_root: Tensor | None = None
     known = iter(roots or ())
     for moment, x in _unsigned_first(moments, values):
-        own = moment.codec(codec)
+        moment_codec = moment.codec(codec)
         if moment.has_root(codec):
             x = square_root(x) if roots is None else next(known)
-        elif unit is not None and moment.is_relative(codec):
-            x = torch.where(unit > 0, x * reciprocal(unit), 0.0)
-        scales = own.measure(x, signed=moment.signed) if own.blockwise else x
+        elif stored_root is not None and moment.is_relative(codec):
+            x = torch.where(stored_root > 0, x * reciprocal(stored_root), 0.0)
+        scales = moment_codec.measure(x, signed=moment.signed) if moment_codec.blockwise else x
         if random is None:
-            codes = own.encode(x, scales, signed=moment.signed)
+            codes = moment_codec.encode(x, scales, signed=moment.signed)
         else:
-            codes = own.encode_at_random(x, scales, random, signed=moment.signed)
-        if codec.relative and not moment.signed and unit is None:
-            unit = codec.decode(codes, scales, signed=False)
-        coded[moment.name] = Coded(codes, scales if own.blockwise else None)
-    found = [coded[moment.name] for moment in moments]
+            codes = moment_codec.encode_at_random(x, scales, random, signed=moment.signed)
+        if codec.relative and not moment.signed and stored_root is None:
+            stored_root = codec.decode(codes, scales, signed=False)
+        coded[moment.name] = Coded(codes, scales if moment_codec.blockwise else None)
+    in_order = [coded[moment.name] for moment in moments]
     if not codec.shared:
-        return found
-    codes = reduce(torch.add, [each.codes for each in found])
-    return [each._replace(codes=codes) for each in found]
+        return in_order
+    codes = reduce(torch.add, [part.codes for part in in_order])
+    return [part._replace(codes=codes) for part in in_order]
 
 
 def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> Decoded:
     """The inverse of :func:`encode_moments`: float32 blocks."""
     values: dict[str, Tensor] = {}
     roots: list[Tensor] = []
-    unit: Tensor | None = None
+    stored_root: Tensor | None = None
     for moment, (codes, scales) in _unsigned_first(moments, coded):
         x = moment.codec(codec).decode(codes, codes if scales is None else scales, signed=moment.signed)
-        if codec.relative and not moment.signed and unit is None:
-            unit = x
-        elif unit is not None and moment.is_relative(codec):
-            x = x * unit
+        if codec.relative and not moment.signed and stored_root is None:
+            stored_root = x
+        elif stored_root is not None and moment.is_relative(codec):
+            x = x * stored_root
         if moment.has_root(codec):
             roots.append(x)
             x = x * x
@@ -150,25 +150,25 @@ def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Code
 
 
 def rounded_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> list[Rounded]:
-    """Moments with what rounding may have changed.
+    """Moments with the most that rounding may have changed.
 
-    Moments in units of the root beside them were divided by this root as stored: its error does not add to theirs.
+    A moment in units of the root beside it was divided by the stored root: the root's error does not add to its own.
     """
-    found: dict[str, Rounded] = {}
-    unit: Tensor | None = None
+    rounded: dict[str, Rounded] = {}
+    stored_root: Tensor | None = None
     for moment, (codes, scales) in _unsigned_first(moments, coded):
-        own = moment.codec(codec)
-        x = own.decode(codes, codes if scales is None else scales, signed=moment.signed)
+        moment_codec = moment.codec(codec)
+        x = moment_codec.decode(codes, codes if scales is None else scales, signed=moment.signed)
         error, at_floor = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
         if scales is not None:
-            error = own.rounding(codes, scales, signed=moment.signed)
-            at_floor = at_floor if moment.signed else own.at_floor(codes, scales)
-        if codec.relative and not moment.signed and unit is None:
-            unit = x
-        elif unit is not None and moment.is_relative(codec):
-            x, error = x * unit, error * unit
-        found[moment.name] = Rounded(x, error, at_floor)
-    return [found[moment.name] for moment in moments]
+            error = moment_codec.rounding(codes, scales, signed=moment.signed)
+            at_floor = at_floor if moment.signed else moment_codec.at_floor(codes, scales)
+        if codec.relative and not moment.signed and stored_root is None:
+            stored_root = x
+        elif stored_root is not None and moment.is_relative(codec):
+            x, error = x * stored_root, error * stored_root
+        rounded[moment.name] = Rounded(x, error, at_floor)
+    return [rounded[moment.name] for moment in moments]
 
 
 def _unsigned_first(moments: Sequence[Moment], values: Sequence[_T]) -> list[tuple[Moment, _T]]:

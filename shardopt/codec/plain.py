@@ -19,7 +19,7 @@ class _Plain(Codec):
 
 
 class Float32(_Plain):
-    """The exact 32-bit optimizer through the same code path."""
+    """Exact float32 moments, through the code path of the other codecs."""
 
     name = "fp32"
     code_dtype = torch.float32
@@ -32,7 +32,7 @@ class Float32(_Plain):
 
 
 class BFloat16(_Plain):
-    """Moments rounded to nearest bfloat16, an unsigned one never down to zero."""
+    """Moments rounded to nearest bfloat16; an unsigned moment above zero is never rounded to zero."""
 
     name = "bf16"
     code_dtype = torch.bfloat16

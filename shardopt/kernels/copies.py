@@ -15,12 +15,12 @@ from shardopt.kernels.memory import has_memory
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies tensors on any device to others in host memory, past the CPU's caches.
 
-    PyTorch's threads meet after each tensor, and wait for each other where other programs run. Those of this copy meet
+    PyTorch's threads meet after each tensor, and wait for each other when other programs run. Threads of this copy meet
     once.
 
     Args:
-        targets: on the CPU, contiguous; none may overlap another one or a source.
-        sources: as many, each of its target's shape and dtype.
+        targets: on the CPU, contiguous; none may overlap another target or a source.
+        sources: as many, with the targets' shapes and dtypes.
     """
     near: list[tuple[Tensor, Tensor]] = []
     far: list[tuple[Tensor, Tensor]] = []
@@ -37,7 +37,7 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _is_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in host memory as they are, one after another."""
+    """Whether a tensor's elements lie in host memory, unmodified and contiguous."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
         return False
     return has_memory(tensor) and not (tensor.is_conj() or tensor.is_neg())

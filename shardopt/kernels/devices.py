@@ -13,15 +13,15 @@ from shardopt.kernels.skipped import SkippedElements
 
 
 def make_call(device: torch.device, tables: Tables, skipped: SkippedElements) -> Call:
-    """The call of the kernels of a device that :func:`shardopt.kernels.dispatch.check_device` lets pass."""
+    """The call of the kernels of a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
     return CpuCall(tables, skipped) if device.type == "cpu" else CudaCall(device, tables, skipped)
 
 
 def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> None:
     """Tells PyTorch that a step uses memory on its device, which may have been allocated in another stream.
 
-    PyTorch would otherwise let that stream have the memory again as soon as the tensors are gone. What is captured into
-    a CUDA graph has to be kept instead.
+    Otherwise PyTorch would give the memory to that stream again as soon as the tensors are gone. Memory used in a
+    captured CUDA graph must be kept instead.
 
     Args:
         device: a CUDA device.

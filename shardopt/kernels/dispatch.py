@@ -1,4 +1,4 @@
-"""The call of the compiled kernels, one for all rows of a batch: its interface, and the CPU's."""
+"""The call of the compiled kernels, one for all rows of a batch: the interface, and the CPU's implementation."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class LossScaling(NamedTuple):
     """Scalars on which the gradients of a step depend: float32, or None.
 
     Attributes:
-        grad_scale: what the loss was multiplied by (torch.amp.GradScaler).
+        grad_scale: factor by which the loss was multiplied (torch.amp.GradScaler).
         found_inf: not zero if the step is to be left out (torch.amp.GradScaler).
-        coefficient: what the gradients are to be multiplied by (clipping).
+        coefficient: factor by which the gradients are to be multiplied (clipping).
     """
 
     grad_scale: Tensor | None
@@ -57,9 +57,9 @@ class Tables(NamedTuple):
     """Arguments of the kernels for the steps of some parameters.
 
     Attributes:
-        entries: rows of ``_C.tensor_entry``; all that they point to lives on one device.
+        entries: rows of ``_C.tensor_entry``, which point to memory of one device.
         steps: addresses of float32 scalars, one per parameter; the phase ``step`` counts each up by one.
-        codec_tables: what each codec looks up (``Codec.table``), by the codec's index.
+        codec_tables: the codecs' lookup tables (``Codec.table``), by the codecs' index.
     """
 
     entries: npt.NDArray[np.void]
@@ -84,7 +84,7 @@ class Call(Protocol):
 
 
 def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
-    """Whether a phase concerns entries: one for sums those that have some, those after the step itself cut blocks."""
+    """Whether a phase concerns entries: ``sums`` those with sums, ``step`` all, later phases those of cut blocks."""
     if phase == _C.Phase.sums:
         return has_sums
     return phase == _C.Phase.step or has_cut
@@ -94,7 +94,7 @@ def check_device(name: str, device: torch.device) -> None:
     """Checks that this build has kernels for a device.
 
     Raises:
-        RuntimeError: it has none.
+        RuntimeError: this build has no kernels for the device.
     """
     if device.type == "cpu" or (device.type == "cuda" and _C.with_cuda):
         return
@@ -113,13 +113,13 @@ class CpuCall:
     """Steps on the CPU.
 
     Args:
-        tables: what they need.
-        skipped: counts the elements that they skip; by default nobody else's.
+        tables: the kernels' arguments.
+        skipped: counter of skipped elements; by default a counter of this call alone.
     """
 
     def __init__(self, tables: Tables, skipped: SkippedElements | None = None) -> None:
         self._step = _C.CpuStep(tables.entries, tables.steps, addresses(tables.codec_tables))
-        self._tables = tables  # kept alive: the step has addresses of them
+        self._tables = tables  # kept alive: the step has addresses of these arrays
         self._off = False
         self.skipped = skipped or SkippedElements()
 
@@ -129,7 +129,7 @@ class CpuCall:
         self._off = found_inf is not None and bool(found_inf.item())
         if scale is not None:
             groups = groups.copy()
-            with np.errstate(divide="ignore", over="ignore"):  # by 0 as in torch: gradients become Inf or NaN
+            with np.errstate(divide="ignore", over="ignore"):  # scale 0 makes gradients Inf or NaN, as in torch
                 groups["gradient_scale"] *= np.divide(1.0, float(scale))
         if coefficient is not None:
             groups = groups.copy()
@@ -144,5 +144,5 @@ class CpuCall:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:
-    """Where the tensors' data lie; 0 for None."""
+    """Addresses of the tensors' data; 0 for None."""
     return np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Calls the CUDA kernels: the tables of a step in device memory, uploaded when they change and never waited for."""
+"""The call of the CUDA kernels: a step's tables in device memory, uploaded when they change and never waited for."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardopt.kernels.dispatch import LossScaling, Tables, addresses
 from shardopt.kernels.skipped import SkippedElements
 
 _ALIGNMENT = 16  # bytes
-#: Whether blocks of usual formats are stepped by kernels of their own: benchmarks compare, bits are the same.
+#: Whether special kernels step blocks of usual formats; bits are the same. Benchmarks compare both.
 ALIGNED_KERNELS = True
 
 
 class CudaCall:
-    """Steps of the same tables on a CUDA device, each in the stream that is current then.
+    """Steps of the same tables on a CUDA device, in the streams that are current at each step.
 
-    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients, whose
-    addresses change from step to step, go with the launch, or are uploaded by themselves where they are many. What is
-    captured into a CUDA graph is uploaded again in every replay, to an offset of its own, so that steps in between do
-    not matter: the call must live as long as the graph.
+    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients'
+    addresses change from step to step: the launch carries a few of them, many are uploaded by themselves. A captured
+    CUDA graph uploads its tables again in every replay, to another offset, so that steps between replays do not matter:
+    the call must live as long as the graph.
 
     Args:
-        device: where they are taken.
-        tables: what they need.
-        skipped: counts the elements that they skip; by default nobody else's.
+        device: the steps' device.
+        tables: the kernels' arguments.
+        skipped: counter of skipped elements; by default a counter of this call alone.
     """
 
     def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements | None = None) -> None:
@@ -42,9 +42,9 @@ class CudaCall:
         self._counter = self.skipped.counter(device)
         self._rules: bytes | None = None
         self._groups: bytes | None = None  # as uploaded, None for stale tables
-        self._entries: bytes | None = None  # the same, without gradients
+        self._entries: bytes | None = None  # as uploaded, without gradients, None for stale tables
         self._scaling = LossScaling(None, None)
-        self._spare: Tensor | None = None  # pinned memory for a capture, during which none can be had
+        self._spare: Tensor | None = None  # pinned memory for a capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
         self._captured_scaling: list[LossScaling] = []
 
@@ -52,7 +52,8 @@ class CudaCall:
         """Prepares a step; see :class:`shardopt.kernels.dispatch.Call`.
 
         Raises:
-            RuntimeError: a CUDA graph captures the first step of these tables, or no step was taken between two graphs.
+            RuntimeError: a CUDA graph captures the first step of these tables, or no step was taken since the last
+                capture.
         """
         capturing = _is_capturing()
         self._scaling = LossScaling(*(None if t is None else t.to(self._device, non_blocking=True) for t in scaling))
@@ -102,7 +103,7 @@ class CudaCall:
         )
 
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
-        """Allocates the tables, and uploads those that stay as they are."""
+        """Allocates the tables, and uploads the constant ones."""
         entries = self._tables.entries
         tasks, batches = _C.cuda_tasks(entries, groups, ALIGNED_KERNELS)
         fixed = {
@@ -157,15 +158,15 @@ class CudaCall:
             self._spare = None
         self._captured_scaling.append(self._scaling)
         self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
-        self._groups = self._entries = None  # they may have changed, and were not uploaded where other steps look
+        self._groups = self._entries = None  # stale: the capture uploaded to another offset than other steps read
 
 
 def _demand(ready: bool) -> None:
-    """Raises where a CUDA graph captures a step that needs memory first."""
+    """Raises RuntimeError if a CUDA graph captures a step that needs memory first."""
     if not ready:
         raise RuntimeError(
-            "got a step captured into a CUDA graph, expected one like it before; take a step with gradients for the "
-            "same parameters before each capture"
+            "got a step captured into a CUDA graph, expected a step of the same parameters outside of a graph before; "
+            "take a step with gradients for the same parameters before each capture"
         )
 
 
@@ -180,13 +181,13 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
 
 
 class _Offsets(NamedTuple):
-    """Where the tables that change begin, in bytes: groups, entries and gradients, and once more for captured ones."""
+    """Offsets of the tables that change, in bytes: groups (at 0), entries, gradients, and copies for captures."""
 
     entries: int
     gradients: int
     head_bytes: int
     captured: int
-    uploads_gradients: bool  # rather than launch the kernels with them
+    uploads_gradients: bool  # False: the launch carries the addresses
 
     @classmethod
     def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void], steps: int) -> _Offsets:
@@ -223,7 +224,7 @@ _table_copies: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _on(table: Tensor, device: torch.device) -> Tensor:
-    """A codec's table on that device; codecs and their tables live as long as the process."""
+    """A codec's table on a device; codecs and their tables live as long as the process."""
     key = (table.data_ptr(), device)
     if key not in _table_copies:
         _table_copies[key] = table.to(device)

@@ -1,9 +1,9 @@
-"""Where a tensor's elements lie in memory, if they lie there at all: checked here before anything reads an address.
+"""Checks that a tensor's elements lie in memory, before anything reads its address.
 
 An ordinary tensor's storage may have been freed or cut by ``resize_``. A wrapper subclass
 (``torch.Tensor._make_wrapper_subclass``) has its elements in inner tensors, and a zero tensor
-(``torch._efficientzerotensor``) nowhere: both have address 0 and a storage that looks as long as it should be. The
-memory of a negative or conjugate view has other values than the view.
+(``torch._efficientzerotensor``) has none anywhere: both have address 0 and a storage of the expected length. The memory
+of a negative or conjugate view has other values than the view.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _INNER = "_shardopt_inner"
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a dense tensor's elements, if it has any, lie at its address; or did until its storage was freed."""
+    """Whether a dense tensor's elements, if any, lie at its address, or did until its storage was freed."""
     if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:
         return True
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor._is_zerotensor()
 
 
 def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError] = RuntimeError) -> None:
-    """Checks that a dense tensor's elements lie in memory, within its storage: ``resize_`` may have freed or cut it.
+    """Checks that a dense tensor's elements lie in memory, within its storage, which ``resize_`` may have freed or cut.
 
     Args:
         name: the parameter's name in errors.
-        what: the tensor's part there.
+        what: the tensor's role in errors, such as "gradient".
         tensor: the tensor.
         error: the class of the error.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: the tensor has elements without memory, or outside its storage.
     """
     if tensor.numel() == 0:
         return
@@ -46,32 +46,33 @@ def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError
         )
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    found = tensor.untyped_storage().nbytes()
-    if found < needed:
+    available = tensor.untyped_storage().nbytes()
+    if available < needed:
         raise error(
-            f"{name}: got a {what} whose storage has {found} bytes, expected {needed}: it was freed or cut by "
-            "resize_(); give it its memory back first"
+            f"{name}: got a {what} whose storage has {available} bytes, expected {needed}: resize_() freed or cut the "
+            "storage; give the tensor its memory back first"
         )
 
 
 def check_sign(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that the kernels may write a tensor's memory: that of a negative view has the elements' opposites.
+    """Checks that the kernels may write a tensor's memory: a negative view's has the opposites of the elements.
 
     Raises:
         RuntimeError: the tensor is a negative view.
     """
     if tensor.is_neg():
         raise RuntimeError(
-            f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected one that is "
-            "not; make it of .resolve_neg()"
+            f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected an ordinary "
+            "tensor; make it of .resolve_neg()"
         )
 
 
 def written(tensor: Tensor) -> Tensor:
-    """The tensor to write into in order to change a tensor's elements: itself, or a wrapper's inner tensor.
+    """The tensor to write into in order to change a tensor's elements: the tensor itself, or a wrapper's inner tensor.
 
     Raises:
-        RuntimeError: a wrapper has none, or several, of its shape and dtype, or one with other values.
+        RuntimeError: the number of a wrapper's inner tensors of its shape and dtype is not 1, or the inner tensor has
+            other values.
     """
     if type(tensor) in (Tensor, torch.nn.Parameter) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor
@@ -81,21 +82,21 @@ def written(tensor: Tensor) -> Tensor:
     if tensor.numel() and has_memory(tensor):
         return tensor
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else list(vars(tensor))
-    found = [name for name in names if _fits(getattr(tensor, name), tensor)]
-    if len(found) == 1 and _has_elements(getattr(tensor, found[0]), tensor):
-        setattr(tensor, _INNER, found[0])
-        return written(getattr(tensor, found[0]))
+    inner_names = [name for name in names if _fits(getattr(tensor, name), tensor)]
+    if len(inner_names) == 1 and _has_elements(getattr(tensor, inner_names[0]), tensor):
+        setattr(tensor, _INNER, inner_names[0])
+        return written(getattr(tensor, inner_names[0]))
     if tensor.numel() == 0:
         return tensor
     raise RuntimeError(
-        f"got a tensor of {_kind(tensor)} with {len(found)} inner tensors of its shape {tuple(tensor.shape)} and "
-        f"{tensor.dtype}, expected one that has its elements; give shardopt parameters that are not quantized, and "
-        "others to the optimizer of the package that made them, or freeze them"
+        f"got a tensor of {_kind(tensor)} with {len(inner_names)} inner tensors of its shape {tuple(tensor.shape)} and "
+        f"{tensor.dtype}, expected exactly one, with the tensor's elements; give shardopt parameters that are not "
+        "quantized, and others to the optimizer of the package that made them, or freeze them"
     )
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A tensor with memory of the same elements: itself where possible, else a copy, which PyTorch dispatches.
+    """A tensor with memory of the same elements: the tensor itself if possible, else a copy, which PyTorch dispatches.
 
     Raises:
         RuntimeError: a wrapper cannot be copied.
@@ -119,10 +120,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def memoryview_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in host memory, without ``numpy()``, after which no storage can be resized."""
+    """The bytes of a tensor's elements in host memory. Avoids ``numpy()``, after which no storage can be resized."""
     data = as_bytes(tensor.detach().cpu())
     memory: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
-    memory.tensor = data  # alive as long as the view
+    memory.tensor = data  # keeps the bytes alive as long as the view
     return memoryview(memory).cast("B")
 
 
@@ -136,7 +137,7 @@ def _fits(inner: object, tensor: Tensor) -> bool:
 
 
 def _has_elements(inner: Tensor, tensor: Tensor) -> bool:
-    """Whether a wrapper's elements are those of an inner tensor, and not computed from it."""
+    """Whether a wrapper's elements equal an inner tensor's, rather than being computed from them."""
     check_storage(_kind(tensor), "inner tensor", inner)
     return tensor.numel() == 0 or torch.equal(as_bytes(inner), as_bytes(tensor))
 

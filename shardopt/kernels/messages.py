@@ -19,9 +19,9 @@ class Part(NamedTuple):
     """Rows of a parameter in a chunk.
 
     Attributes:
-        rows: how many.
+        rows: the number of rows.
         row_numel: elements of a row.
-        is_coded: whether they become E4M3 codes; float32 otherwise.
+        is_coded: whether elements become E4M3 codes; float32 otherwise.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 def row_bytes(numel: int) -> int:
-    """Bytes of a coded row of so many elements."""
+    """Bytes of a coded row of ``numel`` elements."""
     return _C.message_row_bytes(numel)
 
 
@@ -38,11 +38,11 @@ class Layout:
     """Where the parts of a chunk lie, one after another.
 
     Args:
-        parts: of the chunk.
+        parts: the parts of the chunk.
 
     Attributes:
         numel: elements of a chunk.
-        bytes: of a chunk's message, with float32 where nothing is coded.
+        bytes: bytes of a chunk's message, with float32 for parts that are not coded.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -60,7 +60,7 @@ class Layout:
         self._on_devices: dict[torch.device, Tensor] = {}
 
     def argument(self, device: torch.device, nbytes: int) -> tuple[int, int, int, int, int]:
-        """The layout as kernels on a device read it, for messages of so many bytes per chunk."""
+        """The layout as kernels on a device read it, for messages of ``nbytes`` per chunk."""
         table = self._table
         if device.type != "cpu":
             if device not in self._on_devices:
@@ -73,17 +73,17 @@ def encode(chunks: Tensor, layout: Layout) -> Tensor:
     """Codes chunks of floats.
 
     Args:
-        chunks: float32, bfloat16 or float16, (chunks, ``layout.numel``), contiguous, on the CPU or on CUDA, there in
-            the current stream.
-        layout: of each chunk.
+        chunks: float32, bfloat16 or float16, (chunks, ``layout.numel``), contiguous, on the CPU, or on CUDA in the
+            current stream.
+        layout: the layout of a chunk.
 
     Returns:
         uint8, (chunks, ``layout.bytes``).
 
     Raises:
-        TypeError: another dtype.
+        TypeError: the dtype is another one.
         RuntimeError: this build has no kernels for the device.
-        ValueError: the tensor is not contiguous, or has chunks of another size.
+        ValueError: the tensor is not contiguous, or its chunks do not have ``layout.numel`` elements.
     """
     _check(chunks, (len(chunks), layout.numel))
     message = torch.empty(len(chunks), layout.bytes, dtype=torch.uint8, device=chunks.device)
@@ -111,20 +111,20 @@ def add_up(
 
     Args:
         message: the terms, (terms, bytes of ``encode``); or floats, (terms, ``layout.numel``). Contiguous.
-        layout: of each term; a single part for floats.
+        layout: the layout of a term; for floats, a single part.
         first: the number of the first term.
-        begin: the number of the first term that sums have.
-        sums: float32, of at least ``layout.numel`` elements, oldest first, those that the terms are added to. None has
-            zeros.
-        out: float32, get the sums that the terms leave, oldest first. May be some of ``sums``.
-        mean: float32, bfloat16 or float16; gets the sum of all, from the latest to the oldest, over ``divisor`` and
-            rounded once, and ``out`` nothing.
-        divisor: of the mean.
+        begin: the number of the first term that the sums contain.
+        sums: the sums to which the terms are added, oldest first: float32, of at least ``layout.numel`` elements. None
+            stands for zeros.
+        out: receive the sums after the terms, oldest first: float32. May be some of ``sums``.
+        mean: receives the sum of all sums, from the latest to the oldest, divided by ``divisor`` and rounded once:
+            float32, bfloat16 or float16. ``out`` then receives nothing.
+        divisor: the mean's divisor.
 
     Raises:
-        TypeError: a dtype that is not supported.
+        TypeError: a dtype is not supported.
         RuntimeError: this build has no kernels for the device.
-        ValueError: a tensor is not contiguous or of another size, or sums and terms do not fit.
+        ValueError: a tensor is not contiguous or has another size, or sums and terms do not fit.
     """
     raw = torch.float32 if message.dtype == torch.uint8 else message.dtype
     if message.dtype == torch.uint8:

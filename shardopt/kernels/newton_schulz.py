@@ -23,7 +23,7 @@ _POLAR = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-_SAFETY = 1.01  # the authors': rounding in bfloat16 may lift singular values above 1
+_SAFETY = 1.01  # by the authors: rounding in bfloat16 may lift singular values above 1
 
 #: One triple per step, for singular values from 10^-3 on (Amsel et al., arXiv 2505.16932); further steps take the last.
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
@@ -37,16 +37,16 @@ _FIRST_GRAM, _FURTHER_GRAMS = 2, 3
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """The iteration on one matrix: always the same calls, which depend on its shape alone.
+    """The iteration on one matrix: a sequence of calls that depends on the matrix's shape alone.
 
     All matrices are bfloat16, or float16 in the Gram form, and products are summed in float32, unless PyTorch allows a
-    GPU to reduce them in less (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has
-    the same bits on every rank, as long as the device's type and the version of PyTorch and its libraries are the same.
+    GPU to sum in less (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has equal
+    bits on all ranks if the device's type and the versions of PyTorch and its libraries are equal.
 
     Attributes:
-        coefficients: of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
+        coefficients: a, b, c of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
         eps: the least norm that the matrix is divided by.
-        gram: whether to iterate on XX' alone, and multiply X by the result of several steps, where that takes fewer
+        gram: whether to iterate on XX' alone, and multiply X by the result of several steps, if that takes fewer
             multiplications: for matrices that are far from square.
     """
 
@@ -59,8 +59,8 @@ class NewtonSchulz:
 
         Args:
             matrix: bfloat16, contiguous, of two dimensions; overwritten.
-            in_float32: whether products are computed in float32 and rounded, and not as bfloat16 products of the
-                device. By default on the CPU: most processors take a hundred times as long for the latter.
+            in_float32: whether to compute products in float32 and round them, instead of the device's bfloat16
+                products. Default: on the CPU, as most processors take a hundred times as long for bfloat16 products.
 
         Returns:
             A matrix of its shape and dtype, maybe transposed in memory.
@@ -99,7 +99,7 @@ class NewtonSchulz:
     def _by_gram(self, x: Tensor, in_float32: bool) -> Tensor:
         """Factors of X from some steps on XX' at a time: ``(aI + Z) X`` has the Gram matrix ``(aI + Z) XX' (aI + Z)``.
 
-        In float16, of whose range nothing is needed here, and which rounds more finely.
+        Computes in float16, which rounds more finely than bfloat16 and whose range is enough here.
         """
 
         def rounded(product: Tensor) -> Tensor:
@@ -145,13 +145,13 @@ class NewtonSchulz:
         return 2 * grams * short * short * long + (4 * steps - 3 * grams) * short**3
 
     def flops(self, rows: int, cols: int) -> int:
-        """Multiplications that a matrix takes."""
+        """Multiplications of the iteration on a matrix."""
         short, long = min(rows, cols), max(rows, cols)
         by_gram = self._takes_gram(short, long)
         return self._gram_flops(short, long) if by_gram else self._plain_flops(short, long)
 
     def workspace(self, rows: int, cols: int, device_type: str) -> int:
-        """Bytes that the iteration takes beside the matrix."""
+        """Bytes of memory for the iteration beside the matrix."""
         short, long = min(rows, cols), max(rows, cols)
         if self._takes_gram(short, long):
             return (10 * long + 18 * short) * short if device_type == "cpu" else (4 * long + 8 * short) * short
@@ -159,5 +159,5 @@ class NewtonSchulz:
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds float32 to the values that ``dtype`` has, in place."""
+    """Rounds float32 to the values of ``dtype``, in place."""
     return x.copy_(x.to(dtype))

@@ -21,14 +21,14 @@ class NormCall(Protocol):
         """Takes a pass.
 
         Args:
-            norm_pass: which.
-            rows: how many of the rows it takes, from the first on. Their addresses may be others in each pass.
-            factor: of the pass ``scale``: float32, 0-d.
+            norm_pass: the kind of pass.
+            rows: number of leading rows to take. Their addresses may differ from pass to pass.
+            factor: the coefficient of the pass ``scale``: float32, 0-d.
         """
 
 
 def make_norm_call(device: torch.device, entries: npt.NDArray[np.void]) -> NormCall:
-    """The passes on a device that :func:`shardopt.kernels.dispatch.check_device` lets pass."""
+    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
     return _CpuNormCall(entries) if device.type == "cpu" else CudaNormCall(device, entries)
 
 
@@ -42,17 +42,17 @@ class _CpuNormCall:
 
 
 class CudaNormCall:
-    """Passes on a CUDA device, in the stream that is current then, which nothing waits for.
+    """Passes on a CUDA device, in the current stream, without waiting.
 
     Args:
-        device: of the gradients.
+        device: the gradients' device.
         entries: the rows, in host memory.
     """
 
     def __init__(self, device: torch.device, entries: npt.NDArray[np.void]) -> None:
         self._device, self._entries = device, entries
         counts = -(-entries["cols"] // _C.cuda_norm_task)
-        self._ends = np.cumsum([0, *counts.tolist()])  # by number of rows: their tasks
+        self._ends = np.cumsum([0, *counts.tolist()])  # number of tasks, by number of leading rows
         entry = np.repeat(np.arange(len(entries)), counts)
         first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
         tasks = np.stack([first, entry], 1)
@@ -66,12 +66,12 @@ class CudaNormCall:
         """Takes a pass; see :class:`NormCall`.
 
         Raises:
-            RuntimeError: a CUDA graph captures it.
+            RuntimeError: a CUDA graph captures the pass.
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "got clip_grad_norm_ captured into a CUDA graph, expected it outside, as the host uploads its "
-                "tables; call it before the graph is replayed, without optimizer="
+                "got clip_grad_norm_ captured into a CUDA graph, expected a call outside of graphs, as the host "
+                "uploads its tables; call clip_grad_norm_ before the graph is replayed, without optimizer="
             )
         if factor is not None:
             factor = factor.to(self._device)
@@ -87,11 +87,11 @@ class CudaNormCall:
 
 
 def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
-    """The norm, rounded once, and the coefficient by which ``torch.nn.utils.clip_grad_norm_`` multiplies then.
+    """The norm, rounded once, and the coefficient by which ``torch.nn.utils.clip_grad_norm_`` would multiply.
 
     Args:
         words: int64: an exact sum of squares, (``_C.sum_words``,), or the bits of the largest magnitude, (1,).
-        max_norm: of the gradients.
+        max_norm: the largest norm that the gradients may have.
         is_magnitude: whether the norm is the largest magnitude.
 
     Returns:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 INFINITY_BITS = 0x7F800000
 
-_WHOLE = 1.5 * 2**23  # where the float32 grid is the integers
+_WHOLE = 1.5 * 2**23  # float32 numbers around this one are integers
 
 
 def float32(value: float) -> Tensor:
@@ -60,7 +60,7 @@ def square_root(x: Tensor) -> Tensor:
 
 
 def divide(a: Tensor, b: Tensor | float) -> Tensor:
-    """``a / b`` in float32; never a multiplication by the reciprocal, as PyTorch may do with a scalar."""
+    """``a / b`` in float32, without the multiplication by the reciprocal that PyTorch may do with a scalar."""
     return a / torch.as_tensor(b, dtype=torch.float32, device=a.device).expand_as(a)
 
 
@@ -80,7 +80,7 @@ def round_fma(x: Tensor, y: Tensor, z: int = 0) -> Tensor:
 
 
 def to_bf16(x: Tensor) -> Tensor:
-    """The nearest bfloat16, ties to even, and of any NaN the one with all bits but the sign's set."""
+    """The nearest bfloat16, ties to even; any NaN becomes the NaN with all bits but the sign's set."""
     nan = torch.tensor(0x7FFF, dtype=torch.int16, device=x.device).view(torch.bfloat16)
     return torch.where(x.isnan(), nan, x.bfloat16())
 
@@ -91,7 +91,7 @@ def to_blocks(x: Tensor, block_size: int, fill: int = 0) -> Tensor:
     Args:
         x: any dtype, shape ``(rows, cols)``.
         block_size: elements per block.
-        fill: what fills up the last block of a row.
+        fill: value that fills up the last block of a row.
 
     Returns:
         Shape ``(rows, ceil(cols / block_size), block_size)``.

@@ -1,4 +1,4 @@
-"""Counts the gradient elements that kernels skip, over all calls that an optimizer makes."""
+"""Counter of the gradient elements that kernels skip, over all calls of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class SkippedElements:
     """How many gradient elements an optimizer's kernels have skipped.
 
-    Kernels on a CUDA device count in its memory. The host learns of that once per step, and never waits for it.
+    Kernels on a CUDA device count in the device's memory. The host learns the count once per step, without waiting.
     """
 
     def __init__(self) -> None:
@@ -30,30 +30,30 @@ class SkippedElements:
         """The counter to which kernels on a device add: an int64 scalar."""
         with self._lock:
             if device not in self._on_devices:
-                known = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").zero_()
-                # This copy waits: streams that know nothing of each other may count from now on.
-                self._on_devices[device] = known.to(device, copy=True), known
+                host_copy = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").zero_()
+                # A blocking copy: unsynchronized streams may count from now on.
+                self._on_devices[device] = host_copy.to(device, copy=True), host_copy
             return self._on_devices[device][0]
 
     def publish(self) -> None:
         """Begins to copy the devices' counters to the host, in the current streams."""
-        for device, (counter, known) in self._on_devices.items():
+        for device, (counter, host_copy) in self._on_devices.items():
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 counter.record_stream(torch.cuda.current_stream(device))
-            known.copy_(counter, non_blocking=True)
+            host_copy.copy_(counter, non_blocking=True)
 
     def count(self, *, wait: bool) -> int:
-        """The sum.
+        """The sum over host and devices.
 
         Args:
-            wait: wait for the devices, but not in the middle of a capture; otherwise the host may know of some only
-                later.
+            wait: whether to wait for the devices, except during a capture; without waiting, the last counts may be
+                missing.
         """
         total = self._on_host
-        for device, (counter, known) in self._on_devices.items():
+        for device, (counter, host_copy) in self._on_devices.items():
             if wait and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # kernels in any stream may have counted
-                known = counter
-            total += int(known)
+                host_copy = counter
+            total += int(host_copy)
         return total

@@ -1,7 +1,7 @@
 """A step whose operands live on another device than its kernels: chunks are copied in, stepped and copied out.
 
-Some slots of fixed size take turns. While the kernels step one chunk, the next ones are on their way in and the last
-one is on its way back, where the device copies by itself; see :class:`Transfers`.
+Some slots of fixed size take turns. If the device copies asynchronously, the next chunks are on their way in and the
+last one is on its way back while the kernels step one; see :class:`Transfers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
 
-#: How many bytes of memory a row of ``_C.tensor_entry`` refers to, from each of its addresses on. Of the gradient they
-#: are elements: its dtype may change from step to step.
+#: Bytes of memory behind each address in a row of ``_C.tensor_entry``. For the gradient elements instead of bytes, as
+#: its dtype may change from step to step.
 EXTENT = np.dtype(
     [
         ("param", np.int64),
@@ -31,13 +31,13 @@ EXTENT = np.dtype(
 
 _ALIGNMENT = 64  # bytes: copies are aligned as their originals are
 
-#: What aligning a unit's operands may cost, in bytes.
+#: Largest cost of aligning a transfer unit's operands, in bytes.
 UNIT_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
 
 _GRADIENT_BYTES = np.zeros(len(DTYPES), np.int64)  # per element, by the kernels' number of the dtype
 _GRADIENT_BYTES[list(DTYPES.values())] = [dtype.itemsize for dtype in DTYPES]
 
-#: What an element of a gradient takes at most.
+#: The most bytes that an element of a gradient takes.
 MAX_GRADIENT_BYTES = int(_GRADIENT_BYTES.max())
 
 Addresses = npt.NDArray[np.uint64]
@@ -46,14 +46,14 @@ Addresses = npt.NDArray[np.uint64]
 class Moves(NamedTuple):
     """Operands of the tables that are copied: fields of ``_C.tensor_entry``."""
 
-    there: tuple[str, ...]  # to where the kernels are
+    there: tuple[str, ...]  # to the kernels' device
     back: tuple[str, ...]
-    together: bool  # whether ranges next to each other are one copy: not where they may be of several allocations
+    together: bool  # whether adjacent ranges are one copy; False if they may belong to several allocations
 
 
-#: The state is elsewhere, parameters and gradients are with the kernels.
+#: For kernels on the device of parameters and gradients: the state moves.
 STATE_MOVES = Moves(("low_bits", "codes", "scales"), ("low_bits", "codes", "scales"), together=True)
-#: The kernels are where the state is, and parameters and gradients elsewhere.
+#: For kernels on the device of the state: parameters and gradients move.
 STEP_MOVES = Moves(("param", "gradient"), ("param",), together=False)
 
 
@@ -66,22 +66,22 @@ class Copies(NamedTuple):
 
 
 class Slot:
-    """Memory with the kernels that chunks use in turn: uint8."""
+    """Staging memory on the kernels' device that chunks use in turn: uint8."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Address of the memory."""
         return self.memory.data_ptr()
 
 
 class Transfers(ABC):
-    """The slots, and how a device copies.
+    """The slots, and the copies to and from them.
 
-    A chunk is fetched into a slot, used once :meth:`arrived` returned, and given back. Copies of a slot wait for each
-    other, and so do those of a chunk from step to step.
+    A chunk is fetched into a slot, used after :meth:`arrived` has returned, and given back. Copies of a slot wait for
+    each other, and so do copies of a chunk from step to step.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -89,40 +89,40 @@ class Transfers(ABC):
         self._next = 0
 
     def slots(self, count: int) -> list[Slot]:
-        """The slots for so many chunks, in turn."""
+        """The slots for ``count`` chunks, in turn."""
         begin, self._next = self._next, self._next + count
         return [self._slots[index % len(self._slots)] for index in range(begin, begin + count)]
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
     @abstractmethod
     def begin(self) -> None:
-        """Comes before the first fetch: what was computed so far is to be seen."""
+        """Comes before the first fetch: copies must see all that was computed before."""
 
     @abstractmethod
     def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
         """Begins to copy to a slot.
 
         Args:
-            slot: where to.
-            copies: what.
-            after: what :meth:`give_back` gave for the same chunk: that comes first. None: all that was given back does.
+            slot: the target.
+            copies: the ranges to copy.
+            after: wait for this result of :meth:`give_back` for the chunk. None: wait for all that was given back.
         """
 
     @abstractmethod
     def arrived(self, slot: Slot) -> None:
-        """Has the kernels that are run next wait for the slot's contents."""
+        """Has later kernels wait for the slot's contents."""
 
     @abstractmethod
     def give_back(self, slot: Slot, copies: Copies) -> object:
-        """Begins to copy from a slot, once the kernels that were run are done."""
+        """Begins to copy from a slot, after earlier kernels are done."""
 
     @abstractmethod
     def end(self) -> None:
-        """Comes after the last copy: what is computed next is to see what came back."""
+        """Comes after the last copy: later computations must see what came back."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -133,9 +133,9 @@ class StreamedTables(NamedTuple):
     """Tables whose operands move.
 
     Attributes:
-        tables: with addresses where the operands live.
+        tables: with the operands' home addresses.
         extents: rows of ``EXTENT``, one per entry.
-        units: per entry, ascending: entries of the same unit move together.
+        units: number of the transfer unit per entry, ascending: entries of a transfer unit move together.
     """
 
     tables: Tables
@@ -148,10 +148,10 @@ class StreamedCall:
 
     Args:
         streamed: the tables.
-        moves: what moves.
-        transfers: how.
-        chunk_bytes: how much is moved at a time, at most; a slot has room for it. Units have to be smaller than that
-            by :data:`UNIT_OVERHEAD`; of blocks of 4096 elements it has to hold one.
+        moves: the operands that move.
+        transfers: the copies.
+        chunk_bytes: the most bytes that are moved at a time, and the size of a slot. Transfer units must be smaller by
+            :data:`UNIT_OVERHEAD`, and a chunk must hold at least one block of 4096 elements.
         make: makes the calls of the kernels.
     """
 
@@ -201,7 +201,7 @@ class StreamedCall:
         transfers.end()
 
 
-#: Slots that take turns: one that is stepped, one that comes and one that goes.
+#: Slots that take turns: one is stepped, one is filled and one is emptied.
 SLOTS = 3
 _AHEAD = SLOTS - 1
 
@@ -211,8 +211,8 @@ class _Chunk:
 
     Args:
         streamed: all tables.
-        moves: what moves.
-        rows: the entries that belong to the chunk.
+        moves: the operands that move.
+        rows: indices of the entries that belong to the chunk.
         first: whether this is the chunk that counts up the steps.
         make: makes the call of the kernels.
     """
@@ -245,7 +245,7 @@ class _Chunk:
         return int(ends.max()) if len(ends) else 0
 
     def find_copies(self, entries: npt.NDArray[np.void]) -> None:
-        """Looks up where the operands live."""
+        """Computes the copies from the operands' home addresses in ``entries``."""
         self._home = entries[self._rows]
         only_there = [field for field in self._moves.there if field not in self._moves.back]
         self._back = _copies(self._home, self._extents, self._moves.back, 0, self._moves.together)
@@ -276,20 +276,20 @@ class _Chunk:
         self._changed = False
 
     def fetch(self, transfers: Transfers) -> None:
-        """Begins to copy it in."""
+        """Begins to copy the chunk in."""
         transfers.fetch(self.slot, self._there, self._last)
 
     def give_back(self, transfers: Transfers, *, unchanged: bool) -> None:
-        """Begins to copy it out, or only frees its slot where nothing was changed."""
+        """Begins to copy the chunk out, or only frees its slot if nothing was changed."""
         self._last = transfers.give_back(self.slot, _no_copies() if unchanged else self._back)
 
 
 def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """The entries of each chunk: whole units, those with cut blocks apart from the others."""
+    """The indices of each chunk's entries: whole transfer units, cut blocks apart from others."""
     extents, units = streamed.extents, streamed.units
     sizes = sum(_per_entry(extents[field], field) for field in moves.there)
     cut = streamed.tables.entries["cut"] != 0
-    found: list[npt.NDArray[np.int64]] = []
+    chunk_rows: list[npt.NDArray[np.int64]] = []
     for of_kind in (~cut, cut):
         rows = np.flatnonzero(of_kind)
         if not len(rows):
@@ -303,14 +303,14 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
             chunks.append(chunk)
             filled += size
         of_row = np.repeat(chunks, np.diff(begins, append=len(rows)))
-        found += [rows[of_row == index] for index in range(chunk + 1)]
-    return found or [np.zeros(0, np.int64)]  # somebody has to count the steps
+        chunk_rows += [rows[of_row == index] for index in range(chunk + 1)]
+    return chunk_rows or [np.zeros(0, np.int64)]  # the first chunk counts the steps, even without entries
 
 
 def _per_entry(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
-    """Bytes per entry, of gradients the most that they may be."""
-    found: npt.NDArray[np.int64] = extents if extents.ndim == 1 else extents.sum(1)
-    return found * MAX_GRADIENT_BYTES if field == "gradient" else found
+    """Bytes per entry; for gradients, of their widest dtype."""
+    sizes: npt.NDArray[np.int64] = extents if extents.ndim == 1 else extents.sum(1)
+    return sizes * MAX_GRADIENT_BYTES if field == "gradient" else sizes
 
 
 def _no_copies() -> Copies:
@@ -324,7 +324,7 @@ def _copies(
     first_offset: int,
     together: bool,
 ) -> Copies:
-    """The memory that some fields of entries refer to, each byte once, and its offsets, from ``first_offset`` on."""
+    """The memory behind some fields of entries, each byte once, and its offsets in a slot, from ``first_offset`` on."""
     starts_of, lengths_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for field in fields:
         lengths = extents[field]

@@ -1,6 +1,6 @@
-"""A step of a parameter that is not contiguous in memory, or whose gradient is not: on contiguous copies of both.
+"""A step of a parameter that is not contiguous in memory, or whose gradient is not, on contiguous copies of both.
 
-A gradient that is a negative view (``Tensor.is_neg``), contiguous or not, is copied, too.
+A gradient that is a negative view (``Tensor.is_neg``) is copied, too, even if it is contiguous.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardopt.kernels.dispatch import Call, LossScaling, Tables, runs_in
 class StridedCall:
     """The :class:`Call` of one parameter.
 
-    Each phase copies the parameter and its gradient, where they are not contiguous, and copies the parameter back, all
-    on the current stream. The copies are freed at the end of the phase: one parameter at a time has any.
+    Each phase copies the parameter and its gradient if they are not contiguous, and copies the parameter back, all on
+    the current stream. The copies are freed at the end of the phase: only one parameter at a time has copies.
 
     Args:
-        tables: the parameter's. Addresses of the parameter and its gradient are filled in here.
-        first_elements: per entry, the parameter's element with which it begins.
+        tables: the parameter's tables. Addresses of the parameter and its gradient are filled in here.
+        first_elements: index of the parameter's first element, per entry.
         call: steps these tables.
     """
 
@@ -35,14 +35,14 @@ class StridedCall:
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; see :class:`Call`. The first time, takes the memory that the inner call needs."""
+        """Prepares a step; see :class:`Call`. The first one has the inner call allocate its memory."""
         self._groups, self._scaling = groups, scaling
         if self._last is None:
             self._call.update(True, groups, scaling)
 
     @property
     def copied_bytes(self) -> int:
-        """Memory that the step takes for copies."""
+        """Bytes that the step takes for copies."""
         return sum(t.nbytes for t in self.operands or () if not t.is_contiguous() or t.is_neg())
 
     def run(self, phase: _C.Phase) -> None:
@@ -51,7 +51,7 @@ class StridedCall:
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
-        # Themselves, where they are contiguous.
+        # No copies of contiguous tensors.
         param_copy, gradient_copy = param.contiguous(), gradient.resolve_neg().contiguous()
         for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
             self._entries[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)

@@ -1,7 +1,7 @@
-"""Copies between the memory of the CPU and itself, for :class:`shardopt.kernels.streamed.StreamedCall`.
+"""Copies within the CPU's memory, for :class:`shardopt.kernels.streamed.StreamedCall`.
 
-Nothing here runs beside the kernels: on the CPU there is nothing to gain by offloading to the CPU. This is the
-reference of what the copies of an accelerator have to do, and how tests run the rest without one.
+These copies block, as offloading from the CPU to the CPU gains nothing. They are the reference for an accelerator's
+copies, and let tests run the rest without an accelerator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class HostTransfers(Transfers):
     """See :class:`shardopt.kernels.streamed.Transfers`.
 
     Args:
-        nbytes: of each slot.
+        nbytes: bytes of a slot.
     """
 
     def __init__(self, nbytes: int) -> None:

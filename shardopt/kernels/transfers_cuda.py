@@ -16,7 +16,7 @@ from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
 
 
 class CudaSlot(Slot):
-    """Memory of a chunk, and when it was last filled and emptied."""
+    """Memory of a chunk, and events of its last filling and emptying."""
 
     filled: torch.cuda.Event | None = None
     emptied: torch.cuda.Event | None = None
@@ -27,8 +27,8 @@ class CudaTransfers(Transfers):
 
     Args:
         device: where the parameters are.
-        nbytes: of each slot.
-        to_host: whether the kernels run on the CPU, and parameters and gradients come to it. Otherwise the state comes
+        nbytes: bytes of a slot.
+        to_host: whether the kernels run on the CPU, to which parameters and gradients move. Otherwise the state moves
             to the device.
         pin: whether slots on the CPU are page-locked.
     """
@@ -42,7 +42,7 @@ class CudaTransfers(Transfers):
         self._to_host = to_host
         self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._there.wait_stream(torch.cuda.current_stream(device))  # which may still use what the memory was before
+        self._there.wait_stream(torch.cuda.current_stream(device))  # it may still use the memory's previous contents
         memory = [slot.memory for slot in self._slots]
         _finalize(self, partial(_drain, memory, self._there, self._back))
 
@@ -60,7 +60,7 @@ class CudaTransfers(Transfers):
             if isinstance(event, torch.cuda.Event):
                 self._there.wait_event(event)
         self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
-        waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the core has other work
+        waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # leaves the core to others
         slot.filled = self._there.record_event(waits_asleep)
 
     def arrived(self, slot: Slot) -> None:
@@ -97,8 +97,8 @@ def _places(slot: Slot, copies: Copies) -> Addresses:
 def _refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "got a step with offload captured into a CUDA graph, expected one outside: its copies are paced by the "
-            "host; leave optimizer.step() out of the graph, or offload out"
+            "got a step with offload captured into a CUDA graph, expected a step outside of graphs, as the host paces "
+            "its copies; leave optimizer.step() out of the graph, or leave out offload"
         )
 
 
@@ -108,7 +108,7 @@ _waiting_finalizers: list[Callable[[], None]] = []
 def _finalize(owner: object, finish: Callable[[], None]) -> None:
     """Has ``finish``, which waits for the device, called when ``owner`` is gone; or later, if a CUDA graph is captured.
 
-    A wait would spoil the capture. What ``finish`` refers to is kept until then.
+    A wait would spoil the capture. Objects that ``finish`` refers to are kept until the call.
     """
 
     def call() -> None:
@@ -125,38 +125,38 @@ def _finish_finalizers() -> None:
 
 
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
-    """Waits for copies that are under way before their memory is somebody else's."""
+    """Waits for copies under way, after which their memory may be reused."""
     for stream in streams:
         stream.synchronize()
 
 
 def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
-    """Page-locks memory of the CPU until ``owner`` is gone; it is not freed before.
+    """Page-locks memory of the CPU until ``owner`` is gone; the memory is not freed before.
 
-    PyTorch's own pinned memory comes in powers of two. PyTorch's own runtime would keep the error of a refusal, and
+    PyTorch's own pinned memory comes in powers of two, and PyTorch's CUDA runtime would keep the error of a refusal and
     raise it at its next kernel.
 
     Args:
         memory: whole pages.
-        owner: keeps them locked.
-        device: a CUDA device that copies from and to them; others may, too.
+        owner: keeps the pages locked.
+        device: a CUDA device that copies from and to the pages; others may, too.
 
     Raises:
-        MemoryError: the system does not let so much be locked.
+        MemoryError: the system refuses to lock so much memory.
     """
     index = device.index or 0
     error = _C.pin_cuda(index, memory.data_ptr(), memory.nbytes)
     if error != 0:
         raise MemoryError(
-            f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, "
-            "expected it to be possible; offload less with device_state_budget, or use pin_memory=False"
+            f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, expected a "
+            "system that lets so much be locked; offload less with device_state_budget, or use pin_memory=False"
         )
     _finalize(owner, partial(_unpin, memory, index))
 
 
 def _unpin(memory: Tensor, index: int) -> None:
     for device in range(torch.cuda.device_count()):
-        # Copies may be under way. Asking makes no context on other devices.
+        # Waits for copies under way. The question creates no context on other devices.
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)
     _C.unpin_cuda(index, memory.data_ptr())

@@ -1,4 +1,4 @@
-"""How weights are kept between steps, in PyTorch: the formats of csrc/core/weight.h, bit for bit."""
+"""Weights between steps, in PyTorch: the formats of csrc/core/weight.h, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = 2**32 - 1
 _TWO_WORDS = 2**64 - 1
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
-_FLOAT16_BEGIN = 112 << 23  # what a float32's exponent has more than a float16's
+_FLOAT16_BEGIN = 112 << 23  # difference of the exponents' biases, float32's minus float16's
 _FLOAT16_NORMAL = 113 << 23  # 2^-14
 
 _FORMATS = {
@@ -32,7 +32,7 @@ _FORMATS = {
 
 
 class StoredWeights(NamedTuple):
-    """Weights as memory has them.
+    """Weights as stored in memory.
 
     Attributes:
         param: the parameter.
@@ -48,9 +48,9 @@ class WeightFormat:
     """Format of a parameter's weights beyond their dtype.
 
     Attributes:
-        dtype: the parameter's.
-        low_bits: how many bits of a master weight stand beside a bfloat16 or float16: 0, 8 or 16.
-        stochastic: whether they are rounded up or down at random.
+        dtype: the parameter's dtype.
+        low_bits: number of bits of a master weight beside a bfloat16 or float16: 0, 8 or 16.
+        stochastic: whether weights are rounded up or down at random.
     """
 
     dtype: torch.dtype
@@ -59,10 +59,10 @@ class WeightFormat:
 
     @classmethod
     def of(cls, dtype: torch.dtype, options: Mapping[str, Any]) -> WeightFormat:
-        """The format of a parameter's weights in a param group. Float32 has all bits that there are.
+        """The format of a parameter's weights in a param group. Float32 weights need neither option.
 
         Raises:
-            ValueError: there is no such format.
+            ValueError: stochastic rounding of a float16 parameter.
         """
         bits_wanted, stochastic = options["master_weight_bits"], options["stochastic_rounding"]
         if dtype == torch.float16 and stochastic:
@@ -80,10 +80,10 @@ class WeightFormat:
         return int(_FORMATS[self.dtype, self.low_bits, self.stochastic])
 
     def low_bits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of the low bits of a parameter, None for a format that has none.
+        """The shape of a parameter's low bits, None for a format without low bits.
 
-        They are int8: of the parameter's shape, or with a last dimension of 2 for the bytes of an int16, a dtype that
-        collectives do not take.
+        Low bits are int8: of the parameter's shape, or with a last dimension of 2 for the bytes of an int16, a dtype
+        that collectives do not take.
         """
         if self.low_bits == 0:
             return None
@@ -112,7 +112,7 @@ class WeightFormat:
 
 
 def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """A weight as the nearest 16-bit float, away from zero in a tie, and what is missing.
+    """A weight as the nearest 16-bit float, away from zero in a tie, and the low bits that are missing in it.
 
     The magnitude is first rounded to a word of ``16 + low_bits`` bits, to nearest even, but never to infinity: for
     bfloat16 the float32's upper bits, for float16 a number in units of ``2^(E - 10 - low_bits)``, where ``2^E`` is the
@@ -124,17 +124,17 @@ def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) 
         dtype: bfloat16 or float16.
 
     Returns:
-        A tensor of ``dtype``; and int32 in [-2^(low_bits - 1), 2^(low_bits - 1)), in units of the last bit, to be
-        added to the magnitude.
+        A tensor of ``dtype``; and the low bits to be added to the magnitude, in units of the last bit: int32 in
+        [-2^(low_bits - 1), 2^(low_bits - 1)).
     """
     infinity = _INFINITY[dtype] << low_bits
-    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # float32's below infinity
+    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # of a float32 just below float16's infinity
     b = bits(x).long()
     magnitude = b & 0x7FFFFFFF
     if dtype == torch.bfloat16:
         word = _shifted(magnitude, low_bits - 16)
     else:
-        # Without its smallest exponents a float32's bits are a float16's, with 13 more of mantissa.
+        # A float32's bits less _FLOAT16_BEGIN are a float16's, with 13 more bits of mantissa.
         normal = _shifted(magnitude - _FLOAT16_BEGIN, low_bits - 13)
         subnormal = (x.double().abs() * 2.0 ** (24 + low_bits)).round().clamp(max=1 << (10 + low_bits)).long()
         word = torch.where(magnitude < _FLOAT16_NORMAL, subnormal, normal)
@@ -154,7 +154,7 @@ def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
         low_bits: 8 or 16.
     """
     b = _words(high)
-    word = (((b & 0x7FFF) << low_bits) + low.long()).clamp(min=0)  # below 0: the parameter was set to zero by others
+    word = (((b & 0x7FFF) << low_bits) + low.long()).clamp(min=0)  # below 0 if others set the parameter to zero
     if high.dtype == torch.bfloat16:
         magnitude = word << (16 - low_bits)
     else:
@@ -173,12 +173,12 @@ def _shifted(magnitude: Tensor, by: int) -> Tensor:
 
 
 def _shifted_down(word: Tensor, by: int) -> Tensor:
-    """Integers times ``2^-by``; bits beyond a float32's, which no weight has that was split, are dropped."""
+    """Integers times ``2^-by``; drops bits beyond a float32's, which a split weight never has."""
     return word >> by if by >= 0 else word << -by
 
 
 def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
-    """The bfloat16 next below in magnitude or next above, above with the probability that makes the mean exact.
+    """The next bfloat16 below or above in magnitude; above with the probability that makes the mean exact.
 
     Args:
         x: float32.
@@ -195,7 +195,7 @@ def noise_key(seed: int, parameter: int) -> int:
 
     Args:
         seed: the option ``stochastic_rounding_seed``.
-        parameter: the parameter's place among all that the optimizer has.
+        parameter: the parameter's number.
     """
     return (_mix(seed) + parameter) & _TWO_WORDS
 

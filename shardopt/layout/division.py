@@ -13,12 +13,12 @@ from torch import Tensor
 class Region(NamedTuple):
     """Elements of a flattened parameter: the same columns of consecutive rows, or any range of elements, as one row.
 
-    Where a row's columns are not next to each other, they are those of a tensor of more dimensions.
+    A row's columns that are not adjacent are several runs, described by dimensions between rows and columns.
 
     Attributes:
         first: index of the first element in the flattened parameter.
         rows: how many rows.
-        cols: elements of each, next to each other.
+        cols: adjacent elements of a run.
         stride: elements of the parameter from row to row.
         between: sizes and strides of dimensions between rows and columns.
     """
@@ -31,7 +31,7 @@ class Region(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the elements as a tensor."""
+        """Shape of the elements as a tensor."""
         return (self.rows, *(size for size, _ in self.between), self.cols)
 
     @property
@@ -40,7 +40,7 @@ class Region(NamedTuple):
         return math.prod(self.shape)
 
     def within(self, start: int, end: int) -> Region:
-        """The part of the region among the elements ``[start, end)`` of the parameter: whole rows if it has several."""
+        """The region's elements among ``[start, end)`` of the parameter: whole rows if the region has several."""
         if self.rows == 1 and not self.between:
             first, last = max(self.first, start), min(self.first + self.cols, end)
             return Region(first, 1, max(last - first, 0), self.stride)
@@ -56,20 +56,23 @@ class Region(NamedTuple):
 
 
 class Exchange(Protocol):
-    """How the ranks that hold parts of the same rows, or of the same parameter, agree on numbers."""
+    """Ranks that hold parts of the same rows, or of the same parameter, and their collectives.
+
+    All of its ranks must call a collective.
+    """
 
     def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replaces an int32 tensor by its elementwise maximum over those ranks. All of them must call it."""
+        """Replaces an int32 tensor by its elementwise maximum over the ranks."""
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32 or int64 tensor by its elementwise sum over those ranks. All of them must call it."""
+        """Replaces a float32 or int64 tensor by its elementwise sum over the ranks."""
 
     @property
     def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers among all ranks of those in each of its groups."""
+        """The global rank numbers of the members of each of its groups."""
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
-        """The messages of those ranks, by their numbers among all ranks. All of them must call it."""
+        """The ranks' messages by global rank number."""
 
 
 class Ranks(Exchange, Protocol):
@@ -77,35 +80,35 @@ class Ranks(Exchange, Protocol):
 
     @property
     def rank(self) -> int:
-        """This one's place among them."""
+        """This rank's place among the ranks."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Their numbers among all ranks of the job."""
+        """The ranks' numbers among all ranks of the job."""
 
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy on a device whose tensors they can pass around."""
+        """The tensor, or a copy on a device whose tensors the ranks can pass around."""
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of ``sent`` to each rank. All of them must call it.
+        """Begins to send a part of ``sent`` to each rank. All ranks must call this.
 
         Args:
-            received: 1-D, for what the ranks send to this one, in their order.
-            sent: 1-D, what this rank sends, in the order of the ranks.
-            received_sizes: how much comes from each rank.
-            sent_sizes: how much goes to each rank.
+            received: 1-D, filled with the elements from all ranks, in the order of the ranks.
+            sent: 1-D, elements for all ranks, in the order of the ranks.
+            received_sizes: number of elements from each rank.
+            sent_sizes: number of elements for each rank.
 
         Returns:
-            Waits until ``received`` is there.
+            A function that waits until ``received`` is filled.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send a contiguous tensor of one of the ranks to all. All of them must call it.
+        """Begins to send a contiguous tensor of the rank ``source`` to all. All ranks must call this.
 
         Returns:
-            Waits until it is there.
+            A function that waits until the tensor has arrived.
         """
 
 
@@ -113,8 +116,8 @@ class Division(NamedTuple):
     """How ranks divide a parameter.
 
     Attributes:
-        ranks: those that hold its parts.
-        regions: what each of them holds, in their order. They cover the parameter.
+        ranks: the ranks that hold the parameter's parts.
+        regions: the part of each rank, in the order of the ranks. Together the regions cover the parameter.
     """
 
     ranks: Ranks
@@ -122,7 +125,7 @@ class Division(NamedTuple):
 
     @property
     def is_copied(self) -> bool:
-        """Whether each rank holds all of it."""
+        """Whether each rank holds the whole parameter."""
         return all(region == self.regions[0] for region in self.regions)
 
 
@@ -130,8 +133,8 @@ class Copies(NamedTuple):
     """Ranks that hold the same parameter and gradient, and may share the work on it.
 
     Attributes:
-        ranks: those ranks.
-        size: how many they are.
+        ranks: the ranks.
+        size: the number of ranks.
     """
 
     ranks: Ranks

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 
 class Engines(NamedTuple):
-    """Functions of an engine, for one kind of engine.
+    """Functions for one kind of engine.
 
     Attributes:
         name: the kind, for error messages.
-        has_optimizer: whether an optimizer is the engine's, or wrapped by it.
+        has_optimizer: whether an optimizer is the engine's, or wrapped by the engine's.
         opened: a context with the engine's bare model, and the optimizer with the parameters that it steps.
         refresh: makes the parameters that the model computes with from those that the optimizer steps.
     """

@@ -20,7 +20,7 @@ from shardopt.layout.shard import ASSIGNED, Shard
 
 
 class _AssignedShard(Shard):
-    """Stays behind where its tensor is pickled: it knows of process groups, which cannot be."""
+    """A shard that pickles as None, because it refers to process groups, which cannot be pickled."""
 
     cuts_rows = True
     layout_attribute = ASSIGNED
@@ -36,9 +36,9 @@ class FlatShard(_AssignedShard):
     """The elements ``[start, end)`` of the flattened parameter, as a 1-D tensor.
 
     Args:
-        global_shape: the parameter's.
+        global_shape: shape of the whole parameter.
         start: index of the first element that this rank holds.
-        end: that after the last one.
+        end: index after the last element that this rank holds.
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         exchange: the ranks that hold the ranges; None where this rank holds all.
         division: the same ranks with the range of each; None where this rank holds all.
@@ -64,12 +64,12 @@ class FlatShard(_AssignedShard):
 
     @classmethod
     def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: Ranks) -> FlatShard:
-        """This rank's shard, where each rank has as much of a whole that several parameters are flattened into.
+        """This rank's shard, where several parameters are flattened into one tensor and each rank has an equal range.
 
         Args:
-            global_shape: the parameter's.
-            first: where in the whole the parameter begins.
-            size: elements of the whole per rank.
+            global_shape: shape of the whole parameter.
+            first: offset of the parameter in the flattened tensor.
+            size: elements of the flattened tensor per rank.
             ranks: the ranks.
         """
         numbers, numel = ranks.numbers, math.prod(global_shape)
@@ -126,7 +126,7 @@ class FlatShard(_AssignedShard):
     @property
     def division(self) -> Division | None:
         numel = math.prod(self.global_shape)
-        if self._division is None and self._equal is not None:  # made for rules that need it: it names every rank
+        if self._division is None and self._equal is not None:  # made on demand, as a division names every rank
             first, size, ranks = self._equal
             ends = equal_ends(first, numel, size, len(ranks.numbers))
             self._division = Division(ranks, tuple(ranges(ends)))
@@ -151,16 +151,16 @@ class FlatShard(_AssignedShard):
         return (end - first,)
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
-        """The blocks that lie on several ranks, be this one among them or not: numbers in the grid, ascending."""
-        found = self._cut_blocks.get(grid.block_size)
-        if found is None:
+        """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""
+        blocks = self._cut_blocks.get(grid.block_size)
+        if blocks is None:
             inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
-            found = sorted({grid.block_of(cut) for cut in inside})
-            self._cut_blocks[grid.block_size] = found
-        return found
+            blocks = sorted({grid.block_of(cut) for cut in inside})
+            self._cut_blocks[grid.block_size] = blocks
+        return blocks
 
     def first_written_block(self, grid: BlockGrid) -> int:
-        """The first block of which this rank holds the first element: a cut block's scales are its to write."""
+        """The first block whose first element is on this rank: the holder of a cut block's first element writes it."""
         first = self.blocks(grid)[0]
         return first if self.start == self.end or grid.first_element(first) == self.start else first + 1
 
@@ -172,13 +172,13 @@ class FlatShard(_AssignedShard):
 
 
 def equal_ends(first: int, numel: int, size: int, ranks: int) -> list[int]:
-    """Where ranges of a parameter end if each rank has as much of a whole that several parameters are flattened into.
+    """The ends of ranks' ranges of a parameter, as :meth:`FlatShard.equal` divides it.
 
     Args:
-        first: where in the whole the parameter begins.
-        numel: its elements.
-        size: elements of the whole per rank.
-        ranks: how many.
+        first: offset of the parameter in the flattened tensor.
+        numel: the parameter's elements.
+        size: elements of the flattened tensor per rank.
+        ranks: the number of ranks.
 
     Returns:
         Where the first range begins, and where each range ends.
@@ -193,7 +193,7 @@ class Segment(NamedTuple):
         name: the parameter's fully qualified name.
         number: the parameter's number among those of the model.
         shard: the range of its elements.
-        offset: where in the buffer the range begins.
+        offset: index in the buffer of the range's first element.
     """
 
     name: str
@@ -203,7 +203,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def within(cls, name: str, number: int, shard: FlatShard, first: int, begin: int) -> Segment:
-        """The segment of a parameter that begins at ``first`` of the whole in which the buffer begins at ``begin``."""
+        """The segment of a parameter at offset ``first`` of the flattened tensor; the buffer begins at ``begin``."""
         return cls(name, number, shard, first + shard.start - begin if shard.numel else 0)
 
     def of(self, buffer: Tensor) -> Tensor:
@@ -217,8 +217,7 @@ class FlatBuffer(_AssignedShard):
     Args:
         numel: the buffer's length on this rank.
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
-        known_params: how many parameters the segments' numbers are among, where the model may have more; None where it
-            has not.
+        known_params: number of parameters that the segments' numbers count, if the model may have more; else None.
         aliases: the other names of shared parameters, by the names in their segments.
     """
 

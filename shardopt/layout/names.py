@@ -15,12 +15,12 @@ _CHILD_NAMES = "_shardopt_child_names"
 
 
 def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
-    """All modules, outer ones first, with what their parameters' names begin with ("" or "layers.0.").
+    """All modules, outer ones first, with the prefix of their parameters' names ("" or "layers.0.").
 
     Args:
         model: the model.
-        prefix: what all names begin with.
-        all_names: give a shared module under each of its names, not under the first one only.
+        prefix: the prefix of all names.
+        all_names: whether to give a shared module under each of its names, not under its first one only.
     """
     seen: set[int] = set()
 
@@ -40,39 +40,39 @@ def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = Fals
 
 
 def name_children(module: Module, names: Mapping[str, str]) -> None:
-    """Gives submodules other names in :func:`canonical_modules`, by their own ones: unlike those on other ranks."""
+    """Gives submodules other names in :func:`canonical_modules`, by name: theirs must differ from other ranks'."""
     setattr(module, _CHILD_NAMES, dict(names))
 
 
 def parameter_names(model: Module) -> dict[str, Tensor]:
     """The parameters by their fully qualified names in the bare model, in its order; a shared one by its first name."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, module in canonical_modules(model):
         for name, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
-                found[prefix + name] = param
-    return found
+                by_name[prefix + name] = param
+    return by_name
 
 
 def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
     """The names of each parameter, in the bare model's order; a shared one has several."""
-    found: dict[Tensor, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for prefix, module in canonical_modules(model, all_names=True):
         for name, param in module._parameters.items():
             if param is not None:
-                found.setdefault(param, []).append(prefix + name)
-    return found
+                names.setdefault(param, []).append(prefix + name)
+    return names
 
 
 def buffer_names(model: Module) -> dict[str, Tensor]:
     """Buffers of the model's state dict by their fully qualified names, each once."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, module in canonical_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                found[prefix + name] = buffer
-    return found
+                by_name[prefix + name] = buffer
+    return by_name

@@ -16,10 +16,10 @@ _STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of 
 
 
 def number_parameters(model: Module) -> None:
-    """Stores with each parameter its index among all of the bare model's; flat buffers have those of their segments.
+    """Stores with each parameter its index among all of the bare model's; a flat buffer's segments have theirs already.
 
-    Steps use them after :func:`use_numbers` only: a table of param groups that one rank prints must not change the
-    noise of an optimizer there.
+    Steps use the indices after :func:`use_numbers` only: a table of param groups that one rank prints must not change
+    the noise of an optimizer there.
 
     Args:
         model: the model, which :func:`shardopt.layout.read_model` must have read.
@@ -34,19 +34,19 @@ def number_parameters(model: Module) -> None:
 
 
 def use_numbers(params: Iterable[Tensor]) -> None:
-    """Has steps of these parameters use the indices that were stored last, where there are any."""
+    """Has steps of these parameters use the indices that were stored last, if any."""
     for param in params:
         if hasattr(param, _STORED):
             setattr(param, _USED, getattr(param, _STORED))
 
 
 def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
-    """Has steps of these parameters use these indices, as in an optimizer of which they are copies."""
+    """Has steps of these parameters use these indices: copies take those of the optimizer they were copied from."""
     for param, number in zip(params, numbers, strict=True):
         if number is not None:
             setattr(param, _USED, number)
 
 
 def number_of(param: Tensor) -> int | None:
-    """The index that steps use; None if there is none."""
+    """The index that steps use; None if none is in use."""
     return getattr(param, _USED, None)

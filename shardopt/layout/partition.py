@@ -51,8 +51,8 @@ class GridPartition(NamedTuple):
         """The rectangles that a rank holds of a tensor, without empty ones.
 
         Args:
-            shape: the tensor's.
-            offset: the rank's; a rank that no part belongs to holds nothing.
+            shape: the tensor's shape.
+            offset: the rank's offset; a rank that no part belongs to holds nothing.
         """
         indices = _indices(self.strides, offset)
         if indices is None:
@@ -65,7 +65,7 @@ class GridPartition(NamedTuple):
         return [(tuple(low), tuple(extents))] if all(extent > 0 for extent in extents) else []
 
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets of the ranks that hold elements of a rectangle, which is not empty. Ascending."""
+        """The offsets of the ranks that hold elements of a rectangle that is not empty, ascending."""
         along = []
         for dim, (low, extent) in enumerate(zip(*part, strict=True)):
             cuts = [cut for cut in self.cuts if cut.dim == dim]
@@ -77,16 +77,16 @@ class GridPartition(NamedTuple):
 class RangePartition(NamedTuple):
     """A parameter that is flattened, alone or one after others, and cut into ranges of equal length (FSDP1, ZeRO).
 
-    Also the scales of its blocks, which are where the first elements of the blocks are; and its step count, which is
-    where its first element is.
+    Also the scales of its blocks, which the holders of the blocks' first elements have, and its step count, which the
+    holder of the parameter's first element has.
 
     Attributes:
         ways: the number of ranges.
         stride: the difference between the numbers of the ranks that hold one range and the next.
-        first: index of the parameter's first element in the whole that is cut.
+        first: index of the parameter's first element in the flattened tensor that is cut.
         size: elements of a range.
-        dims: the tensor's leading dimensions whose elements are counted; each has all that is behind. 0: one element.
-        block: of scales, the elements of a row of the parameter and of a block.
+        dims: number of leading dimensions that are cut; the others stay whole. 0: the tensor counts as one element.
+        block: for scales, the elements of a row of the parameter and of a block; None for other tensors.
     """
 
     ways: int
@@ -110,7 +110,7 @@ class RangePartition(NamedTuple):
         numel = math.prod(counted)
         start, end = (self._elements_before((indices[0] + i) * self.size - self.first, numel) for i in range(2))
         if indices[0] == self.ways - 1:
-            end = numel  # an empty parameter's step count, too
+            end = numel  # includes the step count of an empty parameter
         zeros = (0,) * len(behind)
         return [((*low, *zeros), (*extents, *behind)) for low, extents in rectangles_of_range(counted, start, end)]
 
@@ -128,10 +128,10 @@ class RangePartition(NamedTuple):
         change = np.zeros(self.ways + 1, dtype=np.int64)
         np.add.at(change, self._range_of(starts), 1)
         np.add.at(change, self._range_of(starts + run - 1) + 1, -1)
-        found = [int(index) * self.stride for index in np.flatnonzero(np.cumsum(change)[: self.ways])]
+        offsets = [int(index) * self.stride for index in np.flatnonzero(np.cumsum(change)[: self.ways])]
         if self.block is not None and self.size < self.block[1]:  # a range may lie within one block
-            return [offset for offset in found if any(overlap(part, own) for own in self.parts(shape, offset))]
-        return found
+            return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
+        return offsets
 
     def _range_of(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The index of the range that each element is in."""
@@ -139,8 +139,8 @@ class RangePartition(NamedTuple):
             row_numel, block_size = self.block
             row, block = np.divmod(elements, -(-row_numel // block_size))
             elements = row * row_numel + block * block_size
-        found: npt.NDArray[np.int64] = np.minimum((elements + self.first) // self.size, self.ways - 1)
-        return found
+        indices: npt.NDArray[np.int64] = np.minimum((elements + self.first) // self.size, self.ways - 1)
+        return indices
 
     def _elements_before(self, position: int, numel: int) -> int:
         """How many of the tensor's elements are before a position of the flattened parameter."""
@@ -174,13 +174,13 @@ def overlap(one: Part, other: Part) -> bool:
 
 @lru_cache(maxsize=256)
 def even_steps(numbers: tuple[int, ...]) -> int | None:
-    """The difference between each number and the next, 1 of a single one; None if it is not always the same."""
+    """The difference between each number and the next, 1 for a single number; None if the differences are unequal."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     return stride if stride > 0 and all(b - a == stride for a, b in itertools.pairwise(numbers)) else None
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:
-    """The rectangles that, in order, make up the range ``[start, end)`` of a flattened tensor of this shape."""
+    """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape, in order."""
     if start >= end:
         return
     if not shape:
@@ -202,14 +202,14 @@ def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterato
 
 
 def _indices(strides: Sequence[tuple[int, int]], offset: int) -> list[int] | None:
-    """The index of each cut at an offset, where the strides are those of a mesh; None if there is no such rank."""
-    found = [0] * len(strides)
+    """The index of each cut at an offset, for the strides of a mesh; None if no rank has the offset."""
+    indices = [0] * len(strides)
     for number in sorted(range(len(strides)), key=lambda number: -strides[number][1]):
         ways, stride = strides[number]
-        found[number], offset = divmod(offset, stride)
-        if not 0 <= found[number] < ways:
+        indices[number], offset = divmod(offset, stride)
+        if not 0 <= indices[number] < ways:
             return None
-    return found if offset == 0 else None
+    return indices if offset == 0 else None
 
 
 def _overlapping(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:

@@ -6,19 +6,19 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-#: Indices as ``[start, end)``: ascending, none empty, none next to each other.
+#: Indices as ``[start, end)``: ascending, no range empty, none adjacent to the next.
 Ranges = tuple[tuple[int, int], ...]
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ascending ranges, with those in one that are next to each other, and without the empty ones."""
-    found: list[tuple[int, int]] = []
+    """Ascending ranges without the empty ones, adjacent ones merged."""
+    merged: list[tuple[int, int]] = []
     for start, end in ranges:
-        if found and start < end and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if merged and start < end and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
         elif start < end:
-            found.append((start, end))
-    return tuple(found)
+            merged.append((start, end))
+    return tuple(merged)
 
 
 def count(ranges: Ranges) -> int:
@@ -27,39 +27,39 @@ def count(ranges: Ranges) -> int:
 
 
 def chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
-    """One of so many chunks, as ``torch.chunk`` divides the indices; chunks that it leaves out are empty."""
+    """The chunk number ``index`` of ``chunks``, as ``torch.chunk`` divides; chunks that it omits are empty here."""
     size = -(-count(ranges) // chunks)
     first, last = index * size, (index + 1) * size
-    found, at = [], 0  # at: indices before the range
+    parts, before = [], 0  # before: indices ahead of the range
     for start, end in ranges:
-        found.append((start + max(first - at, 0), min(start + last - at, end)))
-        at += end - start
-    return joined(found)
+        parts.append((start + max(first - before, 0), min(start + last - before, end)))
+        before += end - start
+    return joined(parts)
 
 
 def strided_chunk(ranges: Ranges, chunks: int, index: int, split_factor: int) -> Ranges:
-    """The chunk of this index of each of ``split_factor`` chunks, as torch's ``_StridedShard`` divides the indices."""
+    """The chunks number ``index`` of ``split_factor`` chunks each, as torch's ``_StridedShard`` divides the indices."""
     within = (chunk(chunk(ranges, split_factor, part), chunks, index) for part in range(split_factor))
     return joined(itertools.chain.from_iterable(within))
 
 
 def flattened(shape: Sequence[int], dims: Sequence[Ranges]) -> Ranges:
     """The elements of a flattened tensor whose index in each dimension is among the ranges of ``dims``."""
-    found: Ranges = ((0, 1),)
+    elements: Ranges = ((0, 1),)
     for size, ranges in zip(shape, dims, strict=True):
         if ranges == ((0, size),):
-            found = tuple((start * size, end * size) for start, end in found)
+            elements = tuple((start * size, end * size) for start, end in elements)
         else:
-            indices = itertools.chain.from_iterable(itertools.starmap(range, found))
-            found = joined((i * size + start, i * size + end) for i in indices for start, end in ranges)
-    return found
+            indices = itertools.chain.from_iterable(itertools.starmap(range, elements))
+            elements = joined((i * size + start, i * size + end) for i in indices for start, end in ranges)
+    return elements
 
 
 def boxes(dims: Sequence[Ranges]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """The rectangles of a tensor whose indices are among the ranges of ``dims``.
 
     Yields:
-        Where a rectangle begins in the tensor, and its elements in the tensor of these indices alone.
+        A rectangle's first indices in the tensor, and its slices of the tensor of these indices alone.
     """
     by_dim = []
     for ranges in dims:

@@ -20,8 +20,8 @@ class Rectangle(NamedTuple):
         stride: elements from row to row in the flattened parameter.
         block: index, in the local scales, of the block that holds the first element.
         blocks_stride: blocks from row to row in the local scales.
-        cut: whether each row is a part of one block, of which other ranks hold the rest. A rectangle that is not
-            :meth:`divided` may hold whole blocks and cut ones.
+        cut: whether each row is a part of one block, of which other ranks hold the rest. Before :meth:`divided`, a
+            rectangle may hold whole blocks and cut ones.
     """
 
     element: int
@@ -35,10 +35,10 @@ class Rectangle(NamedTuple):
     cut: bool = False
 
     def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
-        """Its parts, in order: rows, or whole blocks of one row.
+        """The rectangle's parts, in order: rows, or whole blocks of one row.
 
         Args:
-            limit: elements of a part, at most; but a block is never divided.
+            limit: elements of a part, at most; but blocks are never divided.
             block_size: elements per block.
         """
         if self.rows * self.cols <= limit:
@@ -65,10 +65,10 @@ class Rectangle(NamedTuple):
                 col = stop
 
     def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
-        """Its parts, in order, where some elements of the local tensor are to begin parts of their own.
+        """The rectangle's parts, in order, cut before some elements of the local tensor.
 
         Args:
-            ends: the indices of these elements, ascending; each begins a local row, or the rectangle has only one.
+            ends: indices of these elements, ascending. If the rectangle has several rows, each element begins a row.
         """
         rest = self
         for end in ends:
@@ -86,7 +86,7 @@ class Rectangle(NamedTuple):
         yield rest
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
-        """Its columns of whole blocks, and each cut block by itself."""
+        """The rectangle's columns of whole blocks, and each cut block by itself."""
         size, end, col = grid.block_size, self.first_col + self.cols, self.first_col
         while col < end:
             block = col // size

@@ -1,7 +1,7 @@
 """The shard: which part of a global parameter this rank holds, and how state beside it is made.
 
-A plain tensor is its own and only shard. Integrations register what they know of other tensors (DTensors, flat
-parameters) with :func:`register`; nothing here knows of torch.distributed.
+A plain tensor is its own and only shard. Integrations register shards of other tensors (DTensors, flat parameters)
+with :func:`register`; nothing here knows of torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _S = TypeVar("_S", bound="Shard")
 
 
 class UnknownShardError(RuntimeError):
-    """A parameter is a part of another, and nothing says which part, or says it in a way that is not known here."""
+    """A parameter is a part of another, and nothing says which part, or says so in a way that is not known here."""
 
 
 class LocalBlocks(NamedTuple):
     """The blocks of each row that a shard's scales cover.
 
-    ``exchange`` is set where blocks are cut: the scales of all blocks of the rows then stand on every rank that holds a
-    part of those rows. ``pieces`` is how many ranges of columns in one block this rank holds, at most.
+    ``exchange`` is set if blocks are cut: every rank that holds a part of the rows then has the scales of all their
+    blocks. ``pieces`` is the largest number of ranges of columns in one block that this rank holds.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Shard:
     plain = True
 
     #: Name of the attribute that refers to an object which decides the shard: cached steps look the shard up again only
-    #: when a parameter has another such object. None: they look it up in each step, unless the shard is plain.
+    #: when a parameter has another such object. None: cached steps look shards up in each step, unless they are plain.
     layout_attribute: str | None = None
 
     #: Name of the attribute in which tensors keep their local tensor. With `layout_attribute` alone, tensors are local
@@ -105,7 +105,7 @@ class Shard:
         return self.cols == self.row_numel and (not self.indices or len(self.indices[0]) < 2)
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
-        """The part as matrices, for its blocks: their rows begin where blocks do."""
+        """The part as matrices whose rows begin where blocks begin."""
         covered, width, columns = self.local_blocks(grid), self.row_numel, self.columns
         deepest = max((dim for dim, n in enumerate(self.local_shape) if n < self.global_shape[dim]), default=0)
         within = math.prod(self.global_shape[deepest:])
@@ -113,15 +113,15 @@ class Shard:
             width, columns = within, flattened(self.global_shape[deepest:], self.indices[deepest:])
         matrices = self.row_numel // max(width, 1)
         per_row, cols = covered.per_row // max(matrices, 1), count(columns)
-        found, row = [], 0
+        rectangles, row = [], 0
         for first, end in self.indices[0] if self.indices else ((0, 1),):
             rows, element = (end - first) * matrices, row * cols
             for start, stop in columns:
                 block = row * per_row + start // grid.block_size - covered.first
-                found.append(Rectangle(element, rows, start, stop - start, cols, width, block, per_row))
+                rectangles.append(Rectangle(element, rows, start, stop - start, cols, width, block, per_row))
                 element += stop - start
             row += rows
-        return found
+        return rectangles
 
     def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
         """The shape of the local scales of codecs with one scale per block."""
@@ -140,22 +140,22 @@ class Shard:
 
     @property
     def holders(self) -> Exchange | None:
-        """All ranks that hold a part of the parameter or a copy of one; None where this rank knows of no other."""
+        """All ranks that hold a part of the parameter or a copy of one; None if this rank knows of no other."""
         return None
 
     @property
     def row_owners(self) -> Exchange | None:
-        """The ranks that hold parts of the same rows, and may share blocks; None where rows are whole."""
+        """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole."""
         return None
 
     @property
     def parts(self) -> Exchange | None:
-        """The ranks that hold the parameter's parts, one copy of each; None where this rank holds all of it.
+        """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
 
-        Rules with sums over the parameter need it.
+        Rules with sums over the parameter need the ranks.
 
         Raises:
-            UnknownShardError: this kind of shard does not say which they are.
+            UnknownShardError: this kind of shard does not say which ranks hold the parts.
         """
         if self.local_shape != self.global_shape:
             raise UnknownShardError(
@@ -166,12 +166,12 @@ class Shard:
 
     @property
     def division(self) -> Division | None:
-        """How the ranks divide the parameter among them; None where this rank holds all of it.
+        """How the ranks divide the parameter among them; None if this rank holds the whole parameter.
 
-        Rules that treat the parameter as a matrix need it.
+        Rules that treat the parameter as a matrix need the division.
 
         Raises:
-            UnknownShardError: this kind of shard does not say so.
+            UnknownShardError: this kind of shard does not say how ranks divide a parameter.
             RuntimeError: some rank's part is neither a matrix nor a range.
         """
         if self.local_shape != self.global_shape:
@@ -185,12 +185,12 @@ class Shard:
     def partition(self) -> Placed | None:
         """The rule that says which ranks hold which parts of the parameter, and this rank's offset in it.
 
-        None where no rule is known: a checkpoint then lists the parts.
+        None if no rule is known: a checkpoint then lists the parts.
         """
         return WHOLE if self.local_shape == self.global_shape else None
 
     def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        """The rule for the parameter's scales: it gives each block's to one of the ranks that hold them."""
+        """The rule for the parameter's scales: each block's scales belong to one of the ranks that hold them."""
         return self.partition
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -204,14 +204,14 @@ class Shard:
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient, laid out like the parameter, with memory of its own.
 
-        Where the gradient is sharded otherwise than the parameter, all ranks must call this.
+        All ranks must call this if the gradient is sharded otherwise than the parameter.
         """
         return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
         """The global tensor, sharded like the parameter, whose part here is ``local``.
 
-        It may have dimensions behind those of the parameter.
+        ``local`` may have dimensions behind the parameter's.
         """
         return local
 
@@ -224,7 +224,7 @@ class Shard:
         return local
 
     def whole(self, local: Tensor) -> Tensor:
-        """The global tensor whose part here is ``local``, sharded like the parameter. All ranks must call it."""
+        """The global tensor whose part here is ``local``, sharded like the parameter. All ranks must call this."""
         return local
 
     def part(self, whole: Tensor) -> Tensor:
@@ -249,12 +249,12 @@ _FLOAT32_STATE = "_shardopt_float32_state"
 
 
 def register(resolver: Resolver) -> None:
-    """Adds a function that recognizes a kind of sharded parameter: its shard, or None for any other tensor."""
+    """Adds a function that recognizes a kind of sharded parameter and returns its shard, or None for another tensor."""
     _resolvers.append(resolver)
 
 
 def register_model_reader(reader: ModelReader) -> None:
-    """Adds a function that finds parameters of a model which do not say what shard they are, and assigns it to them."""
+    """Adds a function that assigns shards to a model's parameters that do not say themselves what shard they are."""
     _model_readers.append(reader)
 
 
@@ -275,14 +275,14 @@ def read_model(model: Module) -> None:
 
 
 def assign(param: Tensor, shard: Shard) -> None:
-    """Says what shard a parameter is: it stands with the parameter, as long as that lives."""
+    """Stores a parameter's shard with the parameter."""
     setattr(param, ASSIGNED, shard)
 
 
 class _Unread:
-    """Stands with a parameter in its shard's place until the shard is asked for.
+    """Placeholder for a parameter's shard until the shard is asked for.
 
-    Pickles as None: its function belongs to this process.
+    Pickles as None, because its function belongs to this process.
     """
 
     def __init__(self, read: Callable[[], None]) -> None:
@@ -296,12 +296,12 @@ class _Unread:
 
 
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
-    """Has shards assigned to parameters when one of them is asked for; replaces what was said before.
+    """Has shards assigned to parameters when one of them is asked for; replaces earlier assignments.
 
     Args:
         params: the parameters.
-        read: assigns their shards, all at once. It may leave them unassigned, or raise, and is then called again. It
-            lives as long as the parameters, so it must not keep their model alive.
+        read: assigns the parameters' shards, all at once. If ``read`` raises or leaves them unassigned, it is called
+            again. ``read`` lives as long as the parameters, so it must not keep their model alive.
     """
     unread = _Unread(read)
     for param in params:
@@ -309,17 +309,17 @@ def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
 
 
 def assigned(param: Tensor) -> Shard | None:
-    """The shard that :func:`assign` recorded, or that the function given to :func:`assign_later` tells now.
+    """The shard that :func:`assign` stored, or that the function given to :func:`assign_later` assigns now.
 
     Raises:
-        RuntimeError: what the function of :func:`assign_later` raises.
+        RuntimeError: raised by the function given to :func:`assign_later`.
     """
-    found = getattr(param, ASSIGNED, None)
-    if found is None or isinstance(found, Shard):
-        return found
-    found.read()
-    found = getattr(param, ASSIGNED, None)
-    return found if isinstance(found, Shard) else None
+    shard = getattr(param, ASSIGNED, None)
+    if shard is None or isinstance(shard, Shard):
+        return shard
+    shard.read()
+    shard = getattr(param, ASSIGNED, None)
+    return shard if isinstance(shard, Shard) else None
 
 
 def keep_float32_state(param: Tensor) -> None:
@@ -336,7 +336,7 @@ def shard_of(param: Tensor) -> Shard:
     """The shard that ``param`` is.
 
     Raises:
-        UnknownShardError: a part of something, and nothing says of what.
+        UnknownShardError: ``param`` is a part of a parameter, and nothing says which part of which.
     """
     shard = _shard_of(param)
     return shard.with_float32_state() if keeps_float32_state(param) else shard

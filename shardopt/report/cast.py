@@ -1,4 +1,4 @@
-"""Casts a model to a 16-bit dtype but for the layers that need more."""
+"""Cast of a model to a 16-bit dtype, except the layers that need more precision."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ def is_norm(name: str, module: nn.Module) -> bool:
     """Whether a module is a normalization: one of PyTorch's, or of a class whose name ends in "Norm".
 
     Args:
-        name: is not looked at.
-        module: any.
+        name: ignored.
+        module: any module.
     """
     known = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase))
     return known or type(module).__name__.endswith("Norm")
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: _Kept = is_norm) -> nn.Module:
-    """Casts a model's parameters in place, but for those in modules that ``keep`` names.
+    """Casts a model's parameters in place, except in modules that ``keep`` chooses.
 
-    A kept module computes in the dtype of its own parameters: what floating-point tensors it is given are cast to it,
-    and what it returns is cast to ``dtype``, so that the rest of the model sees one dtype only. Buffers stay as they
-    are: running statistics and tables such as rotary frequencies need their precision.
+    A kept module computes in the dtype of its own parameters: its floating-point inputs are cast to this dtype, and its
+    outputs to ``dtype``, so that the rest of the model sees one dtype only. Buffers are not cast: running statistics
+    and tables such as rotary frequencies need their precision.
 
-    Call it before the model is wrapped or sharded. FSDP2 takes one dtype per unit: give kept modules units of their
-    own (``fully_shard(norm)``). The model inside a DistributedDataParallel must not be cast either, which cannot be
-    noticed from here if it is given by itself: its gradients would no longer be reduced.
+    Cast the model before it is wrapped or sharded. FSDP2 takes one dtype per ``fully_shard`` call: call
+    ``fully_shard(norm)`` for kept modules by themselves. Do not cast the module inside a DistributedDataParallel: its
+    gradients would no longer be reduced, and this function cannot notice.
 
     Args:
         model: changed in place.
         dtype: bfloat16 or float16.
-        keep: told a module's name and the module, whether it stays as it is, with all that is in it. To add to the
+        keep: returns whether a module, given its name and the module, is kept with all its submodules. To add to the
             default: ``lambda name, module: shardopt.is_norm(name, module) or name == "head"``.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: ``dtype`` is another, or a parameter is shared by a kept module and one that is not. Nothing was
-            changed.
+        ValueError: ``dtype`` is another, or a kept module shares a parameter with a module that is not kept. Nothing
+            was changed.
         RuntimeError: the model is wrapped or sharded already. Nothing was changed.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype: got {dtype}, expected torch.bfloat16 or torch.float16; use model.to() for others")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise RuntimeError(
-            "got a model in DistributedDataParallel, which would no longer reduce the gradients, expected one that is "
-            "not wrapped; cast the model before wrapping it"
+            "got a model in DistributedDataParallel, which would no longer reduce the gradients, expected a model that "
+            "is not wrapped; cast the model before wrapping it"
         )
     kept_modules: list[nn.Module] = []
     kept: dict[Tensor, str] = {}
@@ -62,8 +62,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep: _Kep
     _collect(model, "", keep, kept_modules, kept, cast)
     for param in kept.keys() & cast.keys():
         raise ValueError(
-            f"got {kept[param]}, which is kept, and {cast[param]}, which is not, as one shared parameter, expected "
-            "both or neither in modules to keep"
+            f"got {kept[param]}, which is kept, and {cast[param]}, which is not, as one shared parameter, expected all "
+            "modules that share a parameter to be kept, or none of them"
         )
     for param, name in cast.items():
         if hasattr(param, "device_mesh") or hasattr(param, "_fsdp_flattened"):
@@ -89,7 +89,7 @@ def _collect(
     kept: dict[Tensor, str],
     cast: dict[Tensor, str],
 ) -> None:
-    """Sorts the parameters below a module."""
+    """Adds the parameters below a module to ``kept`` or ``cast``, by name, and kept modules to ``modules``."""
     if keep(prefix.rstrip("."), module):
         if module not in modules:
             modules.append(module)
@@ -101,13 +101,13 @@ def _collect(
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook: everything in the dtype of the module's parameters."""
+    """A forward pre-hook that casts inputs to the dtype of the module's parameters."""
     dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), None)
     return (args, kwargs) if dtype is None else (_to(args, dtype), _to(kwargs, dtype))
 
 
 class _CastOutputs:
-    """A forward hook; a class, so that the model can be copied and pickled."""
+    """A forward hook that casts outputs; a class, so that the model can be copied and pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -117,7 +117,7 @@ class _CastOutputs:
 
 
 def _to(value: Any, dtype: torch.dtype) -> Any:
-    """Casts floating-point tensors, in tuples, lists and dicts too."""
+    """Casts floating-point tensors, including those in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

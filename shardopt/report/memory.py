@@ -1,4 +1,4 @@
-"""Memory that an optimizer and its parameters really take up."""
+"""Allocated memory of an optimizer and its parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class KeepsSums(Protocol):
     """An object that keeps sums of gradients between backward passes."""
 
     def sums_of(self, params: Container[int]) -> Iterable[Tensor]:
-        """The sums, if any of these parameters' gradients are in them. Parameters are told by their ``id``."""
+        """The sums that contain gradients of any of these parameters, which are given by ``id``."""
 
 
-#: All that there are.
+#: All keepers that are alive.
 keepers_of_sums: weakref.WeakSet[KeepsSums] = weakref.WeakSet()
 
 
@@ -35,7 +35,7 @@ class MemoryUse:
     gradient_sums: int = 0  # of the micro-batches so far (shardopt.comm.ordered_gradients)
     state: int = 0  # codes, unquantized moments, step counts
     scales: int = 0
-    master_weights: int = 0  # their low bits
+    master_weights: int = 0  # the low bits
     offload_buffers: int = 0
 
     @property
@@ -61,8 +61,8 @@ class MemoryReport:
         """Bytes per local parameter element on device and host together, by kind, and their "total"."""
         count = max(self.numel, 1)
         kinds = [f.name for f in fields(MemoryUse)]
-        found = {kind: (getattr(self.device, kind) + getattr(self.host, kind)) / count for kind in kinds}
-        return {**found, "total": (self.device.total + self.host.total) / count}
+        by_kind = {kind: (getattr(self.device, kind) + getattr(self.host, kind)) / count for kind in kinds}
+        return {**by_kind, "total": (self.device.total + self.host.total) / count}
 
     def __str__(self) -> str:
         lines = [
@@ -76,7 +76,7 @@ class MemoryReport:
 
 
 def memory_report(optimizer: Optimizer) -> MemoryReport:
-    """Adds up what an optimizer's parameters, gradients and state take up on this rank, as allocated.
+    """Adds up the allocated memory of an optimizer's parameters, gradients and state on this rank.
 
     Works for any torch optimizer. State exists from the first step on.
 
@@ -85,7 +85,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"got {type(optimizer).__name__}, expected an optimizer; of a DeepSpeed engine pass engine.optimizer"
+            f"got {type(optimizer).__name__}, expected an optimizer; for a DeepSpeed engine pass engine.optimizer"
         )
     report = MemoryReport()
     seen: set[int] = set()
@@ -121,7 +121,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
 
 
 def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the state of a parameter; under quantize_state that of a flat one has a dict per parameter."""
+    """The tensors in a parameter's state; under quantize_state a flat tensor's state has a dict per parameter."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield key, value
@@ -132,7 +132,7 @@ def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def owner_of(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the state.
 
-    Unwraps Accelerate's wrapper, which Trainer's callbacks are given, too, and ZeroRedundancyOptimizer.
+    Unwraps ZeroRedundancyOptimizer, and Accelerate's wrapper, which Trainer passes to callbacks.
     """
     for attribute in ("optimizer", "optim"):
         inner = getattr(optimizer, attribute, None)
@@ -145,12 +145,12 @@ def _local(tensor: Tensor) -> Tensor:
     """The part of a tensor in this rank's memory."""
     try:
         return shard_of(tensor).local(tensor)
-    except UnknownShardError:  # of an optimizer that has no attach(): such tensors are this rank's part themselves
+    except UnknownShardError:  # without attach(), such tensors are themselves this rank's part
         return tensor
 
 
 def kind_of(entry: str) -> str:
-    """The field of :class:`MemoryUse` that an entry of the state counts as."""
+    """The field of :class:`MemoryUse` in which a state entry counts."""
     if entry == LOW_BITS:
         return "master_weights"
     return "scales" if entry.endswith("_scales") else "state"

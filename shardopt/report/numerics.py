@@ -1,4 +1,4 @@
-"""Whether the learning rate is too small for the precision of the weights."""
+"""Check whether the learning rate is too small for the precision of the weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from shardopt.state.names import listed_name
 
 @torch.no_grad()
 def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, float]:
-    """Warns of weights that updates as large as the learning rate do not move: they are rounded away.
+    """Warns of weights that updates as large as the learning rate do not move, because rounding cancels the updates.
 
-    An update of AdamW, Adam or Lion is about ``lr``. Where that is less than half of a weight's last place, the weight
-    stays what it is, in every step. SGD's updates depend on the gradients: its parameters are not looked at, nor are
-    those that are rounded at random or frozen, or weights that are not finite.
+    An update of AdamW, Adam or Lion is about ``lr``. If it is less than half of a weight's last place, no step moves
+    the weight. SGD's parameters are skipped, as its updates depend on the gradients; so are frozen parameters,
+    parameters that are rounded at random, and weights that are not finite.
 
-    Reads this rank's weights once, needs a copy of the largest parameter, and waits for the result. It is meant to be
-    called once, before training.
+    Reads this rank's weights once, needs a copy of the largest parameter, and waits for the result. Call this once,
+    before training.
 
     Args:
-        optimizer: one of this package's, or a ZeroRedundancyOptimizer around it, of which this rank's part is read.
-        lr: the learning rate to judge by, such as a schedule's largest. Default: each param group's own.
+        optimizer: an optimizer of this package, or a ZeroRedundancyOptimizer around it, of which this rank's part is
+            read.
+        lr: the learning rate to judge by, such as a schedule's largest. Default: the param groups' learning rates.
 
     Returns:
-        By parameter, the share of such weights (0 to 1), where there are any.
+        The share of such weights (0 to 1), by parameter; only parameters that have such weights.
 
     Raises:
-        TypeError: the optimizer is none of this package's.
+        TypeError: the optimizer is not of this package.
         ValueError: a learning rate is not above 0, or not finite.
     """
     owner = owner_of(optimizer)
@@ -58,18 +59,18 @@ def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, f
                 finite, infinite = local.isfinite().sum(), local.isinf().sum()
                 unmoved = (local.abs() > largest_moved(spec.weights, update)).sum() - infinite
                 counts.append((listed_name(group, index, position), finite, unmoved))
-    found = {name: int(unmoved) / int(finite) for name, finite, unmoved in counts if int(unmoved)}
-    if found:
+    shares = {name: int(unmoved) / int(finite) for name, finite, unmoved in counts if int(unmoved)}
+    if shares:
         number, total = sum(int(unmoved) for *_, unmoved in counts), sum(int(finite) for _, finite, _ in counts)
-        worst = max(found, key=lambda name: found[name])
+        worst = max(shares, key=lambda name: shares[name])
         warnings.warn(
-            f"got a learning rate too small to move {number:,} of {total:,} weights in {len(found)} parameters "
-            f"({worst}: {found[worst]:.1%}), expected at least half of their last place; use master_weight_bits=24 or "
+            f"got a learning rate too small to move {number:,} of {total:,} weights in {len(shares)} parameters "
+            f"({worst}: {shares[worst]:.1%}), expected at least half of their last place; use master_weight_bits=24 or "
             "32, or stochastic_rounding=True",
             RuntimeWarning,
             stacklevel=3,  # past torch's wrapper
         )
-    return found
+    return shares
 
 
 def _check_lr(lr: float | torch.Tensor) -> float:
@@ -82,7 +83,7 @@ def _check_lr(lr: float | torch.Tensor) -> float:
 
 
 def largest_moved(weights: WeightFormat, update: float) -> float:
-    """The largest magnitude that such an update moves, at least downwards; -1 if there is none.
+    """The largest magnitude that an update of this size moves, at least downwards; -1 if it moves none.
 
     With p significant bits, weights in ``[2^E, 2^(E+1))`` lie ``2^(E + 1 - p)`` apart.
     """

@@ -1,6 +1,6 @@
 """Integrations for each way of sharding. Importing this package registers them with the layout layer.
 
-torch.distributed.tensor is not imported before somebody has made a DTensor: it would take more than half a second.
+torch.distributed.tensor, whose import takes more than half a second, is imported only after a DTensor has been made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardopt.sharding.hooks import hooked_packages, install_hooks
 
 
 def _resolve_dtensor(param: Tensor) -> Shard | None:
-    module = sys.modules.get("torch.distributed.tensor")  # without it no tensor is a DTensor
+    module = sys.modules.get("torch.distributed.tensor")  # without this module no tensor is a DTensor
     if module is None or not isinstance(param, module.DTensor):
         return None
     from shardopt.sharding.dtensor import shard_of_dtensor
@@ -36,15 +36,15 @@ def _resolve_dtensor(param: Tensor) -> Shard | None:
 def _resolve_fsdp1(param: Tensor) -> Shard | None:
     if getattr(param, "_fsdp_flattened", False):
         raise UnknownShardError(
-            "got a parameter of FullyShardedDataParallel, which does not say what part of the model's it holds; import "
-            "shardopt before wrapping the model, or call optimizer.attach(model) once after wrapping the model, before "
-            "the first step and before loading state"
+            "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one that "
+            "does; import shardopt before wrapping the model, or call optimizer.attach(model) once after wrapping the "
+            "model, before the first step and before loading state"
         )
     return None
 
 
 def _read_fsdp1(model: Module) -> None:
-    if "torch.distributed.fsdp" in sys.modules:  # without it no model is an FSDP1 one
+    if "torch.distributed.fsdp" in sys.modules:  # without this module no model is FSDP1's
         from shardopt.sharding.fsdp1 import read_fsdp1
 
         read_fsdp1(model)

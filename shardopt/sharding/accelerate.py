@@ -1,8 +1,8 @@
-"""Accelerate, and with it Hugging Face's Trainer: an optimizer of ours stays where DeepSpeed offloads the optimizer.
+"""Hook into Accelerate, and so Hugging Face's Trainer: shardopt's optimizers stay if DeepSpeed offloads the optimizer.
 
-Otherwise DeepSpeedCPUAdam, in 32 bits, takes its place, unless the DeepSpeed config says
-``"zero_force_ds_cpu_optimizer": false``. One function is hooked; if another version of Accelerate has it elsewhere, the
-engine of DeepSpeed refuses what comes in our optimizer's place.
+Without the hook DeepSpeedCPUAdam, in 32 bits, replaces them, unless the DeepSpeed config says
+``"zero_force_ds_cpu_optimizer": false``. One function is hooked; if another version of Accelerate has it elsewhere,
+DeepSpeed's engine, which is hooked, too, refuses the replacement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardopt.optim import ShardedOptimizer
 
 
 def install(module: Any) -> None:
-    """Hooks into ``accelerate.accelerator``, which has the function only where DeepSpeed is installed."""
+    """Hooks into ``accelerate.accelerator``, which has the function only if DeepSpeed is installed."""
     replace = getattr(module, "map_pytorch_optim_to_deepspeed", None)
     if replace is None:
         return

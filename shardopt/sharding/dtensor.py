@@ -1,8 +1,8 @@
 """DTensor parameters: FSDP2 (``fully_shard``), HSDP, tensor parallel, and their combinations.
 
-Rows stay whole where only dim 0 is sharded. A shard of any other dim cuts rows into column ranges. Where each rank has
-one range and it ends on block boundaries, scales are sharded alike. Otherwise the ranks that share rows exchange the
-extremes of their cut blocks, and each holds the scales of all blocks of its rows (a replicated dimension of the scales'
+Rows stay whole if only dim 0 is sharded. A shard of any other dim cuts rows into column ranges. If each rank has one
+range that ends on block boundaries, scales are sharded alike. Otherwise the ranks that share rows exchange the extremes
+of their cut blocks, and each holds the scales of all blocks of its rows (a replicated dimension of the scales'
 DTensor).
 """
 
@@ -57,7 +57,7 @@ class DTensorShard(Shard):
         self._device = device
         self._placements = placements
         coordinate = mesh.get_coordinate()
-        self.is_here = coordinate is not None  # where it is not, the local tensor is empty, as torch makes it
+        self.is_here = coordinate is not None  # else torch makes an empty local tensor
         indices = ((),) * len(global_shape) if coordinate is None else self._indices_at(global_shape, coordinate)
         super().__init__(global_shape, tuple(map(count, indices)) if self.is_here else (0,))
         self.indices = indices
@@ -99,7 +99,7 @@ class DTensorShard(Shard):
             return None
         mine = self._mesh.get_coordinate()
         assert mine is not None
-        coordinates: dict[int, tuple[int, ...]] = {}  # by global rank, of those that hold the parts
+        coordinates: dict[int, tuple[int, ...]] = {}  # by global number of the ranks that hold the parts
         for at in itertools.product(*(range(self._mesh.size(dim)) for dim in mesh_dims)):
             coordinate = list(mine)
             for dim, value in zip(mesh_dims, at, strict=True):
@@ -121,7 +121,7 @@ class DTensorShard(Shard):
             return Region(0, sizes[0], 0, self.row_numel)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         first = sum(of_dim[0][0] * stride for of_dim, stride in zip(indices, strides, strict=True))
-        last = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)  # that is cut
+        last = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)  # last dim that is cut
         between = zip(sizes[1:last], strides[1:last], strict=True)
         cols = math.prod(sizes[max(last, 1) :])
         return Region(first, sizes[0], cols, self.row_numel, tuple(between))
@@ -303,11 +303,11 @@ def shard_of_dtensor(param: DTensor) -> DTensorShard:
     """The shard that a DTensor parameter is.
 
     Raises:
-        RuntimeError: its placements or its mesh are none that a parameter can have, or this rank's part is not the one
-            that they describe.
+        RuntimeError: a parameter cannot have these placements, or this rank's part has another shape or dtype than
+            expected.
     """
     mesh, local = param.device_mesh, param._local_tensor
-    # By identity: an equal mesh may be of process groups that are gone. The shard keeps its mesh alive.
+    # By identity, as an equal mesh may have process groups that are gone. The shard keeps its mesh alive.
     key = (id(mesh), param.shape, param.placements)
     shard = _shards.get(key)
     if shard is None:

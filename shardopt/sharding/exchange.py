@@ -1,4 +1,4 @@
-"""How ranks agree on something: collectives of torch.distributed."""
+"""Exchanges among ranks, by collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 
 
 def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
-    """This rank's device of a kind: the one that the group's back end is bound to, else the current one."""
+    """This rank's device of a kind: the device that the group's back end is bound to, else the current one."""
     if kind == "cpu":
         return torch.device("cpu")
     bound: torch.device | None = getattr(group, "bound_device_id", None)
@@ -34,7 +34,7 @@ def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
 
 
 def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor, copied to the device unless it lies on one of that kind: an offloaded one is out of NCCL's reach.
+    """The tensor, copied to the device unless its device is of the same kind: NCCL cannot reach an offloaded tensor.
 
     A tensor on a GPU stays there, whichever GPU is the current one.
     """
@@ -62,12 +62,11 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
 
 @dataclass(frozen=True)
 class RanksExchange:
-    """Agreement among ranks. Equal ones share one collective.
+    """Exchange among ranks. Equal exchanges share one collective.
 
     Attributes:
-        groups: the ranks: those of one group, or of several that are gone through one after another, as along the
-            dimensions of a mesh.
-        device: where this rank's tensors have to be for the groups' back end.
+        groups: the group of the ranks, or several groups, used one after another, as along the dimensions of a mesh.
+        device: the device that this rank's tensors must have for the groups' back end.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -81,20 +80,20 @@ class RanksExchange:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group, of which there must be one."""
+        """This rank's place in the only group."""
         (only,) = self.groups
         return get_rank(only)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers in the world of the ranks in the group, of which there must be one."""
+        """The global numbers of the ranks in the only group."""
         (only,) = self.groups
         return tuple(get_process_group_ranks(only))
 
     @property
     def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
         """See :class:`shardopt.layout.Exchange`."""
-        # After destroy_process_group() and another init_process_group() DTensors may still have groups of before.
+        # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )
@@ -117,7 +116,7 @@ class RanksExchange:
         return messages
 
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor where the groups' back end reaches it; see :class:`shardopt.layout.Ranks`."""
+        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.Ranks`."""
         return moved_to(self.device, tensor)
 
     def all_to_all(

@@ -1,10 +1,10 @@
-"""FullyShardedDataParallel (FSDP1): every unit's parameters, flattened one after another, are cut into equal ranges.
+"""FullyShardedDataParallel (FSDP1): every FSDP unit's parameters are flattened together and cut into equal ranges.
 
-The metadata is that of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which is private; the shards made
-of the metadata are compared with FSDP's own account of this rank's shard.
+Reads the private metadata of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), and compares the shards made
+of the metadata with FSDP's own account of this rank's shard.
 
 The constructor of ``FullyShardedDataParallel`` is hooked: parameters remember the outermost module that was wrapped,
-which says their names and numbers. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
+which gives their names and numbers. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardopt.sharding.exchange import RanksExchange
 
 
 def install(module: ModuleType) -> None:
-    """Hooks into ``torch.distributed.fsdp``: has the parameters of each module that is wrapped remember it."""
+    """Hooks into ``torch.distributed.fsdp``: has parameters remember the module that was wrapped."""
     wrap = module.FullyShardedDataParallel.__init__
 
     @functools.wraps(wrap)
@@ -53,15 +53,15 @@ def _read_if_alive(reference: weakref.ref[Module]) -> None:
 
 
 def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
-    """Assigns shards to the parameters of all FSDP1 units in a model.
+    """Assigns shards to the parameters of all FSDP units in a model.
 
     Args:
-        model: contains the units, or is one.
-        is_whole: whether the model is known to have all parameters of any optimizer that has some of it.
+        model: contains the FSDP units, or is one.
+        is_whole: whether any optimizer with parameters of the model has no others.
 
     Raises:
-        UnknownShardError: a unit is made of tensors that are sharded already or not contiguous, or its metadata are not
-            what is known here.
+        UnknownShardError: an FSDP unit's parameters are DTensors or were not contiguous, or its metadata differ from
+            FSDP's account of this rank's shard.
     """
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
     if not units:
@@ -75,7 +75,7 @@ def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
-    """Place and fully qualified name of each original parameter, by module and the name there."""
+    """Place and fully qualified name of each original parameter, by module and name in the module."""
     flattened: dict[int, list[str]] = {}
     for handle in handles:
         for name, module, _ in handle.flat_param._param_infos:
@@ -99,14 +99,14 @@ def _assign_unit(
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
     if any(extension is not None for extension in flat._param_extensions):
         raise UnknownShardError(
-            f"got an FSDP1 unit of {', '.join(name for _, name in known)} whose parameters are DTensors, expected "
-            "plain ones; use fully_shard (FSDP2) with tensor parallel"
+            f"got FSDP1 around {', '.join(name for _, name in known)}, whose parameters are DTensors, expected plain "
+            "parameters; use fully_shard (FSDP2) with tensor parallel"
         )
     for (_, name), shape, strides in zip(known, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
             raise UnknownShardError(
-                f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected contiguous "
-                "ones: its elements would be in the order of memory; wrap the model before it is made channels_last"
+                f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected a "
+                "contiguous tensor, as FSDP1 keeps the order of memory; wrap the model before it is made channels_last"
             )
     shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
     if handle._use_orig_params:
@@ -130,7 +130,7 @@ def _assign_unit(
 
 
 def _places(flat: Any) -> list[list[tuple[Module, str]]]:
-    """Modules of each original parameter, and its names there: several where the parameter is shared."""
+    """Modules and names of each original parameter: several if the parameter is shared."""
     places_by_name = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
         places = places_by_name[id(first_module), first_name]
@@ -148,11 +148,11 @@ def _whole(shape: tuple[int, ...]) -> FlatShard:
 
 
 def _ranges(handle: Any) -> list[FlatShard]:
-    """The shards of a unit's original parameters."""
+    """The shards of an FSDP unit's original parameters."""
     flat = handle.flat_param
     size = flat._sharded_size.numel()
     exchange = RanksExchange((handle.process_group,), handle.device)
-    found = []
+    shards = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
         shard = FlatShard.equal(tuple(shape), first, size, exchange)
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
@@ -162,8 +162,8 @@ def _ranges(handle: Any) -> list[FlatShard]:
                 f"got an FSDP1 shard with elements {known} of a parameter of shape {tuple(shape)}, expected "
                 f"{expected}; PyTorch {torch.__version__} shards in a way that shardopt does not know"
             )
-        found.append(shard)
-    return found
+        shards.append(shard)
+    return shards
 
 
 def _offsets(flat: Any) -> list[int]:

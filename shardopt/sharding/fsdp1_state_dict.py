@@ -1,8 +1,8 @@
-"""torch's own gathering of optimizer state under FSDP1: it cannot carry codes and scales, and is told so at once.
+"""Hooks by which torch's own gathering of optimizer state under FSDP1 refuses codes and scales, which it cannot carry.
 
-``FullyShardedDataParallel.optim_state_dict`` puts a unit's state together from flat tensors of the parameters' shapes
-and of one dtype; scales are of other shapes, and blocks may be cut. State in torch.optim's form passes in both
-directions: ``state_dict(dequantize=True)``, and what torch's own optimizer saved.
+``FullyShardedDataParallel.optim_state_dict`` puts state together from flat tensors of the parameters' shapes and of one
+dtype; scales have other shapes, and blocks may be cut. torch.optim's state passes in both directions:
+``state_dict(dequantize=True)``, and state that torch's own optimizer saved.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardopt.wrapper.optimizer import QuantizedState
 
 
 def hook_fsdp1(module: Any) -> None:
-    """Hooks into ``torch.distributed.fsdp``, where all functions that convert optimizer state come together.
+    """Hooks into the two functions of ``torch.distributed.fsdp`` by which all optimizer state is converted.
 
-    In a version without these two the state is not refused.
+    In a version without these functions the state is not refused.
     """
     fsdp = module.FullyShardedDataParallel
     save = getattr(fsdp, "_optim_state_dict_impl", None)
@@ -53,7 +53,7 @@ def hook_fsdp1(module: Any) -> None:
 def hook_state_dict(module: Any) -> None:
     """Hooks into ``torch.distributed.checkpoint.state_dict``, which steps an optimizer without state, then asks FSDP.
 
-    In a version without the two functions only FSDP's are hooked, and that step is taken.
+    In a version without the two functions the step is taken, and only FSDP's functions refuse.
     """
     save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
     if save is None or load is None:
@@ -83,28 +83,30 @@ def _refuse_saving(optimizer: Any) -> None:
         raise RuntimeError(
             "got an optimizer of shardopt for torch's optim_state_dict of FSDP1, which carries state of the "
             "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer); in Hugging Face's "
-            "Trainer use FSDP2, whose state torch carries, or save_only_model=True and a callback that calls it"
+            "Trainer use FSDP2, whose state torch carries, or save_only_model=True and a callback that calls "
+            "shardopt.checkpoint.save"
         )
 
 
 def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
-    """Raises on every rank if it is our state that torch is to cut for FSDP1. Nothing was changed.
+    """Raises on every rank if torch is to cut shardopt's state for FSDP1. Nothing was changed.
 
     Args:
-        optimizer: the optimizer that is to have the state; None where torch was not told.
+        optimizer: the optimizer that is to load the state; None if torch does not know it.
         state_dict: the whole state.
-        rank0_only: whether only that of the group's rank 0 counts.
-        group: gives the ranks among which torch shares it; called where that is needed.
+        rank0_only: whether only the state of the group's rank 0 counts.
+        group: returns the ranks among which torch shares the state; called only if needed.
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
     is_ours = [_is_ours(state_dict)]
-    if rank0_only:  # the others would wait for it
+    if rank0_only:  # other ranks would wait for rank 0
         dist.broadcast_object_list(is_ours, group=group(), group_src=0)
     if is_ours[0]:
         raise RuntimeError(
             "got shardopt's state for torch's optim_state_dict_to_load of FSDP1, which cuts state of the parameters' "
-            "shapes only, expected shardopt.checkpoint.load(path, model, optimizer) of what its save wrote"
+            "shapes only, expected shardopt.checkpoint.load(path, model, optimizer) of a checkpoint that "
+            "shardopt.checkpoint.save wrote"
         )
 
 
@@ -118,7 +120,7 @@ def _has_flat_shards(optimizer: Any) -> bool:
 
 
 def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether a state dict is in our form, also where torch has flattened it (``param_groups.<name>.<option>``)."""
+    """Whether a state dict, maybe flattened by torch (``param_groups.<name>.<option>``), is of shardopt."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
         return any(is_own(group) or is_quantized(group) for group in state_dict["param_groups"])

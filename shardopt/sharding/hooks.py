@@ -1,6 +1,6 @@
 """All hooks into other packages, and the environment variable ``SHARDOPT_HOOKS``, which leaves them out.
 
-A hook is installed once its module is imported, by whomever and whenever; shardopt imports none of them for it.
+A hook is installed once its module is imported by somebody else; shardopt does not import it for the hook.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HOOKS = (
         "torch",
         "torch.distributed.checkpoint.state_dict",
         "sharding.fsdp1_state_dict:hook_state_dict",
-        "get_optimizer_state_dict refuses it, too, before it takes a step without gradients",
+        "get_optimizer_state_dict refuses quantized state, too, before it takes a step without gradients",
     ),
     Hook(
         "torch",
@@ -69,7 +69,7 @@ PACKAGES = tuple(dict.fromkeys(hook.package for hook in HOOKS))
 
 
 def hooked_packages() -> tuple[str, ...]:
-    """The packages that are hooked into: all of them, unless the environment variable ``SHARDOPT_HOOKS`` says less.
+    """The packages that are hooked into: all known ones, unless the environment variable ``SHARDOPT_HOOKS`` says less.
 
     Raises:
         ValueError: ``SHARDOPT_HOOKS`` is neither empty, nor ``0``, nor a comma-separated list of known packages.
@@ -87,7 +87,7 @@ def hooked_packages() -> tuple[str, ...]:
 
 
 def install_hooks(packages: Container[str]) -> None:
-    """Installs the hooks into some packages, each once its module is imported."""
+    """Has the hooks into some packages installed once their modules are imported."""
     for hook in HOOKS:
         if hook.package in packages:
             after_import(hook.module, _installer(hook.install))
@@ -98,7 +98,7 @@ def _installer(name: str) -> Callable[[ModuleType], None]:
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls ``callback`` with a module: now if it is imported, else once somebody imports it."""
+    """Calls ``callback`` with a module: now if the module is imported, else once somebody imports it."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)
@@ -107,7 +107,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as others do, with a loader that calls back."""
+    """Finds one module by the other finders, and gives it a loader that calls back."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name

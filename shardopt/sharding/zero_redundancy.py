@@ -1,10 +1,9 @@
-"""ZeroRedundancyOptimizer: three of its methods are hooked into.
+"""Hooks into three methods of ZeroRedundancyOptimizer.
 
-Stochastic rounding depends on a parameter's number among all parameters, which the optimizer inside does not see: it is
-told where that optimizer is made, and in ``add_param_group``; there it learns, too, which ranks have the others, for
-sums over all parameters. ``param_names`` are left out there: each rank steps some
-of a param group's parameters, in another order. ``load_state_dict`` puts entries straight into the state of the
-optimizer inside: they, and the param groups, are checked before.
+Stochastic rounding depends on a parameter's number among all parameters, and sums over all parameters on the ranks that
+have the others. The inner optimizer sees neither: hooks tell it when it is made, and in ``add_param_group``. They drop
+``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
+entries straight into the inner optimizer's state: a hook checks them, and the param groups, before.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def install(module: ModuleType) -> None:
 
 
 def _tell_places(outer: Any) -> None:
-    inner = getattr(outer, "optim", None)  # not there yet while the first param groups are added
+    inner = getattr(outer, "optim", None)  # None while the first param groups are added
     if isinstance(inner, ShardedOptimizer):
         for group in (*outer.param_groups, *inner.param_groups):
             group.pop("param_names", None)
@@ -54,10 +53,10 @@ def _tell_places(outer: Any) -> None:
 
 
 def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
-    """Checks a state dict, with the state of all parameters: each rank is given it, and refuses what is damaged.
+    """Checks a state dict with the state of all parameters, which every rank is given.
 
     Raises:
-        ValueError: its param groups are not for this optimizer, or have options that are out of range; or see
+        ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
             :meth:`TensorState.check_loaded` and :meth:`TensorState.check_local`.
     """
     inner = getattr(outer, "optim", None)

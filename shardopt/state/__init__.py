@@ -1,1 +1,1 @@
-"""Optimizer state: options, the description of a tensor's state, conversion from and to floats, and where it lives."""
+"""Optimizer state: options, the spec of a tensor's state, conversion from and to floats, and where it lives."""

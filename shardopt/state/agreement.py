@@ -1,4 +1,4 @@
-"""Ranks that exchange moments raise together where one of them must."""
+"""Agreement among ranks that exchange moments: if one of them raises, all of them raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def agreeing(params: Iterable[Tensor]) -> list[Exchange]:
-    """The ranks that exchange moments with this one when state is loaded: those that share flat or column shards.
+    """The ranks that exchange moments with this rank when state is loaded: ranks that share flat or column shards.
 
     Raises:
         UnknownShardError: nothing says what shard a parameter is.
@@ -24,34 +24,34 @@ def agreeing(params: Iterable[Tensor]) -> list[Exchange]:
 
 
 def all_or_none(exchanges: Sequence[Exchange], work: Callable[[], T]) -> T:
-    """Calls a function without collectives, and raises on all of some ranks if it raised on any of them.
+    """Calls a function without collectives, and raises on all of some ranks if the function raised on any of them.
 
     Args:
         exchanges: the ranks; see :func:`agreeing`.
         work: the function.
 
     Raises:
-        ValueError: the function raised on another rank. On this one, its own error is raised.
+        ValueError: the function raised on another rank. If it raised on this rank, its own error is raised.
     """
     error: Exception | None = None
     try:
         result = work()
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+    except Exception as raised:  # any kind of error: other ranks must not wait for this rank
         error = raised
     if on_any_rank(exchanges, error is not None):
         raise error or ValueError(
-            "got state that another rank refused, expected none of it to be at fault; that rank's error says what is "
-            "wrong, and nothing was changed"
+            "got state that another rank refused, expected state that all ranks can load; that rank's error says what "
+            "is wrong, and nothing was changed"
         )
     return result
 
 
 def on_any_rank(exchanges: Sequence[Exchange], here: bool) -> bool:
-    """Whether something is so on any of some ranks. All of them must call this.
+    """Whether a condition holds on any of some ranks. All of the ranks must call this.
 
     Args:
         exchanges: the ranks; see :func:`agreeing`.
-        here: whether it is so on this one.
+        here: whether the condition holds on this rank.
     """
     anywhere = here
     for exchange in exchanges:

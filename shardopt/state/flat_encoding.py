@@ -1,4 +1,4 @@
-"""Float moments under flat shards become codes: ranks put the blocks together that their ranges cut."""
+"""Encoding of float moments under flat shards: ranks put together the blocks that their ranges cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardopt.state.tensor_state import TensorState, flat_slices
 
 
 def shared_blocks(spec: SliceSpec) -> list[int]:
-    """The blocks on whose scales several ranks have to agree: numbers in the grid, the same on all ranks."""
+    """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
     shard = spec.shard
     if not isinstance(shard, FlatShard) or shard.exchange is None:
         return []
@@ -30,9 +30,9 @@ def encode_flat(
     All ranks must call this with the same slices in the same order.
 
     Args:
-        specs: the slices' states.
-        values: per slice, this rank's part of each moment; None where there is none to encode.
-        exchanges: the ranks that raise together where one of them cannot encode its part, as for lack of memory.
+        specs: describe the slices' states.
+        values: per slice, this rank's part of each moment; None for a slice without moments to encode.
+        exchanges: the ranks that raise together if one of them cannot encode its part, as for lack of memory.
     """
     shared = all_or_none(exchanges, lambda: _fragments(specs, values))
     for exchange, (_, flat) in shared.items():
@@ -43,14 +43,14 @@ def encode_flat(
 def encode_flat_moments(
     specs: Sequence[TensorState], loaded: Sequence[Mapping[str, Any] | None], exchanges: Sequence[Exchange]
 ) -> list[Mapping[str, Any] | None]:
-    """Replaces float moments (torch.optim's state) under flat shards by codes and scales; leaves the rest as it is.
+    """Replaces float moments (torch.optim's state) under flat shards by codes and scales; leaves other entries alone.
 
     All ranks must call this with the same tensors, in the same order, if any of them has flat shards.
 
     Args:
         specs: describe the state of each tensor.
-        loaded: its entries, which :meth:`TensorState.check_loaded` let pass; None for a tensor without state.
-        exchanges: the ranks that raise together where one of them cannot; see :func:`agreeing`.
+        loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
+        exchanges: the ranks that raise together if one of them cannot encode its part; see :func:`agreeing`.
     """
     slices: list[SliceSpec] = []
     values: list[Sequence[Tensor] | None] = []
@@ -61,7 +61,7 @@ def encode_flat_moments(
             values += spec.split_moments(entries)
         else:
             values += [None] * len(flat)
-    if not slices or not on_any_rank(exchanges, any(own is not None for own in values)):
+    if not slices or not on_any_rank(exchanges, any(moments is not None for moments in values)):
         return list(loaded)
     encoded = iter(encode_flat(slices, values, exchanges))
     results: list[Mapping[str, Any] | None] = []
@@ -77,16 +77,16 @@ def encode_flat_moments(
 def _fragments(
     specs: Sequence[SliceSpec], values: Sequence[Sequence[Tensor] | None]
 ) -> dict[Exchange, tuple[list[tuple[int, Tensor]], Tensor]]:
-    """This rank's parts of cut blocks: their slices with tensors to be filled, and all parts in one on the CPU."""
+    """This rank's parts of cut blocks: slices' indices and tensors to be filled, and all parts in one CPU tensor."""
     shared: dict[Exchange, list[tuple[int, Tensor]]] = {}
-    for index, (spec, own) in enumerate(zip(specs, values, strict=True)):
+    for index, (spec, moments) in enumerate(zip(specs, values, strict=True)):
         numbers = shared_blocks(spec)
         if numbers:
             assert isinstance(spec.shard, FlatShard)
             assert spec.shard.exchange is not None
-            device = own[0].device if own else torch.device("cpu")
+            device = moments[0].device if moments else torch.device("cpu")
             blocks = torch.zeros((len(numbers), len(spec.moments), spec.grid.block_size), device=device)
-            for k, x in enumerate(own or ()):
+            for k, x in enumerate(moments or ()):
                 _copy_fragments(spec, x, numbers, blocks[:, k])
             shared.setdefault(spec.shard.exchange, []).append((index, blocks))
     return {
@@ -106,13 +106,13 @@ def _encode_completed(
             numbers = shared_blocks(specs[index])
             complete[index] = dict(zip(numbers, summed.view_as(blocks).to(blocks.device), strict=True))
     return [
-        None if own is None else spec.encode_local(own, complete.get(index))  # type: ignore[arg-type]
-        for index, (spec, own) in enumerate(zip(specs, values, strict=True))
+        None if moments is None else spec.encode_local(moments, complete.get(index))  # type: ignore[arg-type]
+        for index, (spec, moments) in enumerate(zip(specs, values, strict=True))
     ]
 
 
 def _copy_fragments(spec: SliceSpec, x: Tensor, numbers: Sequence[int], blocks: Tensor) -> None:
-    """Puts this rank's elements of the blocks ``numbers`` into ``blocks``, shape ``(len(numbers), block_size)``."""
+    """Copies this rank's elements of the blocks ``numbers`` into ``blocks``, shape ``(len(numbers), block_size)``."""
     shard, grid = spec.shard, spec.grid
     assert isinstance(shard, FlatShard)
     for row, number in zip(blocks, numbers, strict=True):

@@ -1,4 +1,4 @@
-"""Weights with all the precision that parameter and low bits have together, and their way back."""
+"""Weights in the full precision of parameter and low bits together: reading and writing them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from shardopt.state.tensor_state import TensorState
 
 
 def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The weights of a parameter as float32, sharded as it is.
+    """The weights of a parameter as float32, sharded like the parameter.
 
     Args:
         spec: describes the parameter's state.
         param: the optimizer's parameter.
-        state: its state; empty before the first step.
+        state: the parameter's state; empty before the first step.
     """
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
         _check_state(state)
-        for each, own in zip(spec.slices, spec.split(state), strict=True):
-            low_bits = each.spec.local_low_bits(own)
+        for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
+            low_bits = slice_.spec.local_low_bits(slice_state)
             assert low_bits is not None
-            stored = StoredWeights(each.of(local), low_bits.to(local.device))  # the state may be in the host's memory
-            each.of(weights).copy_(spec.weights.load(stored))
+            stored = StoredWeights(slice_.of(local), low_bits.to(local.device))  # the state may be in the host's memory
+            slice_.of(weights).copy_(spec.weights.load(stored))
     return spec.shard.like_parameter(weights)
 
 
@@ -38,11 +38,11 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
 
     Args:
         weights: by parameter.
-        params: all that the optimizer has.
+        params: all parameters of the optimizer.
 
     Raises:
-        TypeError: they are no mapping of tensors.
-        ValueError: some are missing, unknown or of another shape, dtype or sharding.
+        TypeError: ``weights`` is no mapping, or a value is no tensor.
+        ValueError: weights are missing, unknown or of another shape, dtype or sharding.
     """
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -61,27 +61,27 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
 def _check(name: str, weights: Tensor, param: Tensor) -> None:
     if not isinstance(weights, Tensor):
         raise TypeError(
-            f"{name}: got {type(weights).__name__}, expected a tensor, sharded as the parameter is; change what "
+            f"{name}: got {type(weights).__name__}, expected a tensor, sharded like the parameter; change what "
             "full_precision_parameters() gives"
         )
     got, expected = (_described(x, dtype) for x, dtype in ((weights, weights.dtype), (param, torch.float32)))
     if got != expected:
-        raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them as the parameter's are")
+        raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them so")
 
 
 def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
-    """Puts float32 weights into a parameter, and what it lacks of them into its state.
+    """Stores float32 weights in a parameter, and their low bits in its state.
 
     Args:
         spec: describes the parameter's state.
         param: the optimizer's parameter.
-        state: its state; empty before the first step.
-        weights: sharded as the parameter is.
-        device: where a new state is made.
+        state: the parameter's state; empty before the first step.
+        weights: sharded like the parameter.
+        device: device for a new state.
 
     Returns:
-        The same state, or a new one where it was empty and low bits have to go there: not that of a frozen parameter,
-        which is rounded.
+        ``state``, or a new state if ``state`` was empty and low bits must be kept. A frozen parameter without state is
+        rounded instead.
     """
     local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
     if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
@@ -89,13 +89,13 @@ def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tens
         return state
     state = state or spec.new(device)
     _check_state(state)
-    local.copy_(wide)  # padding, too, of which no part knows
-    for each, own in zip(spec.slices, spec.split(state), strict=True):
-        stored = spec.weights.store(each.of(wide))
-        low_bits = each.spec.local_low_bits(own)
+    local.copy_(wide)  # includes padding, which is in no slice
+    for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
+        stored = spec.weights.store(slice_.of(wide))
+        low_bits = slice_.spec.local_low_bits(slice_state)
         assert stored.low_bits is not None
         assert low_bits is not None
-        each.of(local).copy_(stored.param)
+        slice_.of(local).copy_(stored.param)
         low_bits.copy_(stored.low_bits)
     return state
 
@@ -103,8 +103,8 @@ def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tens
 def _check_state(state: Mapping[str, Any]) -> None:
     if LOW_BITS not in state:
         raise RuntimeError(
-            f"got state without {LOW_BITS}, expected it beside {', '.join(state)}; set master_weight_bits when the "
-            "optimizer is made, or load a state that has them"
+            f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the optimizer "
+            "is made, or load a state that has low bits"
         )
 
 

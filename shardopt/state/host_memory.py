@@ -1,4 +1,4 @@
-"""Memory of the CPU for the state of parameters, which is offloaded there."""
+"""Memory of the CPU for offloaded state of parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _HostMemory:
     """Memory of the CPU in whole pages, locked for copies from and to a GPU (``pin``) for as long as this object lives.
 
     Raises:
-        MemoryError: there is not enough.
+        MemoryError: the host does not have ``nbytes``, or refuses to lock them.
     """
 
     def __init__(self, nbytes: int, *, pin: torch.device | None) -> None:
@@ -27,11 +27,11 @@ class _HostMemory:
             pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise MemoryError(
-                f"offload: got no {_text_of(nbytes)} of host memory, expected it for the state; use more ranks, or "
+                f"offload: got no memory on the host, expected {_text_of(nbytes)} for the state; use more ranks, or "
                 "keep a part on the device with device_state_budget"
             ) from error
         first = -pages.data_ptr() % _PAGE
-        self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages: they are locked by nobody else
+        self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
         if pin is not None:
             from shardopt.kernels.transfers_cuda import pin_memory
 
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
     like: Tensor
 
     def view(self) -> Tensor:
-        """Its elements, with a storage of their own: what shares one cannot be saved by torch.save."""
+        """The entry's elements, with a storage of their own: torch.save refuses several dtypes in one storage."""
         part = self.host.memory.numpy()[self.offset : self.offset + self.like.nbytes]
         return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
 
@@ -55,11 +55,11 @@ def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None)
     """Places for the entries of several parameters' state, in one piece of memory.
 
     Args:
-        states: what the entries are like.
+        states: tensors of the entries' shapes and dtypes.
         pin: a GPU for whose copies the memory is locked; None leaves it pageable.
 
     Raises:
-        MemoryError: there is not enough.
+        MemoryError: the host has too little memory, or refuses to lock it.
     """
     offsets: list[dict[str, int]] = []
     end = 0
@@ -69,7 +69,7 @@ def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None)
             if like.nbytes:
                 offsets[-1][key] = end
                 end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-    demand_memory(end, ranks=1)  # the others may have theirs already
+    demand_memory(end, ranks=1)  # other ranks may have their memory already
     host = _HostMemory(end, pin=pin)
     return [
         {key: Entry(host, offset, state[key]) for key, offset in placed.items()}
@@ -78,7 +78,7 @@ def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None)
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:
-    """Raises MemoryError where the host does not have so much for each of some of its ranks."""
+    """Raises MemoryError if the host does not have ``nbytes`` for each of ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:
         parts = f", {_text_of(nbytes)} for each of {ranks} ranks here" if ranks > 1 else ""
@@ -89,20 +89,20 @@ def demand_memory(nbytes: int, ranks: int) -> None:
 
 
 def _text_of(nbytes: int) -> str:
-    """A size in the largest unit of which there is at least one."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """A size in GiB, MiB, KiB or bytes: the largest that is not larger than the size."""
+    for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
+            return f"{nbytes / factor:.2f} {symbol}"
     return f"{nbytes} bytes"
 
 
 def _available_host_bytes() -> int | None:
-    """Bytes that the system and the container could still give; None where neither tells."""
-    found = []
+    """Bytes that the system and the container could still give; None if neither tells."""
+    limits = []
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # without a limit the file says "max"
         limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(max(limit - used, 0))
-    return min(found, default=None)
+        limits.append(max(limit - used, 0))
+    return min(limits, default=None)

@@ -1,4 +1,4 @@
-"""State entries that come from outside: what they have to be, and copies of them."""
+"""State entries that come from outside: checks and copies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
 
     Args:
         value: the entry.
-        expected: of its shape and sharding, without memory.
-        key: its name.
+        expected: a tensor of the expected type, shape and sharding, without memory.
+        key: the entry's name.
         name: the parameter's name in errors.
 
     Raises:
-        ValueError: the entry is something else.
+        ValueError: the entry is no dense tensor, or has another type, shape or sharding.
     """
     alike = (
         isinstance(value, Tensor)
@@ -48,7 +48,7 @@ def check_dense(value: Tensor, key: str, name: str) -> None:
     """Checks that an entry has all its elements in memory.
 
     Raises:
-        ValueError: it is sparse, of another layout, or on the meta device.
+        ValueError: the entry is sparse, of another layout, or on the meta device.
     """
     if value.layout != torch.strided:
         raise ValueError(f"{name}: got {key} of layout {value.layout}, expected a dense tensor; call to_dense() on it")
@@ -57,10 +57,10 @@ def check_dense(value: Tensor, key: str, name: str) -> None:
 
 
 def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
-    """Checks a moment in floats, this rank's part.
+    """Checks this rank's part of a float moment.
 
     Raises:
-        ValueError: it is of no float dtype, or not finite, or below zero where it is not ``signed``.
+        ValueError: the moment has no float dtype, is not finite, or is below zero and not ``signed``.
     """
     if not value.dtype.is_floating_point:
         raise ValueError(f"{name}: got {key} of {value.dtype}, expected floats; was it saved by another optimizer?")
@@ -69,7 +69,7 @@ def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
 
 
 def unsound(what: str, name: str, *, signed: bool) -> ValueError:
-    """The error for entries that no step could go on from: one such value would spoil its block."""
+    """The error for entries that no step could continue from: one such value would spoil its block."""
     got, expected = ("NaN or Inf", "") if signed else ("NaN, Inf or numbers below zero", " >= 0")
     return ValueError(
         f"{name}: got {what} that stands for {got}, expected finite numbers{expected}; either the run had diverged "
@@ -78,10 +78,10 @@ def unsound(what: str, name: str, *, signed: bool) -> ValueError:
 
 
 def checked_step(loaded: Mapping[str, Any], name: str) -> float:
-    """The step count among loaded entries: 1 where there is none, as in torch's SGD, whose momentum took a step.
+    """The step count among loaded entries; 1 without one, as in torch's SGD, whose momentum has taken a step.
 
     Raises:
-        ValueError: it is no single whole number >= 0.
+        ValueError: the step count is no single whole number >= 0.
     """
     step = loaded.get("step", 1.0)
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
@@ -101,5 +101,5 @@ def copy_to(value: Tensor, device: torch.device) -> Tensor:
 
 
 def step_on(device: torch.device, step: float) -> Tensor:
-    """A step count as the state has it."""
+    """A step count as a state entry: float32 scalar."""
     return torch.tensor(step, dtype=torch.float32, device=device)

@@ -10,8 +10,8 @@ from typing import Any
 def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
     """A parameter's name in its param group, or its position there.
 
-    Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` as they were:
-    names of another number are not the names of its tensors.
+    Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` unchanged: if
+    there are not as many names as tensors, they are not the tensors' names.
 
     Args:
         group: the param group.
@@ -26,7 +26,7 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Puts a parameter's name before errors that shards raise."""
+    """Prefixes errors that shards raise with a parameter's name."""
     try:
         yield
     except RuntimeError as error:

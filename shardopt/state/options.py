@@ -1,4 +1,4 @@
-"""The options that every optimizer takes, and their checks."""
+"""The options of all optimizers, and their checks."""
 
 from __future__ import annotations
 
@@ -32,37 +32,38 @@ class Options(TypedDict, total=False):
 
     Attributes:
         maximize: ascend instead of descend.
-        codec: how moments are stored: "log8" | "companded8" | "dynamic8" | "bf16" | "fp32", and for Adam and AdamW
-            "log4".
+        codec: the format of stored moments: "log8" | "companded8" | "dynamic8" | "bf16" | "fp32", and for Adam and
+            AdamW "log4".
         block_size: elements that share a scale; a power of two from 16 to 4096. A log8 block costs 12 bytes of scales
             for Adam (0.094 bytes per parameter at 128).
         min_quantized_numel: parameters with fewer elements (globally) keep float32 state.
-        nonfinite: what a NaN or Inf in a gradient does. "skip": its element is left as it is (so is one whose moments
-            would overflow), and the next step warns with the count. "raise": FloatingPointError before anything
+        nonfinite: effect of a NaN or Inf in a gradient. "skip": its element is left unchanged (so is an element whose
+            moments would overflow), and the next step warns with the count. "raise": FloatingPointError before anything
             changes; costs one more read of the gradients. "propagate": as in torch.
-        master_weight_bits: 24 or 32: bfloat16 and float16 parameters get at least this precision. What they lack of a
-            master weight stands in the state as ``master_low_bits`` (int8; 1 or 2 bytes per parameter). With 24 bits
-            weights are within 1/512 of the parameter's last place; with 32 they are exactly those of float32, beside
-            float16 from 2^-17 to 65504 (below, within 2^-41; beyond, the parameter is infinite as in torch, the master
-            weight stays finite). Float32 parameters have it anyway. The bits belong to the parameter: load both or
-            neither. A parameter that is overwritten keeps its low bits, an error of up to half a last place.
+        master_weight_bits: 24 or 32: the least precision of bfloat16 and float16 parameters' master weights. The low
+            bits that the parameters lack are in the state as ``master_low_bits`` (int8; 1 or 2 bytes per parameter).
+            With 24 bits weights are within 1/512 of the parameter's last place; with 32 they are exactly float32's,
+            beside float16 from 2^-17 to 65504 (below, within 2^-41; beyond, the parameter is infinite as in torch, the
+            master weight stays finite). Float32 parameters have this precision anyway. The low bits belong to the
+            parameter: load both or neither. A parameter that is overwritten keeps its low bits, an error of up to half
+            a last place.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
             the optimizer and the element's in the parameter, not on the shard or device.
-        stochastic_rounding_seed: of that noise, and of log4's, the same on all ranks.
-        exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. Their owners agree on the scales of
-            such blocks by a small collective per step, and results do not depend on the number of ranks. False leaves
-            it out: each fragment gets a scale of its own.
+        stochastic_rounding_seed: seed of that noise, and of log4's, the same on all ranks.
+        exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. If True, the owners of such a block
+            agree on its scales by a small collective per step, and results do not depend on the number of ranks. False
+            leaves the collective out: each fragment gets a scale of its own.
         offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
         device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
             fit, in order: a whole number, or a text such as "2GiB". The same in all param groups that offload.
-        pin_memory: with ``offload``, whether the host's memory is page-locked: without, copies do not overlap. The same
+        pin_memory: with ``offload``, whether the host's memory is page-locked. Copies overlap only if it is. The same
             in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
-        fused: the same.
-        capturable: the same.
+        fused: ignored like ``foreach``.
+        capturable: ignored like ``foreach``.
         differentiable: must be False.
     """
 
@@ -103,18 +104,18 @@ DEFAULTS: Options = {
     "differentiable": False,
 }
 
-#: What a checkpoint and the optimizer that loads it must agree on: the codes mean nothing without it.
+#: Options that must be equal in a checkpoint and the optimizer that loads it: codes mean nothing without them.
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
-#: Where the state lives: a matter of the machine, so an optimizer keeps its own when it loads.
+#: Options of the state's place. It depends on the machine, so an optimizer keeps its own when it loads.
 PLACEMENT = ("offload", "device_state_budget", "pin_memory")
 
-#: What the tables of a step depend on.
+#: Options that the tables of a step depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed", "exact_cut_blocks")
 
 
 def is_own(options: Container[str]) -> bool:
-    """Whether the options of a param group, or of one in a state dict, are those of an optimizer of this package."""
+    """Whether options of a param group, maybe in a state dict, belong to an optimizer of this package."""
     return all(option in options for option in STATE_FORMAT)
 
 
@@ -122,7 +123,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options completed by their defaults.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: an option is unknown.
     """
     unknown = set(options) - set(DEFAULTS)
     if unknown:
@@ -138,7 +139,7 @@ def check_options(group: Mapping[str, Any]) -> None:
     """Checks the options in a param group.
 
     Raises:
-        ValueError: a value is not allowed, or not in this version.
+        ValueError: a value is not allowed.
     """
     if not isinstance(group["codec"], str):
         raise ValueError(f"codec: got {group['codec']!r}, expected one of {', '.join(map(repr, CODECS))}")
@@ -166,19 +167,19 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def repays(group: Mapping[str, Any]) -> bool:
-    """Whether weights make up for what codes lose of the first moment: ``repay`` in a param group.
+    """Whether weights make up for the first moment's rounding errors: the option ``repay`` in a param group.
 
-    None stands for codecs in which two moments share a code. Optimizers without the option never do.
+    None means yes for codecs in which two moments share a code. Optimizers without the option never repay.
     """
     repay = group.get("repay", False)
     return get_codec(group["codec"]).shared if repay is None else bool(repay)
 
 
 def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Checks that weights of this dtype can make up for what codes lose, if they are to.
+    """Checks that weights of this dtype can make up for rounding errors, if the param group asks for it.
 
     Raises:
-        ValueError: they have 16 bits, in which it would be lost again.
+        ValueError: the param group repays, but its weights have 16 bits, in which the repayment would be lost again.
     """
     if repays(group) and dtype in (torch.bfloat16, torch.float16) and group["master_weight_bits"] is None:
         raise ValueError(
@@ -191,14 +192,14 @@ def bytes_of(size: int | str) -> int:
     """A size in bytes: a whole number, or one with a unit, as "2GiB", "512MiB", "64KiB".
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the size is neither.
     """
     if is_whole(size) and size >= 0:
         return size
     if isinstance(size, str):
-        for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
-            number = size.removesuffix(unit).strip()
-            if size.endswith(unit) and number.isascii() and number.replace(".", "", 1).isdigit():
+        for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
+            number = size.removesuffix(symbol).strip()
+            if size.endswith(symbol) and number.isascii() and number.replace(".", "", 1).isdigit():
                 return int(Decimal(number) * factor)
     raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
 
@@ -209,7 +210,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
-    """Warns of keys of a param group that are nearly options: torch lets others pass, which users may have there."""
+    """Warns of keys of a param group that are nearly options. Other keys are the user's, and torch allows them."""
     for key in keys:
         near = get_close_matches(key, known, n=1, cutoff=0.8)
         if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):  # as no_weight_decay
@@ -230,8 +231,8 @@ def _check_weight_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"stochastic_rounding: got {stochastic!r}, expected True or False")
     if stochastic and bits is not None:
         raise ValueError(
-            f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of them; master weights are "
-            "rounded to nearest, so leave stochastic_rounding out"
+            f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of the two options; master "
+            "weights are rounded to nearest, so leave stochastic_rounding out"
         )
     if not is_whole(seed) or not 0 <= seed < 2**64:
         raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
@@ -242,7 +243,7 @@ LARGEST = 2.0**128 - 2.0**104
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
-#: The hyper-parameters that are single numbers: least and largest value.
+#: Name, least and largest value of hyper-parameters that are single numbers.
 _RANGES = (
     ("lr", 0.0, LARGEST),
     ("eps", 0.0, LARGEST),
@@ -257,12 +258,12 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
 
     Args:
         group: the param group.
-        beta_count: how many decay rates ``betas`` has, if the optimizer has any.
+        beta_count: number of decay rates in ``betas``, if the optimizer has any.
 
-    A step calls this whenever one of them changed: the ordinary case, a float in its range, is looked at first.
+    A step calls this whenever a hyper-parameter changed: the ordinary case, a float in its range, is checked first.
 
     Raises:
-        ValueError: one is out of range, or infinite in float32.
+        ValueError: a hyper-parameter is out of range, or infinite in float32.
     """
     for name, least, largest in _RANGES:
         if name in group:
@@ -278,10 +279,10 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
-    """Checks a hyper-parameter that is a number from 0 up to ``most``, or below it where that is 1.
+    """Checks a hyper-parameter that is a number from 0 up to ``most``, or from 0 to below 1 if ``most`` is 1.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the hyper-parameter is no such number.
     """
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
@@ -290,7 +291,7 @@ def check_flag(group: Mapping[str, Any], name: str) -> None:
     """Checks a hyper-parameter that is True or False.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the hyper-parameter is neither.
     """
     if not isinstance(group[name], bool):
         raise ValueError(f"{name}: got {group[name]!r}, expected True or False")

@@ -1,4 +1,4 @@
-"""Where the state of each parameter lives: beside it, or in the CPU's memory (the option ``offload``)."""
+"""Where the state of each parameter lives: beside the parameter, or in the CPU's memory (the option ``offload``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 
-#: How much is copied at a time, and the size of each of the slots it is copied to.
+#: Bytes that are copied at a time, and size of a slot.
 CHUNK_BYTES = 32 << 20
 
 #: Whether to offload from the CPU to the CPU, which is for tests only.
@@ -47,9 +47,9 @@ class Residency(NamedTuple):
     """Where a parameter's state lives.
 
     Attributes:
-        offload: what is copied for a step: None, "state" or "step" (gradients and parameters).
+        offload: the operands that are copied for a step: None, "state" or "step" (gradients and parameters).
         state: the device of moments and low bits.
-        steps: that of the step count, where the kernels are.
+        steps: the device of the step count and the kernels.
     """
 
     offload: Offload
@@ -62,23 +62,23 @@ class Residency(NamedTuple):
         return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
 
     def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
-        """How many elements can be moved at a time."""
+        """The number of elements that can be moved at a time."""
         if self.offload == "step":
-            each = float(param.element_size() + MAX_GRADIENT_BYTES)
+            element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
             coders = [(m.codec(spec.codec), m.signed) for m in spec.moments]
             scales = sum(codec.scales(signed=signed) for codec, signed in coders)
-            each = sum(codec.code_dtype.itemsize for codec, _ in coders) + spec.weights.low_bits / 8
-            each += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
-        return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(each, 1.0)), 1)
+            element_bytes = sum(codec.code_dtype.itemsize for codec, _ in coders) + spec.weights.low_bits / 8
+            element_bytes += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
+        return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
 
 class Budget:
-    """The bytes of state that may stay on the device: those of as many parameters as fit, in order.
+    """The bytes of state that may stay on the device, given to as many parameters as fit, in order.
 
     Args:
-        nbytes: all of it.
-        taken: what parameters before these have of it.
+        nbytes: the whole budget.
+        taken: the bytes that earlier parameters have taken.
     """
 
     def __init__(self, nbytes: int, taken: int = 0) -> None:
@@ -86,7 +86,7 @@ class Budget:
         self.taken = taken
 
     def takes(self, nbytes: int) -> bool:
-        """Whether the state of the next parameter fits, which then has its part."""
+        """Takes the bytes of the next parameter's state if they fit, and returns whether they do."""
         fits = self.taken + nbytes <= self._nbytes
         if fits:
             self.taken += nbytes
@@ -97,10 +97,10 @@ class _Choice(NamedTuple):
     """Residency chosen for a parameter.
 
     Attributes:
-        param: it.
-        offload: what is offloaded.
-        entries: of its state but the step count, what they are like; none where the param group does not offload.
-        in_budget: the part of the budget that it takes.
+        param: the parameter.
+        offload: the operands to offload.
+        entries: the state's entries without memory, but the step count; empty if the param group does not offload.
+        in_budget: the part of the budget that the parameter takes.
     """
 
     param: Tensor
@@ -113,10 +113,10 @@ class _Decision(NamedTuple):
     """Where a parameter's state lives.
 
     Attributes:
-        device: that of the parameter, for which it was decided.
-        residency: where.
-        in_budget: the part of the budget that it takes.
-        home: its entries' places in the optimizer's part of the host's memory.
+        device: the parameter's device at the time of the decision.
+        residency: the place.
+        in_budget: the part of the budget that the parameter takes.
+        home: the entries' places in the optimizer's part of the host's memory.
     """
 
     device: torch.device
@@ -126,12 +126,12 @@ class _Decision(NamedTuple):
 
 
 class StateResidency:
-    """Decides, once per parameter, where its state lives, and keeps the memory of what is offloaded.
+    """Decides, once per parameter, where its state lives, and keeps the memory of offloaded state.
 
-    Parameters are taken in the optimizer's order. As long as their state fits into ``device_state_budget`` it stays
-    beside them; so does that of column shards which cut blocks, whose scales other ranks have to see. Frozen parameters
-    get a place when they are stepped or have state. One that was replaced in the param groups, and whose state is gone,
-    loses its place, memory and part of the budget as soon as the next is decided.
+    Parameters are taken in the optimizer's order. Their state stays beside them as long as it fits into
+    ``device_state_budget``; so does the state of column shards which cut blocks, whose scales other ranks have to see.
+    Frozen parameters get a place when they are stepped or have state. A parameter that was replaced in the param
+    groups, and whose state is gone, loses its place, memory and part of the budget at the next decision.
 
     Args:
         optimizer: the parameters' optimizer.
@@ -181,13 +181,13 @@ class StateResidency:
         self._sleep.arrive()
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
-        """Readies a parameter's state for a step, in place: makes it if there is none, and puts it where it lives.
+        """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
 
         Args:
             name: the parameter's name in errors.
             param: the parameter.
-            spec: the description of its state.
-            state: its state.
+            spec: describes the parameter's state.
+            state: the parameter's state.
 
         Raises:
             RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
@@ -205,7 +205,7 @@ class StateResidency:
         """Moves a parameter's state to where it lives, in place."""
         where = self.of(param)
         step = state.get("step")
-        if isinstance(step, Tensor) and step.device != where.steps:  # ZeroRedundancyOptimizer leaves those on the CPU
+        if isinstance(step, Tensor) and step.device != where.steps:  # ZeroRedundancyOptimizer leaves steps on the CPU
             state["step"] = step.to(where.steps)
         if where.offload == "step":
             for key, value in state.items():
@@ -217,12 +217,12 @@ class StateResidency:
                 local = spec.shard.local(state[key])
                 home = entry.view()
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
-                    self.synchronize()  # copies to where it lives may be under way
+                    self.synchronize()  # copies to this place may be under way
                     home.copy_(local)
                     state[key] = spec.like(key, home)
 
     def transfers(self, device: torch.device, offload: str) -> Transfers:
-        """How what is offloaded of the parameters on a device is copied."""
+        """The copies of operands that are offloaded from a device."""
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
@@ -235,39 +235,39 @@ class StateResidency:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of the host's memory that aligning the entries takes."""
+        """Bytes of the host's memory lost to the alignment of entries."""
         homes = (decision.home for decision in self._decisions.values())
         return sum(-entry.like.nbytes % ALIGNMENT for home in homes for entry in home.values())
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """Bytes that the copies take, by device."""
-        found: dict[torch.device, int] = {}
+        """Bytes of the slots, by device."""
+        nbytes: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
-            there = _CPU if offload == "step" else device
-            found[there] = found.get(there, 0) + transfers.nbytes
-        found[_CPU] = found.get(_CPU, 0) + self._sleep.nbytes
-        return found
+            where = _CPU if offload == "step" else device
+            nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
+        nbytes[_CPU] = nbytes.get(_CPU, 0) + self._sleep.nbytes
+        return nbytes
 
     def synchronize(self) -> None:
-        """Waits until all that was computed is in the host's memory."""
+        """Waits until all results are in the host's memory."""
         for transfers in self._transfers.values():
             transfers.synchronize()
         self._sleep.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that param groups agree on what they share, and that the host has memory for what is to be offloaded.
+        """Checks that param groups agree on shared options, and that the host has memory for state to be offloaded.
 
         Args:
             added: the last param group, if the others are checked already; None: all.
 
         Raises:
-            ValueError: param groups that offload differ in an option that is to be the same.
-            MemoryError: there is not enough for all ranks on this host, none of which has any of it yet.
-            RuntimeError: what ``offload`` says is not possible for a parameter.
+            ValueError: param groups that offload differ in an option that they must share.
+            MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
+            RuntimeError: ``offload`` is not possible for a parameter.
         """
         groups, before, taken = self._optimizer.param_groups, 0, self._taken
-        if added is not None:  # it alone is looked at, so that making an optimizer of many groups stays linear
+        if added is not None:  # checks this group alone, so that making an optimizer of many groups stays linear
             first = next((group for group in groups if group["offload"] is not None), added)
             groups, before, taken = [first, added], self._foreseen, self._taken_then
         _shared("pin_memory", groups, bool)
@@ -292,14 +292,14 @@ class StateResidency:
         return param in self._decisions and self._decisions[param].device == param.device
 
     def _has_use(self, param: Tensor) -> bool:
-        """Whether a parameter has state or is about to get some, which frozen ones are not."""
+        """Whether a parameter has state or is about to get some, unlike frozen parameters."""
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
     def _choose(self, groups: Iterable[Mapping[str, Any]], budget: Budget) -> list[_Choice]:
-        """Chooses for all parameters without a place, which take their parts of the budget.
+        """Chooses places for all parameters without one, and takes their parts of the budget.
 
         Raises:
-            RuntimeError: what ``offload`` says is not possible for one.
+            RuntimeError: ``offload`` is not possible for a parameter.
         """
         choices: list[_Choice] = []
         for group in groups:
@@ -325,7 +325,7 @@ class StateResidency:
         return choices
 
     def _decide(self) -> None:
-        """Decides for all parameters without a place, and lets go of those that are no longer the optimizer's."""
+        """Decides for all parameters without a place, and lets go of parameters that the optimizer no longer has."""
         groups = self._optimizer.param_groups
         pins = bool(_shared("pin_memory", groups, bool))
         listed = {param for group in groups for param in group["params"]}
@@ -336,7 +336,7 @@ class StateResidency:
             if self._is_decided(param) and (param in listed or self._optimizer.state.get(param))
         }
         if len(decisions) < len(self._decisions):
-            self.synchronize()  # copies to the memory of those that go may be under way
+            self.synchronize()  # copies to memory that is let go may be under way
         taken = sum(decision.in_budget for decision in decisions.values())
         budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
         choices = self._choose(groups, budget)
@@ -355,19 +355,19 @@ def _shared(option: str, groups: Iterable[Mapping[str, Any]], meaning: Callable[
     """Value of an option that all offloading param groups share; None without such groups.
 
     Args:
-        option: its name.
+        option: the option's name.
         groups: the param groups.
-        meaning: of a value: two that mean the same may be written differently.
+        meaning: converts a value to a canonical one, as equal values may be written differently.
 
     Raises:
-        ValueError: they differ.
+        ValueError: values differ.
     """
     given = [group[option] for group in groups if group["offload"] is not None]
     values = {meaning(value) for value in given}
     if len(values) > 1:
         raise ValueError(
-            f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected the same in "
-            "all, which share the memory; give it to the optimizer, not to param groups"
+            f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected one value, as "
+            f"they share the memory; give {option} to the optimizer, not to param groups"
         )
     return next(iter(values), None)
 

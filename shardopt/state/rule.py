@@ -1,4 +1,4 @@
-"""How an optimizer names its rule: the update that the kernels carry out."""
+"""The description of a rule: the update that the kernels carry out, with its moments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.kernels.newton_schulz import NewtonSchulz
 
-#: How a parameter is divided along its first dimension into matrices: their rows; "each", where every index there is a
-#: matrix by itself; or None for one matrix of all.
+#: Division of a parameter along its first dimension into matrices: the matrices' rows; "each" if every index is a
+#: matrix by itself; or None if the whole parameter is one matrix.
 Split = tuple[int, ...] | Literal["each"] | None
 
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """How the directions of a rule are orthogonalized, and how the parameters move by the result.
+    """How a rule's directions are orthogonalized, and how parameters move by the result.
 
     Attributes:
         newton_schulz: orthogonalizes a matrix.
-        split: which matrices a parameter consists of.
-        scale: a factor of the learning rate, given the shape of a matrix.
-        memory: bytes that directions and what is computed of them may take on a device at a time.
-        apply: the name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
+        split: the matrices of a parameter.
+        scale: gives a factor of the learning rate for the shape of a matrix.
+        memory: bytes that directions and intermediate results may take on a device at a time.
+        apply: name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
     """
 
     newton_schulz: NewtonSchulz
@@ -39,12 +39,12 @@ class Rule:
     """A rule of csrc/rules by name, with torch's names for its moments.
 
     Attributes:
-        name: the rule's.
-        moments: what it keeps.
-        has_sums: False where it does without the sums over the parameter that csrc/rules declares, and without the pass
-            that they take.
-        orthogonalized: for a rule that writes directions where others write parameters, how they are orthogonalized;
-            otherwise None.
+        name: the rule's name.
+        moments: the rule's moments.
+        has_sums: False for a variant without the sums over the parameter that csrc/rules declares, and without their
+            pass.
+        orthogonalized: how directions are orthogonalized, for a rule that writes directions where others write
+            parameters; otherwise None.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Rule:
         kinds, expected = tuple(moment.kind for moment in self.moments), _C.rules[self.name]["moments"]
         if kinds != expected:
             raise ValueError(
-                f"rule {self.name!r}: got moments of the kinds {kinds}, expected {expected}, as csrc/rules has"
+                f"rule {self.name!r}: got moments of the kinds {kinds}, expected {expected}, as csrc/rules declares"
             )
 
     @property
     def sums(self) -> int:
-        """How many sums over the parameter, or over all of them, a step needs."""
+        """The number of sums over the parameter, or over all parameters, that a step needs."""
         return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
 
     @property
@@ -76,6 +76,6 @@ class Rule:
 
 
 def hyper_row(rule: str, hyper: Mapping[str, float]) -> list[float]:
-    """The hyper-parameters of the rule of that name in the kernels' order, filled up to the table's width."""
+    """A rule's hyper-parameters in the kernels' order, padded with zeros to the table's width."""
     row = [float(hyper[name]) for name in _C.rules[rule]["hyper"]]
     return row + [0.0] * (_C.max_hyper - len(row))

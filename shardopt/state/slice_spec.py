@@ -21,10 +21,10 @@ from shardopt.state.options import check_repayment
 
 StateDict = dict[str, Any]
 
-#: The state entry with what a 16-bit parameter lacks of its master weight.
+#: The state entry with the low bits that a 16-bit parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
 
-#: The state entry with the codes of both moments, where they share them.
+#: The state entry with the codes that both moments share.
 SHARED_CODES = "moment_codes"
 
 #: Elements that are coded at a time in PyTorch, which takes about 60 bytes for each.
@@ -32,7 +32,7 @@ CODED_AT_A_TIME = 1 << 20
 
 
 class EntryFormat(NamedTuple):
-    """A state entry's shape on this rank, its dtype, and the values that it begins with.
+    """A state entry's shape on this rank, its dtype, and its initial values.
 
     ``fill`` has one value for all elements, or one per place along the last dimension.
     """
@@ -42,7 +42,7 @@ class EntryFormat(NamedTuple):
     fill: tuple[float, ...]
 
     def new(self, device: torch.device) -> Tensor:
-        """The entry as it begins."""
+        """The entry with its initial values."""
         if len(self.fill) == 1:
             return torch.full(self.shape, self.fill[0], dtype=self.dtype, device=device)
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
@@ -54,11 +54,11 @@ class SliceSpec:
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
-    more per block), and two that share their codes have one ``moment_codes`` for both; any other moment has one,
-    ``exp_avg``, and so has an exact one beside quantized ones. ``step`` is a float32 scalar. A 16-bit parameter with a
+    more per block). Two moments that share their codes have one ``moment_codes`` for both. Any other moment, even an
+    exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
 
-    All tensors here are plain ones with this rank's part; :class:`TensorState` has them as the optimizer keeps them.
+    All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors.
     """
 
     shard: Shard
@@ -70,10 +70,10 @@ class SliceSpec:
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
-        """The state that a slice of a parameter of this dtype has in a param group.
+        """The spec of a slice of a parameter of this dtype in a param group.
 
         Raises:
-            ValueError: the group's weight format, or ``repay``, is not for the dtype.
+            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
         """
         large = is_quantized(shard.global_shape, group["min_quantized_numel"])
         quantized = bool(moments) and large and not shard.float32_state
@@ -151,20 +151,19 @@ class SliceSpec:
     def encode(self, values: Sequence[Tensor]) -> StateDict:
         """The state entries for float moments.
 
-        Where column shards cut blocks this gathers the moments, and all ranks must call it. For flat shards with cut
-        blocks see :func:`shardopt.state.flat_encoding.encode_flat`.
+        Gathers the moments if column shards cut blocks: all ranks must then call this. For flat shards with cut blocks
+        see :func:`shardopt.state.flat_encoding.encode_flat`.
         """
         return self.encode_whole(self.gather(values)) if self.exchanges_columns else self.encode_local(values)
 
     def encode_local(
         self, values: Sequence[Tensor], cut_blocks: Mapping[int, Sequence[Tensor]] | None = None
     ) -> StateDict:
-        """The state entries for float moments, without a word with other ranks.
+        """The state entries for float moments, without communication.
 
         Args:
             values: one tensor of the slice's shape per moment.
-            cut_blocks: per cut block, by its number in the grid, all its elements for each moment: float32,
-                ``(block_size,)``.
+            cut_blocks: all elements of the cut blocks, by number in the grid: per moment float32, ``(block_size,)``.
         """
         local = [x.float() for x in values]
         if not self.codec.blockwise:
@@ -202,7 +201,7 @@ class SliceSpec:
         return [self.shard.whole(x).float() for x in values]
 
     def encode_whole(self, whole: Sequence[Tensor]) -> StateDict:
-        """:meth:`encode` where column shards cut blocks: every rank encodes whole rows and keeps its part."""
+        """:meth:`encode` for column shards that cut blocks: every rank encodes whole rows and keeps its part."""
         parts: list[Coded] = []
         blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
         for x, coded in zip(whole, encode_moments(self.codec, self.moments, blocks), strict=True):
@@ -227,11 +226,11 @@ class SliceSpec:
         return [x.view(self.shard.local_shape) for x in moments]
 
     def rounded(self, state: Mapping[str, Tensor]) -> Iterator[list[Rounded]]:
-        """The moments of a state in blocks, with what rounding may have changed: some rows at a time, 2-D."""
+        """The moments of a state with the most that rounding may have changed: 2-D, some rows at a time."""
         for rectangle, coded in self._blocks_of([self.local_coded(state, moment) for moment in self.moments]):
             lead = rectangle.first_col % self.grid.block_size
-            found = rounded_moments(self.codec, self.moments, coded)
-            yield [Rounded(*(from_blocks(x, lead + rectangle.cols)[:, lead:] for x in each)) for each in found]
+            moments = rounded_moments(self.codec, self.moments, coded)
+            yield [Rounded(*(from_blocks(x, lead + rectangle.cols)[:, lead:] for x in rounded)) for rounded in moments]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
@@ -247,10 +246,10 @@ class SliceSpec:
         return Coded(codes, scales)
 
     def local_low_bits(self, state: Mapping[str, Any]) -> Tensor | None:
-        """The low bits of the master weights; None where the format has none.
+        """The low bits of the master weights; None for a format without low bits.
 
         Raises:
-            KeyError: the state has none.
+            KeyError: the format has low bits, but the state does not.
         """
         return state[LOW_BITS] if self.weights.low_bits else None
 
@@ -262,7 +261,7 @@ class SliceSpec:
             name: the parameter's name in errors.
 
         Raises:
-            ValueError: a moment is not finite, or below zero though it is not signed; or the step is no whole number.
+            ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
         """
         checked_step(state, name)
         self.check_moments(state, name)
@@ -279,17 +278,17 @@ class SliceSpec:
                     coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
                     raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
             if self.relative and not self._products_are_finite(coded):
-                unit, *relative = self._related
-                scales_of = " and ".join(self.scales_name(moment) for moment in (*relative, unit))
+                root_moment, *relative = self._related
+                scales_of = " and ".join(self.scales_name(moment) for moment in (*relative, root_moment))
                 raise unsound(f"{self.codes_name(relative[0])} with {scales_of}", name, signed=True)
 
     def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
-        """Whether moments in units of the root beside them are finite. Decodes only blocks whose scales leave doubt."""
+        """Whether moments in units of a root are finite. Decodes only blocks whose scales leave doubt."""
         by_moment = dict(zip(self.moments, coded, strict=True))
-        unit, *relative = self._related
-        scales_of_unit = by_moment[unit].scales
-        assert scales_of_unit is not None
-        root = self.codec.decode(self.codec.largest_codes(scales_of_unit[..., :1]), scales_of_unit, signed=False)
+        root_moment, *relative = self._related
+        root_scales = by_moment[root_moment].scales
+        assert root_scales is not None
+        root = self.codec.decode(self.codec.largest_codes(root_scales[..., :1]), root_scales, signed=False)
         doubtful = torch.zeros(root.shape[:-1], dtype=torch.bool, device=root.device)
         for moment in relative:
             scales = by_moment[moment].scales
@@ -302,12 +301,12 @@ class SliceSpec:
 
     @property
     def _related(self) -> list[Moment]:
-        """The moment in units of whose root others are coded, and these."""
-        unit = next(moment for moment in self.moments if not moment.signed)
-        return [unit, *(moment for moment in self.moments if moment.is_relative(self.codec))]
+        """The moment whose root is the unit of others, and these others."""
+        root_moment = next(moment for moment in self.moments if not moment.signed)
+        return [root_moment, *(moment for moment in self.moments if moment.is_relative(self.codec))]
 
     def _rectangles(self) -> Iterator[Rectangle]:
-        """The slice as matrices of no more elements than are to be coded at a time."""
+        """The slice as matrices of at most :data:`CODED_AT_A_TIME` elements."""
         for rectangle in self.shard.rectangles(self.grid):
             yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
 
@@ -349,16 +348,16 @@ class SliceSpec:
 
 @cache
 def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
-    """A moment before the first step: the dtype of its stored codes, the code of an element, the scales of a block."""
-    own = moment.codec(codec)
-    code, scales = torch.tensor(own.zero_code(signed=moment.signed), dtype=own.code_dtype, device="cpu"), (0.0,)
+    """A moment before the first step: its stored codes' dtype, the code of an element, the scales of a block."""
+    dtype, zero = moment.codec(codec).code_dtype, moment.codec(codec).zero_code(signed=moment.signed)
+    code, scales = torch.tensor(zero, dtype=dtype, device="cpu"), (0.0,)
     if moment.initial:
         (coded,) = encode_moments(
             codec, [moment], [torch.full((1,), moment.initial, dtype=torch.float32, device="cpu")]
         )
         code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
-    if own.code_dtype != torch.int16:
-        return own.code_dtype, (code.item(),), scales
+    if dtype != torch.int16:
+        return dtype, (code.item(),), scales
     return torch.uint8, tuple(_as_bytes(code).tolist()), scales
 
 

@@ -31,10 +31,10 @@ class Slice(NamedTuple):
     """Elements of one model parameter in a tensor that the optimizer steps.
 
     Attributes:
-        spec: describes their state.
-        offset: index of the first in the local tensor.
-        name: the parameter's fully qualified name; None where the tensor itself is the parameter or its shard.
-        number: the parameter's index among the model's; None likewise.
+        spec: describes the elements' state.
+        offset: index of the first element in the local tensor.
+        name: the parameter's fully qualified name; None if the tensor itself is the parameter or its shard.
+        number: the parameter's index among the model's; None if the tensor itself is the parameter or its shard.
     """
 
     spec: SliceSpec
@@ -47,21 +47,21 @@ class Slice(NamedTuple):
         return local if self.name is None else local[self.offset : self.offset + self.spec.shard.local_shape[0]]
 
     def entry_name(self, key: str) -> str:
-        """The name in the tensor's state of an entry of the slice's: in a flat buffer one name has one dtype."""
+        """The name in the tensor's state of a slice's entry: in a flat buffer all entries of a name have one dtype."""
         codec = self.spec.codec
         renamed = self.name is not None and not codec.blockwise and codec.code_dtype != torch.float32
         return f"{key}_{codec.name}" if renamed and key not in _BESIDE_MOMENTS else key
 
 
 class Part(NamedTuple):
-    """A slice with its elements and state: what the kernels step.
+    """A slice with its elements and state, for the kernels.
 
     Attributes:
         spec: describes the state.
         first: index of the first element in the local tensor.
         param: the elements.
         state: the state's entries: this rank's plain tensors, views of the optimizer's.
-        number: the parameter's index among the model's, where the tensor is a flat buffer.
+        number: the parameter's index among the model's, if the tensor is a flat buffer.
     """
 
     spec: SliceSpec
@@ -75,9 +75,9 @@ class Part(NamedTuple):
 class TensorState:
     """State of one tensor that the optimizer steps.
 
-    The slices' entries of one name stand one after another in one tensor, in the order of the slices; in a flat buffer,
-    quantized and unquantized moments have different names (bf16 moments are ``exp_avg_bf16``). Entries are sharded as
-    the tensor is.
+    The slices' entries of one name are concatenated in one tensor, in the order of the slices; in a flat buffer,
+    quantized and unquantized moments have different names (bf16 moments are ``exp_avg_bf16``). Entries are sharded like
+    the tensor.
     """
 
     shard: Shard
@@ -90,7 +90,7 @@ class TensorState:
         """The state of a tensor of this shard and dtype in a param group.
 
         Raises:
-            ValueError: the group's weight format is not for the dtype.
+            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
         """
         if isinstance(shard, FlatBuffer):
             slices = [
@@ -105,9 +105,9 @@ class TensorState:
     def entries(self) -> dict[str, EntryFormat]:
         """This rank's part of the state's entries, by name."""
         entries: dict[str, EntryFormat] = {}
-        for each in self.slices:
-            for key, entry in each.spec.entries.items():
-                name = each.entry_name(key)
+        for slice_ in self.slices:
+            for key, entry in slice_.spec.entries.items():
+                name = slice_.entry_name(key)
                 if name in entries and key != "step":
                     rows, *rest = entry.shape
                     entry = entry._replace(shape=(entries[name].shape[0] + rows, *rest))
@@ -122,95 +122,95 @@ class TensorState:
     @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
-        return any(each.spec.exchanges_columns for each in self.slices)
+        return any(slice_.spec.exchanges_columns for slice_ in self.slices)
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
         return {key: self.like(key, entry.new(device)) for key, entry in self.entries.items()}
 
     def like(self, key: str, local: Tensor) -> Tensor:
-        """The state entry of that name whose part here is ``local``."""
+        """The state entry named ``key`` whose part here is ``local``."""
         if key == "step":
             return local
         spec = self.slices[0].spec
         return self.shard.like_scales(local, spec.grid) if spec.is_scales(key) else self.shard.like_parameter(local)
 
     def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
-        """The tensor's state, or some entries of it, for those of all slices."""
+        """The tensor's state, or some entries of it, from the slices' entries."""
         by_name: dict[str, list[Tensor]] = {}
-        for each, state in zip(self.slices, states, strict=True):
+        for slice_, state in zip(self.slices, states, strict=True):
             for key, value in state.items():
-                by_name.setdefault(each.entry_name(key), []).append(value)
+                by_name.setdefault(slice_.entry_name(key), []).append(value)
         return {
             name: self.like(name, values[0] if name == "step" or len(values) == 1 else torch.cat(values))
             for name, values in by_name.items()
         }
 
     def split(self, state: Mapping[str, Any]) -> list[StateDict]:
-        """The slices' states: this rank's plain tensors, views. An entry that is missing is missing there, too."""
+        """The slices' states: this rank's plain tensors, views. An entry missing in ``state`` is missing there, too."""
         ends: dict[str, int] = {}
         states = []
-        for each in self.slices:
-            own: StateDict = {}
-            for key, entry in each.spec.entries.items():
-                name = each.entry_name(key)
+        for slice_ in self.slices:
+            slice_state: StateDict = {}
+            for key, entry in slice_.spec.entries.items():
+                name = slice_.entry_name(key)
                 if name in state:
-                    own[key] = state[name] if key == "step" else self.shard.local(state[name])
-                    if each.name is not None and key != "step":
+                    slice_state[key] = state[name] if key == "step" else self.shard.local(state[name])
+                    if slice_.name is not None and key != "step":
                         first = ends.get(name, 0)
                         ends[name] = first + entry.shape[0]
-                        own[key] = own[key][first : ends[name]]
-            states.append(own)
+                        slice_state[key] = slice_state[key][first : ends[name]]
+            states.append(slice_state)
         return states
 
     def parts(self, local_param: Tensor, state: Mapping[str, Any]) -> Iterator[Part]:
         """The slices with their elements and state."""
-        for each, own in zip(self.slices, self.split(state), strict=True):
-            yield Part(each.spec, each.offset, each.of(local_param), own, each.number)
+        for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
+            yield Part(slice_.spec, slice_.offset, slice_.of(local_param), slice_state, slice_.number)
 
     def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Each slice's part of float moments that are sharded as the tensor is: plain tensors, views."""
+        """Each slice's part of float moments that are sharded like the tensor: plain tensors, views."""
         local = [self.shard.local(values[moment.name]) for moment in self.moments]
-        return [[each.of(x) for x in local] for each in self.slices]
+        return [[slice_.of(x) for x in local] for slice_ in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
-        """The state entries for float moments by name, each sharded as the tensor is; see :meth:`SliceSpec.encode`."""
+        """The state entries for float moments by name, sharded like the tensor; see :meth:`SliceSpec.encode`."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
-        return self.join([each.spec.encode(own) for each, own in moments])
+        return self.join([slice_.spec.encode(slice_moments) for slice_, slice_moments in moments])
 
     def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The moments as float32, each sharded as the tensor is, with zeros for padding."""
+        """The moments as float32, sharded like the tensor, with zeros for padding."""
         states = zip(self.slices, self.split(state), strict=True)
         if isinstance(self.shard, FlatBuffer):
             values = [torch.zeros(self.shard.local_shape, device=state["step"].device) for _ in self.moments]
-            for each, own in states:
-                for x, moment in zip(values, each.spec.decode(own), strict=True):
-                    each.of(x).copy_(moment)
+            for slice_, slice_state in states:
+                for x, moment in zip(values, slice_.spec.decode(slice_state), strict=True):
+                    slice_.of(x).copy_(moment)
         else:
-            (values,) = (each.spec.decode(own) for each, own in states)
+            (values,) = (slice_.spec.decode(slice_state) for slice_, slice_state in states)
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
     def has_floats(self, loaded: Mapping[str, Any]) -> bool:
-        """Whether loaded entries have float moments laid out like the tensor, as torch.optim has them."""
-        floats, own = {moment.name for moment in self.moments}, self.entries.keys() - _BESIDE_MOMENTS
+        """Whether loaded entries have float moments laid out like the tensor, as in torch.optim."""
+        floats, entries = {moment.name for moment in self.moments}, self.entries.keys() - _BESIDE_MOMENTS
         if not floats or not floats <= loaded.keys():
             return False
-        if isinstance(self.shard, FlatBuffer) and own == floats:  # but the state's own moments have no padding
+        if isinstance(self.shard, FlatBuffer) and entries == floats:  # but the state's own moments have no padding
             return all(getattr(loaded[name], "shape", None) == self.shard.local_shape for name in floats)
-        return loaded.keys().isdisjoint(own - floats)
+        return loaded.keys().isdisjoint(entries - floats)
 
     def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
-        """Checks entries that are to be adopted, but for the values of codes and scales: see :meth:`check_local`.
+        """Checks entries that are to be adopted, except the values of codes and scales: see :meth:`check_local`.
 
         Args:
             loaded: the state's own entries, or torch.optim's state of the tensor.
             name: the parameter's name in errors.
-            of_torch: whether the state is torch.optim's: without low bits, so that the master weights are to begin as
-                the parameter's.
+            of_torch: whether the state is torch.optim's: without low bits, as master weights then begin equal to the
+                parameter.
 
         Raises:
-            ValueError: the entries are neither, or not those of a parameter of this shape, or floats that are not
-                finite.
+            ValueError: the entries are of another optimizer, or of a parameter of another shape, or have float moments
+                that are not finite.
         """
         got, expected = ", ".join(loaded), ", ".join(self.entries)
         known = {*_BESIDE_MOMENTS, *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
@@ -245,36 +245,36 @@ class TensorState:
             check_entry(loaded[key], like, key, name)
             if loaded[key].dtype != like.dtype and not (has_floats and key != LOW_BITS):
                 raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
-        for own in self.split_moments(loaded) if has_floats else ():
-            for moment, x in zip(self.moments, own, strict=True):
+        for slice_moments in self.split_moments(loaded) if has_floats else ():
+            for moment, x in zip(self.moments, slice_moments, strict=True):
                 check_moment(x, moment.name, name, signed=moment.signed)
         checked_step(loaded, name)
 
     def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
-        """The state for entries that :meth:`check_loaded` let pass: codes and scales as they are, floats encoded.
+        """The state for entries that passed :meth:`check_loaded`: codes and scales copied, floats encoded.
 
-        All ranks must call this where column shards cut blocks and moments are floats.
+        All ranks must call this if column shards cut blocks and moments are floats.
         """
-        own = {**loaded, **self.encode(loaded)} if self.has_floats(loaded) else loaded
+        entries = {**loaded, **self.encode(loaded)} if self.has_floats(loaded) else loaded
         state: StateDict = {}
         for key, entry in self.entries.items():
             if key == "step":
                 state[key] = step_on(device, checked_step(loaded, name))
-            else:  # torch.optim's has no low bits
-                state[key] = copy_to(own[key], device) if key in own else self.like(key, entry.new(device))
+            else:  # torch.optim's state has no low bits
+                state[key] = copy_to(entries[key], device) if key in entries else self.like(key, entry.new(device))
         return state
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the values of the state's entries; see :meth:`SliceSpec.check_local`."""
-        for each, own in zip(self.slices, self.split(state), strict=True):
-            each.spec.check_local(own, name if each.name is None else f"{each.name} in {name}")
+        for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
+            slice_.spec.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
 
 
 def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
-    """The state that one of the optimizer's parameters has in a param group; see :meth:`TensorState.of`."""
+    """The spec of a parameter's state in a param group; see :meth:`TensorState.of`."""
     return TensorState.of(shard_of(param), param.dtype, group, moments)
 
 
 def flat_slices(spec: TensorState) -> list[SliceSpec]:
-    """The slices that are flat shards: all of them or none."""
-    return [each.spec for each in spec.slices if isinstance(each.spec.shard, FlatShard)]
+    """The specs of the slices that are flat shards: of all slices or of none."""
+    return [slice_.spec for slice_ in spec.slices if isinstance(slice_.spec.shard, FlatShard)]

@@ -7,7 +7,7 @@ import warnings
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warns at the user's line: the innermost one outside torch, which wraps methods of optimizers, and shardopt."""
+    """Warns at the user's line: the innermost line outside shardopt and torch, which wraps methods of optimizers."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardopt", "torch"):
         level, frame = level + 1, frame.f_back

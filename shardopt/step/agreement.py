@@ -1,10 +1,10 @@
-"""Ranks that step parts of the same parameters compare what they are about to do, and raise together if it differs.
+"""Comparison of plans among ranks that step parts of the same parameters: they raise together if plans differ.
 
 Before its first step each rank describes the parameters of which others hold parts; the ranks compare a digest of the
-descriptions. From then on no collective is added: every message that ranks exchange begins with a roll, in which a rank
-says whether its description is still the agreed one, and which parameters have a gradient. A rank whose description
-changed, say by an option, first sends a message of the agreed form, whose roll says so. The ranks compare digests again
-if all of them changed, and raise if only some did.
+descriptions. Later steps add no collective: every message that ranks exchange begins with a roll, in which a rank says
+whether its description is still the agreed one, and which parameters have a gradient. A rank whose description changed,
+say by an option, first sends a message of the agreed shape, whose roll says so. The ranks compare digests again if all
+descriptions changed, and raise if only some did.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from shardopt.layout import Exchange
 
 _DIGEST_BYTES = 16
-_YES, _NO = 1, 2  # entries of a short roll; 0 is neither
-_GRADIENT = "a gradient"  # the line's entry that says whether a parameter has one
+_YES, _NO = 1, 2  # answers in a short roll; 0 is neither
+_GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
 
 
 class Line(NamedTuple):
@@ -30,10 +30,10 @@ class Line(NamedTuple):
 
     Attributes:
         tensor: the index of the optimizer's parameter in the step.
-        known_as: its name in errors, which may be another one on other ranks.
-        says: what ranks must agree on.
-        is_sized: whether the messages are longer if it has a gradient.
-        is_held: whether this rank has elements of it; another rank cannot expect a gradient otherwise.
+        known_as: the parameter's name in errors, which may differ on other ranks.
+        says: the properties that must be equal on all ranks.
+        is_sized: whether messages are longer if the parameter has a gradient.
+        is_held: whether this rank has elements of the parameter, and so may have a gradient.
     """
 
     tensor: int
@@ -47,11 +47,11 @@ class Plan:
     """The description of a step's parameters of which other ranks have parts.
 
     Args:
-        lines: by the ranks that must agree, in the same order on all of them.
+        lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
 
     Attributes:
-        digests: by the ranks that must agree. Replaced by another object where one changes.
+        digests: by the ranks that must agree. Another dict if a digest has changed.
     """
 
     def __init__(self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int]) -> None:
@@ -77,13 +77,13 @@ class Plan:
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
     def roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
-        """This rank's entries of a roll, (1 + parameters, 2): yes and no, to "as agreed" and to "has a gradient"."""
+        """This rank's answers in a roll, (1 + parameters, 2): yes and no, to "as agreed" and to "has a gradient"."""
         is_held = {line.tensor: line.is_held for line in self._lines.get(ranks, ())}
         answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
         return torch.tensor(answers, dtype=torch.int32, device="cpu")
 
     def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
-        """The roll as one byte per entry, for messages that are not added up."""
+        """The roll as one byte per answer, for messages that are not added up."""
         yes, no = self.roll(ranks, indices).unbind(1)
         return (_YES * yes + _NO * no).to(torch.uint8)
 
@@ -91,7 +91,7 @@ class Plan:
         """Compares the descriptions. All ranks must call this.
 
         Raises:
-            RuntimeError: they differ.
+            RuntimeError: the descriptions differ.
         """
         for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
             words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
@@ -102,8 +102,8 @@ class Plan:
 
     def refuse(self, ranks: Exchange) -> NoReturn:
         """Raises the error that names the first difference. All of these ranks must call this."""
-        own = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
-        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(own).encode()).items()}
+        description = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
+        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
         raise RuntimeError(
             f"got ranks that differ in {_difference(of_ranks)}, expected the same on all ranks that step parts of the "
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
@@ -112,7 +112,7 @@ class Plan:
 
 
 def _order(ranks: Exchange) -> tuple[object, ...]:
-    """The place of some ranks in an order that is the same on all ranks, where each may be among other ones."""
+    """Sort key of groups of ranks, which gives one order on all ranks, though each rank is in groups of its own."""
     groups = ranks.numbers_in_world
     return (len(groups), groups[0] if len(groups) == 1 else tuple(map(len, groups)))
 
@@ -124,7 +124,7 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str:
         for (name, ours), (_, theirs) in zip(of_ranks[first], of_ranks[rank], strict=False):
             for key in [*ours, *(key for key in theirs if key not in ours)]:
                 if key == _GRADIENT and (key not in ours or key not in theirs):
-                    continue  # one has no elements
+                    continue  # a rank has no elements of the parameter
                 if ours.get(key) != theirs.get(key):
                     return f"{key} of {name}: {ours.get(key)!r} on rank {first} and {theirs.get(key)!r} on rank {rank}"
         counts = len(of_ranks[first]), len(of_ranks[rank])
@@ -138,31 +138,31 @@ class Roll:
 
     Args:
         plan: the description that the ranks agreed on.
-        ranks: those that exchange the message.
+        ranks: the ranks that exchange the message.
         entries: the view, integers, (1 + parameters, 2).
         indices: the parameters whose gradients the roll names.
     """
 
     def __init__(self, plan: Plan, ranks: Exchange, entries: Tensor, indices: Sequence[int]) -> None:
         self._plan, self._ranks, self._entries, self._indices = plan, ranks, entries, indices
-        #: This rank's entries, on the device of the message.
+        #: This rank's answers, on the device of the message.
         self.own = entries.new_zeros(entries.shape)
         self._is_new = False
 
     def step(self) -> None:
-        """Takes the gradients that there are, of which the plan was told."""
+        """Takes this step's answers from the plan, which knows the gradients."""
         self.own.copy_(self._plan.roll(self._ranks, self._indices))
         self._is_new = True
 
     def enter(self) -> None:
-        """Writes this rank's entries."""
+        """Writes this rank's answers into the message."""
         self._entries.copy_(self.own)
 
     def check(self) -> None:
-        """Reads all ranks' entries: on a GPU, whose stream the host would have to wait for, if this rank's are new.
+        """Reads all ranks' answers. On a GPU, whose stream the host must wait for, only if this rank's are new.
 
         Raises:
-            RuntimeError: they differ.
+            RuntimeError: answers differ.
         """
         is_new, self._is_new = self._is_new, False
         if not self._entries.is_cuda or (is_new and not torch.cuda.is_current_stream_capturing()):
@@ -172,15 +172,15 @@ class Roll:
 
 
 def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
-    """Reads the rolls of all ranks, each of which sent its own.
+    """Reads the short rolls of all ranks.
 
     Args:
         plan: the description that the ranks agreed on.
-        ranks: those ranks.
+        ranks: the ranks.
         rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on the host.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: rolls differ.
     """
     answers = rolls.numpy()
     if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
@@ -192,34 +192,34 @@ def say_no(message: Tensor, begins: Sequence[int]) -> None:
 
     Args:
         message: bytes, 1-D.
-        begins: where the rolls begin.
+        begins: offsets of the rolls.
     """
     message[list(begins)] = _NO
 
 
 def all_say_no(message: Tensor, begins: Sequence[int]) -> bool:
-    """Whether all short rolls that begin at these places of a message say that the description changed."""
+    """Whether all short rolls at these offsets of a message say that the description changed."""
     return bool((message[list(begins)] == _NO).all())
 
 
 class Opening(Protocol):
-    """The form of the first message of a step to some ranks."""
+    """The shape of the first message of a step to some ranks."""
 
     @property
     def ranks(self) -> Exchange:
-        """Those ranks."""
+        """The ranks."""
 
     def say_changed(self) -> bool:
-        """Sends a message that says nothing but that the description changed; whether it did on all ranks."""
+        """Sends a message which only says that the description changed; returns whether it changed on all ranks."""
 
 
 class Reduction(NamedTuple):
-    """The form of a message that is added up, or of which the maximum is taken.
+    """The shape of a message for an all-reduce.
 
     Attributes:
-        ranks: those ranks.
-        numel: of the message, which begins with a roll.
-        dtype: its dtype: int32 for a maximum, int64 for a sum.
+        ranks: the ranks.
+        numel: elements of the message, which begins with a roll.
+        dtype: the message's dtype: int32 for a maximum, int64 for a sum.
     """
 
     ranks: Exchange
@@ -238,7 +238,7 @@ class Reduction(NamedTuple):
 
 
 class Agreement:
-    """What the ranks agreed on last."""
+    """The descriptions that the ranks agreed on last."""
 
     def __init__(self) -> None:
         self._digests: dict[Exchange, bytes] | None = None
@@ -267,6 +267,6 @@ class Agreement:
         self._digests = plan.digests
 
     def open_by(self, plan: Plan, openings: Callable[[], list[Opening]]) -> None:
-        """Takes the form of the first messages of a step by a plan that was agreed on."""
+        """Takes the shapes of the first messages of a step by a plan that was agreed on."""
         if plan.digests is not self._opened:
             self._opened, self._openings = plan.digests, openings()

@@ -32,7 +32,7 @@ class Batch:
         device: the device of the parameters.
         offload: the operands that are copied for the step.
         rows: of :data:`shardopt.step.rows.ROW`.
-        steps: addresses of the step counts that it counts up.
+        steps: addresses of the step counts that the call counts up.
         strided: the index of the one parameter that the rows are of, if it or its gradient is not contiguous.
     """
 
@@ -64,7 +64,7 @@ class Batch:
             entries_changed: whether the tables' entries were changed.
             groups: rows of ``_C.group_entry``.
             scaling: the loss scale.
-            skipped: counts skipped elements.
+            skipped: the counter of skipped elements.
             residency: where the state of each parameter lives.
         """
         if self.call is None:
@@ -74,7 +74,7 @@ class Batch:
 
     @property
     def copied_bytes(self) -> int:
-        """Memory that the step takes for contiguous copies."""
+        """Bytes that the step takes for contiguous copies."""
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
     def _make_call(self, residency: StateResidency, skipped: SkippedElements) -> Call:
@@ -98,7 +98,7 @@ def kernels_of(device: torch.device, offload: Offload) -> torch.device:
 
 
 def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
-    """Runs all phases that change something, also where only other ranks have something to step."""
+    """Runs all phases that change something, even if only other ranks have something to step."""
     if cuts:
         cuts.keep_scales()
         cuts.clear_extremes()

@@ -17,11 +17,11 @@ from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
 
 class CutParameter(NamedTuple):
-    """A parameter whose blocks are cut: what its owners exchange.
+    """A parameter with cut blocks: the tensors that its owners exchange.
 
     Attributes:
-        spec: describes its state.
-        exchange: its owners.
+        spec: describes the parameter's state.
+        exchange: the parameter's owners.
         scales: float32, ``(rows, blocks[, scales per block])``, one per moment.
         extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
         old_scales: float32, ``(pieces - 1, *scales.shape)``, one per moment with scales: the kernels decode further
@@ -40,13 +40,13 @@ class CutParameter(NamedTuple):
     def of(
         cls, spec: SliceSpec, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
     ) -> CutParameter:
-        """The tensors that ranks exchange for the cut blocks of a parameter.
+        """Makes the tensors that ranks exchange for the cut blocks of a parameter.
 
         Args:
             spec: describes the parameter's state.
             covered: the shard's blocks.
-            scales: per moment; None for a moment that has none.
-            device: of the parameter.
+            scales: per moment; None for a moment without scales.
+            device: the parameter's device.
         """
         assert covered.exchange is not None
         size, more = spec.grid.block_size, covered.pieces - 1
@@ -57,9 +57,9 @@ class CutParameter(NamedTuple):
         return cls(
             spec,
             covered.exchange,
-            [each for each in scales if each is not None],
+            [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
-            [None if each is None else each.new_empty((more, *each.shape)) for each in scales],
+            [None if of_moment is None else of_moment.new_empty((more, *of_moment.shape)) for of_moment in scales],
             torch.from_numpy(np.flatnonzero(others)).to(device),
         )
 
@@ -78,18 +78,17 @@ class CutParameter(NamedTuple):
 class FlatCuts:
     """The extremes of the blocks that flat shards cut, of all parameters of an optimizer on a device.
 
-    They take part in every step, whether or not this rank holds anything of a parameter or has its gradient: other
-    ranks cannot know. One collective carries them all.
+    All extremes take part in every step, even if this rank holds nothing of a parameter or has no gradient of it: other
+    ranks cannot know. One collective carries all extremes.
 
     Args:
-        plan: the ranks' agreement.
-        parts: the states of all parts under flat shards, in the same order on all ranks, each with the index of its
-            parameter.
-        device: where they live.
+        plan: the ranks' plan.
+        parts: index and spec of all parameters under flat shards, in an order that is equal on all ranks.
+        device: device of the extremes.
     """
 
     def __init__(self, plan: Plan, parts: Sequence[tuple[int, SliceSpec]], device: torch.device) -> None:
-        self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in its row of the buffer
+        self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in the part's row of the buffer
         self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
         self.relative = False
         indices: dict[Exchange, dict[int, None]] = {}
@@ -98,7 +97,7 @@ class FlatCuts:
                 assert isinstance(spec.shard, FlatShard)
                 assert spec.shard.exchange is not None
                 indices.setdefault(spec.shard.exchange, {})[index] = None
-        counts = {exchange: 1 + len(of_exchange) for exchange, of_exchange in indices.items()}  # the roll's entries
+        counts = {exchange: 1 + len(of_exchange) for exchange, of_exchange in indices.items()}  # the roll's answers
         shared = []
         for _, spec in parts:
             numbers = shared_blocks(spec)
@@ -129,22 +128,22 @@ class FlatCuts:
         return [*self._buffers.values(), *(roll.own for roll in self._rolls)]
 
     def openings(self) -> list[Opening]:
-        """The form of its messages."""
+        """The shapes of the messages."""
         return [Reduction(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
 
     def step(self) -> None:
-        """Takes the gradients that there are, of which the plan was told."""
+        """Takes this step's rolls from the plan, which knows the gradients."""
         for roll in self._rolls:
             roll.step()
 
     def addresses(self, spec: SliceSpec, number: int) -> list[int]:
-        """Where the extremes of a block are, per moment; empty for a block that is not shared."""
+        """Addresses of a block's extremes, per moment; empty for a block that is not shared."""
         places = self._numbers.get(spec.shard, {})
         if number not in places:
             return []
         rows = self._first[spec.shard]
-        found = [rows[k, places[number]].data_ptr() for k in range(len(spec.moments))]
-        return found + [0] * (_C.max_moments - len(found))
+        addresses = [rows[k, places[number]].data_ptr() for k in range(len(spec.moments))]
+        return addresses + [0] * (_C.max_moments - len(addresses))
 
     def clear(self) -> None:
         """Forgets the last step's extremes: 0 is neutral."""
@@ -154,7 +153,7 @@ class FlatCuts:
             roll.enter()
 
     def exchange(self) -> list[Roll]:
-        """Replaces the extremes by those over all owners of a block; returns the rolls, which are to be checked."""
+        """Replaces a block's extremes by the extremes over all its owners; returns the rolls, yet to be checked."""
         for exchange, buffer in self._buffers.items():
             exchange.all_reduce_max(buffer)
         return self._rolls
@@ -164,8 +163,8 @@ class CutBlocks:
     """The cut blocks of a step.
 
     Args:
-        plan: the ranks' agreement.
-        parameters: those with column shards that cut blocks.
+        plan: the ranks' plan.
+        parameters: the parameters with column shards that cut blocks.
         flat: the blocks that flat shards cut.
     """
 
@@ -175,7 +174,7 @@ class CutBlocks:
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in parameters:
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
-        self._entries: list[Tensor] = []  # of the rolls: gradients need none here, as without them messages differ
+        self._entries: list[Tensor] = []  # of rolls without gradients, as their absence changes the messages' shape
         self._rolls: list[Roll] = []
         for exchange, cuts in self._by_exchange.items():
             entries = torch.zeros((1, 2), dtype=torch.int32, device=cuts[0].extremes[0].device)
@@ -189,12 +188,12 @@ class CutBlocks:
         return bool(self._parameters) or bool(self._flat)
 
     def openings(self) -> list[Opening]:
-        """The form of the messages of :meth:`exchange_extremes`."""
-        found: list[Opening] = self._flat.openings()
+        """The shapes of the messages of :meth:`exchange_extremes`."""
+        openings: list[Opening] = self._flat.openings()
         for exchange, cuts in self._by_exchange.items():
             numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
-            found.append(Reduction(exchange, numel, torch.int32))
-        return found
+            openings.append(Reduction(exchange, numel, torch.int32))
+        return openings
 
     @property
     def memory(self) -> list[Tensor]:
@@ -203,7 +202,7 @@ class CutBlocks:
         return [*self._flat.memory, *self._entries, *(roll.own for roll in self._rolls), *of_cuts]
 
     def keep_scales(self) -> None:
-        """Copies the scales of blocks of which this rank holds several pieces: before the kernels read any."""
+        """Copies the scales of blocks of which this rank holds several pieces, before the kernels read them."""
         for cut in self._parameters:
             cut.keep_scales()
 
@@ -217,10 +216,10 @@ class CutBlocks:
                 extremes.zero_()
 
     def exchange_extremes(self) -> None:
-        """Replaces the extremes by those over all owners of a block.
+        """Replaces a block's extremes by the extremes over all its owners.
 
         Raises:
-            RuntimeError: the ranks differ.
+            RuntimeError: the ranks' descriptions differ.
         """
         rolls = [*self._flat.exchange(), *self._rolls]
         for (exchange, cuts), entries in zip(self._by_exchange.items(), self._entries, strict=True):
@@ -235,12 +234,12 @@ class CutBlocks:
             roll.check()
 
     def share_scales(self) -> None:
-        """Puts the scales of all blocks of a row on every rank that has a column shard of it."""
+        """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""
         for exchange, cuts in self._by_exchange.items():
             for cut in cuts:
                 for scales in cut.scales:
                     scales.index_fill_(1, cut.others, 0)
-            # The scales are not negative: as integers they are ordered as they are as floats.
+            # Scales are not negative: the order of their bits as integers is their order as floats.
             _all_reduce_max(exchange, [s.view(torch.int32) for cut in cuts for s in cut.scales])
 
 

@@ -14,8 +14,8 @@ from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
 from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 
-#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Gives, per param group,
-#: the hyper-parameters that follow from them.
+#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
+#: the hyper-parameters that follow from the sums.
 TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
@@ -24,10 +24,10 @@ class Summed:
     """A tensor whose rule needs sums over each of its parameters, or over all of the optimizer's.
 
     Attributes:
-        index: its index in the step.
-        spec: its state.
-        rule: says how many sums each parameter has, or all of them together.
-        device: of the kernels that step it.
+        index: the tensor's index in the step.
+        spec: describes the tensor's state.
+        rule: says how many sums each parameter has, or all parameters together.
+        device: the device of the kernels that step the tensor.
     """
 
     index: int
@@ -39,13 +39,13 @@ class Summed:
 class ExactSums:
     """The sums of all parameters of a step whose rule needs some.
 
-    The kernels add to them in whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up
-    those of parameters that these ranks share; all of them take part in every step, with or without gradients. Sums
-    over all parameters are there once per set of ranks.
+    The kernels add whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up the sums
+    of parameters that these ranks share; all of these sums take part in every step, with or without gradients. A sum
+    over all parameters is there once per set of ranks.
 
     Args:
-        plan: the ranks' agreement.
-        tensors: in the same order on all ranks.
+        plan: the ranks' plan.
+        tensors: in an order that is equal on all ranks.
     """
 
     def __init__(self, plan: Plan, tensors: Iterable[Summed]) -> None:
@@ -54,20 +54,20 @@ class ExactSums:
         places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
         indices: dict[Exchange | None, dict[int, None]] = {}
         self._totals: dict[Exchange | None, slice] = {}
-        for each in tensors:
-            places[each.index] = []
-            for part in each.spec.slices:
+        for summed in tensors:
+            places[summed.index] = []
+            for part in summed.spec.slices:
                 ranks = part.spec.shard.parts
-                devices.setdefault(ranks, set()).add(each.device)
-                indices.setdefault(ranks, {})[each.index] = None
-                own = self._totals.get(ranks) if each.rule.totals else None
-                if own is None:
-                    own = slice(counts.get(ranks, 0), counts.get(ranks, 0) + each.rule.sums)
-                    counts[ranks] = own.stop
-                if each.rule.totals:
-                    self._totals[ranks] = own
-                places[each.index].append((ranks, own.start, each.device))
-        # int64: a roll, then sums, each of some words: on each device room for all, as ranks may differ in devices.
+                devices.setdefault(ranks, set()).add(summed.device)
+                indices.setdefault(ranks, {})[summed.index] = None
+                place = self._totals.get(ranks) if summed.rule.totals else None
+                if place is None:
+                    place = slice(counts.get(ranks, 0), counts.get(ranks, 0) + summed.rule.sums)
+                    counts[ranks] = place.stop
+                if summed.rule.totals:
+                    self._totals[ranks] = place
+                places[summed.index].append((ranks, place.start, summed.device))
+        # int64: a roll, then sums of some words. Each device has room for all sums, as ranks may differ in devices.
         rolls = {ranks: 2 * (1 + len(of_ranks)) for ranks, of_ranks in indices.items()}
         self._messages = {
             ranks: {
@@ -103,16 +103,16 @@ class ExactSums:
         return (message for messages in self._messages.values() for message in messages.values())
 
     def addresses(self, index: int) -> list[int]:
-        """Where the sums of a tensor's slices are; empty for one without."""
+        """Addresses of the sums of a tensor's slices; empty for a tensor without sums."""
         return self._addresses.get(index, [])
 
     def openings(self) -> list[Opening]:
-        """The form of its messages."""
+        """The shapes of the messages."""
         first = ((ranks, next(iter(messages.values()))) for ranks, messages in self._messages.items())
         return [Reduction(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]
 
     def step(self) -> None:
-        """Takes the gradients that there are, of which the plan was told."""
+        """Takes this step's rolls from the plan, which knows the gradients."""
         for roll in self._rolls:
             roll.step()
 
@@ -127,7 +127,7 @@ class ExactSums:
         """Adds up the sums of all ranks that hold parts of the same parameters.
 
         Raises:
-            RuntimeError: the ranks differ.
+            RuntimeError: the ranks' descriptions differ.
         """
         for ranks, messages in self._messages.items():
             if ranks is not None:
@@ -146,18 +146,18 @@ class ExactSums:
         Raises:
             RuntimeError: a CUDA graph captures the step.
         """
-        for ranks, own in self._totals.items():
+        for ranks, place in self._totals.items():
             buffers = list(self._buffers[ranks].values())
-            for buffer in buffers if ranks is None else buffers[:1]:  # exchanged ones are alike
+            for buffer in buffers if ranks is None else buffers[:1]:  # exchanged buffers are equal
                 if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
-                        "got a CUDA graph that captures a step with sums over all parameters, which the host reads, "
-                        "expected none; take the step outside of the graph, or with another optimizer"
+                        "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
+                        "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
                     )
-                yield buffer[own].cpu()
+                yield buffer[place].cpu()
 
 
 def total_of(sums: Iterable[ExactSums]) -> Tensor | None:
     """The sums over all parameters on all devices: int64, (sums, words); None without any."""
-    totals = [each for on_device in sums for each in on_device.totals()]
+    totals = [total for on_device in sums for total in on_device.totals()]
     return torch.stack(totals).sum(0) if totals else None

@@ -18,7 +18,7 @@ from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
 
-#: Elements of one model parameter in a gradient: `element` is the first one's index there.
+#: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
 _ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("entry", _C.tensor_entry)])
 
 
@@ -28,7 +28,7 @@ class GradientNorm:
     The tables refer to no parameter and no gradient.
 
     Args:
-        params: the parameters. Ranks that hold parts of the same ones give these in the same order.
+        params: the parameters. Ranks that hold parts of the same parameters pass them in the same order.
 
     Raises:
         UnknownShardError: the shard of a parameter is not known.
@@ -37,7 +37,7 @@ class GradientNorm:
 
     def __init__(self, params: list[Tensor]) -> None:
         self._shards = [shard_of(p) if _may_have_gradient(p) else None for p in params]
-        # By the ranks that hold the parts: all of them take part in each exchange, with or without gradients.
+        # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
         self._sums: dict[Exchange | None, dict[torch.device, Tensor]] = {}
         self._devices = list(dict.fromkeys(p.device for p in params))
         rows = []
@@ -68,7 +68,7 @@ class GradientNorm:
     def read(self, params: list[Tensor]) -> bool:
         """Reads the gradients, to be called before each of the other methods.
 
-        Collectives of gradients that are not sharded as their parameters are run here.
+        Runs collectives of gradients that are not sharded like their parameters.
 
         Returns:
             Whether the tables fit the parameters.
@@ -87,11 +87,11 @@ class GradientNorm:
         return True
 
     def clip(self, max_norm: float, *, largest: bool) -> tuple[Tensor, Tensor]:
-        """The norm of all elements, and by what to multiply them so that it is at most ``max_norm``. Run on all ranks.
+        """The norm of all elements, and the coefficient that makes it at most ``max_norm``. All ranks must call this.
 
         Args:
-            max_norm: for the coefficient.
-            largest: whether the norm is the largest magnitude, or the root of the sum of squares, rounded once.
+            max_norm: the largest norm that the gradients may have.
+            largest: whether the norm is the largest magnitude, instead of the root of the sum of squares, rounded once.
 
         Returns:
             float32, 0-d, on the device of the first parameter.
@@ -115,7 +115,7 @@ class GradientNorm:
         return norm, coefficient
 
     def scale(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by a coefficient, in float32; each is rounded once.
+        """Multiplies the gradients by a coefficient, in float32, and rounds once.
 
         Args:
             coefficient: float32, 0-d.
@@ -123,8 +123,8 @@ class GradientNorm:
         for batch in self._batches:
             batch.call.run(_C.NormPass.scale, batch.in_place, coefficient)
             for index in batch.others:
-                own = self._copied.get(index, self._parts[index])
-                own.copy_(own.float() * coefficient.to(own.device))
+                gradient = self._copied.get(index, self._parts[index])
+                gradient.copy_(gradient.float() * coefficient.to(gradient.device))
         self._watched.increment_gradient_versions()
 
     def forget_gradients(self) -> None:
@@ -135,7 +135,7 @@ class GradientNorm:
             batch.contiguous.clear()
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
-        """Divides the rows of parameters that have a gradient by device; those to be scaled by the kernels first."""
+        """Divides the rows of parameters with a gradient by device; rows that the kernels can scale come first."""
         has_gradient = kinds != _C.Inputs.no_gradient
         others = has_gradient & (kinds & _C.Inputs.strided > 0)
         others[list(self._copied)] = True
@@ -153,9 +153,9 @@ class _Batch:
     Attributes:
         call: the kernels' call for them.
         tensors: per row, the parameter's index.
-        in_place: how many of the first rows are of gradients that the kernels multiply.
-        others: the indices of the other parameters, whose gradients are not contiguous, or elsewhere.
-        contiguous: the copies of these that the kernels read.
+        in_place: number of leading rows whose gradients the kernels multiply in place.
+        others: the indices of the other parameters, whose gradients are not contiguous, or copies.
+        contiguous: the contiguous copies of these gradients that the kernels read.
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
@@ -175,31 +175,31 @@ class _Batch:
 
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient that the tables do not know; notes it if that is a copy."""
+    """This rank's part of a gradient that the tables do not know; notes the original in ``copied`` if it is a copy."""
     shard = shards[index]
     assert shard is not None
     with named(f"parameter {index} {shard.global_shape}"):
         part = shard.local_gradient(gradient)
-    own = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
-    if part is not own:
-        copied[index] = own
+    original = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
+    if part is not original:
+        copied[index] = original
     return part
 
 
 def _may_have_gradient(param: Tensor) -> bool:
-    """Whether a parameter has a gradient that the kernels can read, or may get one."""
+    """Whether a parameter has, or may get, a gradient that the kernels can read."""
     return param.dtype in DTYPES and (param.requires_grad or param.grad is not None)
 
 
 def _parts_of(shard: Shard) -> list[tuple[int, int, Exchange | None]]:
-    """Of each model parameter in a shard: the first element in the local tensor, how many, and who holds the others."""
+    """First element in the local tensor, number of elements, and holders, of each model parameter in a shard."""
     if isinstance(shard, FlatBuffer):
-        return [(each.offset, each.shard.numel, each.shard.parts) for each in shard.segments]
+        return [(segment.offset, segment.shard.numel, segment.shard.parts) for segment in shard.segments]
     return [(0, shard.rows * shard.cols, shard.parts)]
 
 
 def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
-    """The sum or the maximum of some words, where the first ones are."""
+    """The sum or the maximum of some words, on the first ones' device."""
     first, *others = parts
     for other in others:
         there = other.to(first.device)
@@ -222,4 +222,4 @@ def _unreadable(params: Sequence[Tensor]) -> RuntimeError:
                 "parameter's dtype or float32; cast it, or clip with torch.nn.utils.clip_grad_norm_"
             )
         check_storage(name, "gradient", gradient, RuntimeError)
-    return RuntimeError("got a gradient that is not in memory as a dense tensor; make it one")
+    return RuntimeError("got a gradient that is not in memory as a dense tensor, expected a dense one; make it dense")

@@ -18,8 +18,8 @@ class Scaled(NamedTuple):
     """A param group in the pass that applies orthogonalized directions of some shape.
 
     Attributes:
-        group: its index.
-        scale: factor of its learning rate.
+        group: the param group's index.
+        scale: factor of the learning rate.
     """
 
     group: int
@@ -50,7 +50,7 @@ class GroupTables:
         self._tables.clear()
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
-        """Takes the hyper-parameters, per param group, that follow from the sums over all parameters; None for none."""
+        """Takes hyper-parameters that follow from the sums over all parameters, per param group; None for none."""
         if hyper is not self._from_totals:
             self._from_totals = hyper
             self._tables.clear()
@@ -60,7 +60,7 @@ class GroupTables:
 
         Args:
             kernels: the kernels' device.
-            applied: the rows instead, for the pass that applies orthogonalized directions.
+            applied: for the pass that applies orthogonalized directions, the param groups and scales of the rows.
         """
         key = (kernels, applied)
         if key not in self._tables:
@@ -69,7 +69,7 @@ class GroupTables:
         return self._tables[key]
 
     def _row(self, kernels: torch.device, which: Scaled | int) -> GroupRow:
-        """A row; copies a learning rate that is on a device in the order of its stream."""
+        """A row of the table; copies a learning rate on a device in the order of the current stream."""
         index = which if isinstance(which, int) else which.group
         group, lr = self.groups[index], self.groups[index].lr
         if self._from_totals is not None:

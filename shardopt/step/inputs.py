@@ -1,4 +1,4 @@
-"""The parameters and gradients of a step, described and checked before anything is changed."""
+"""Description and checks of the parameters and gradients of a step, before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Input(NamedTuple):
     """A parameter of the optimizer, as a step needs to know it.
 
     Attributes:
-        name: its name in errors.
-        group: index of its param group.
-        position: its index in the param group.
-        device: the device of its memory.
-        spec: the description of its state; None for a parameter without gradient that cannot be stepped.
-        number: its index among all of the model's parameters, on which stochastic rounding depends.
-        copies: the ranks that share the work on it because they hold copies; None without such.
+        name: the parameter's name in errors.
+        group: index of the param group.
+        position: index in the param group.
+        device: device of the parameter's memory.
+        spec: describes the parameter's state; None for a parameter without gradient that cannot be stepped.
+        number: index among all of the model's parameters, on which stochastic rounding depends.
+        copies: ranks that hold copies of the parameter and share the work on it; None without such ranks.
     """
 
     name: str
@@ -59,16 +59,16 @@ def describe(
     """Describes all parameters of a step.
 
     Args:
-        param_groups: the optimizer's, or some of its parameters in the same form.
+        param_groups: the optimizer's param groups, or similar ones of some of its parameters.
         groups: one per param group.
-        numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
 
     Raises:
-        RuntimeError: the shard of a parameter is not known, or one with a gradient is sharded in a way that the kernels
-            cannot step.
+        RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the
+            kernels cannot step.
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
     inputs: list[Input] = []
@@ -77,7 +77,7 @@ def describe(
             try:
                 spec = tensor_state_of(param, group, groups[index].rule.moments)
             except UnknownShardError:
-                raise  # on ranks without a gradient, too: the others would wait for them
+                raise  # even on ranks without a gradient, for which other ranks would wait
             except (RuntimeError, ValueError):
                 if param.grad is not None:
                     raise
@@ -94,7 +94,7 @@ def describe(
 
 
 def _check_noise(inputs: Sequence[Input]) -> None:
-    """Checks that the parameters' indices in the model are known where flat buffers are rounded at random.
+    """Checks that the parameters' indices in the model are known if flat buffers are rounded at random.
 
     Raises:
         UnknownShardError: the step has parameters of a model that was never seen as a whole.
@@ -102,18 +102,18 @@ def _check_noise(inputs: Sequence[Input]) -> None:
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
     for parameter in inputs:
         spec, name = parameter.spec, parameter.name
-        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(each.spec.is_random for each in spec.slices):
+        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(s.spec.is_random for s in spec.slices):
             known = spec.shard.known_params
             if known is not None and known < params:
                 raise UnknownShardError(
-                    f"{name}: got flat parameters of a part of the model for rounding at random, whose noise depends "
-                    "on their places in the whole; call optimizer.attach(model) with the whole model, or set "
-                    "use_orig_params=True"
+                    f"{name}: got flat parameters of a part of the model for rounding at random, expected a model that "
+                    "is known as a whole, as the noise depends on the parameters' places in it; call "
+                    "optimizer.attach(model) with the whole model, or set use_orig_params=True"
                 )
 
 
 def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[Tensor | None]:
-    """This rank's parts of all gradients, checked. Collectives of gradients are run here.
+    """This rank's parts of all gradients, checked. May run collectives.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
@@ -166,9 +166,9 @@ def ready_states(
 
     Args:
         params: all parameters of the step.
-        state: the optimizer's.
+        state: the optimizer's state.
         inputs: one per parameter.
-        gradients: this rank's parts; None for a parameter without one.
+        gradients: this rank's parts; None for a parameter without gradient.
         residency: where the state of each parameter lives.
 
     Returns:
@@ -199,13 +199,13 @@ def raising(groups: Sequence[Group]) -> frozenset[int]:
 def demand_finite(
     inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group], looked_at: Set[int]
 ) -> None:
-    """Looks for NaN and Inf; raises on all ranks that hold parts of the parameter.
+    """Looks for NaN and Inf in gradients; raises on all ranks that hold parts of the parameter.
 
     Args:
-        inputs: the parameters. Ranks that share parameters pass the same ones.
-        gradients: this rank's parts of their gradients.
+        inputs: the parameters. Ranks that share parameters pass the same parameters.
+        gradients: this rank's parts of the gradients.
         groups: one per param group.
-        looked_at: the indices of the param groups whose gradients are looked at, the same ones on all ranks.
+        looked_at: the indices of the param groups whose gradients are looked at, equal on all ranks.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
@@ -216,7 +216,7 @@ def demand_finite(
     for parameter, gradient in zip(inputs, gradients, strict=True):
         is_shared = parameter.spec is not None and parameter.shard.holders is not None
         if parameter.group not in looked_at or (gradient is None and not is_shared):
-            continue  # where ranks share it, another one may have a gradient
+            continue  # a shared parameter may have a gradient on another rank
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)
@@ -227,8 +227,8 @@ def demand_finite(
         flags = torch.stack([flag for _, flag in flagged])
         if holders is not None:
             holders.all_reduce_max(flags)
-        found = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
-        bad += [parameter.name for parameter in found if groups[parameter.group].nonfinite == "raise"]
+        nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
+        bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
     if bad:
         raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
 
@@ -237,7 +237,8 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
     """Checks that the kernels can step this rank's part of a parameter.
 
     Raises:
-        RuntimeError: they cannot.
+        RuntimeError: the kernels have no support for the device, dtype, memory, sign, shape or strides of the parameter
+            or its gradient.
     """
     check_device(name, param.device)
     supported = ", ".join(str(dtype) for dtype in DTYPES)

@@ -1,4 +1,4 @@
-"""Rows of the kernel tables: a rectangle of a parameter's slice each, and one row per param group."""
+"""Rows of the kernel tables: one per rectangle of a parameter's slice, and one per param group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardopt.state.slice_spec import LOW_BITS, StateDict
 from shardopt.state.tensor_state import Part, TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
 
-_PLAIN_BLOCK = 1024  # elements that a kernel handles at a time where there are no blocks
+_PLAIN_BLOCK = 1024  # elements that a kernel handles at a time for codecs without blocks
 
 #: A step's table: the columns of :class:`Row`.
 ROW = np.dtype(
@@ -74,10 +74,10 @@ class Row(NamedTuple):
 
     Attributes:
         entry: the kernels' part, with the gradient's address and dtype yet to be filled in.
-        extent: memory behind each of its addresses: of the gradient in elements, else in bytes.
+        extent: memory behind each address of the entry: elements for the gradient, else bytes.
         tensor: index of the optimizer's parameter.
-        element: where the row begins in the parameter's local tensor, and in its gradient.
-        unit: transfer unit within the parameter: rows with the same number are copied together.
+        element: index of the row's first element in the parameter's local tensor, and in its gradient.
+        unit: number of the transfer unit within the parameter: rows of a transfer unit are copied together.
     """
 
     entry: KernelRow
@@ -102,11 +102,11 @@ class Group(NamedTuple):
 
     Attributes:
         rule: the update.
-        table_format: the options that decide what the tables look like.
+        table_format: values of the options in :data:`shardopt.state.options.TABLE_FORMAT`.
         hyper: the rule's hyper-parameters.
-        lr: the learning rate where it is on a device; ``hyper["lr"]`` is then 0.
+        lr: the learning rate if it is on a device; ``hyper["lr"]`` is then 0.
         gradient_sign: -1 to ascend.
-        nonfinite: what a NaN or Inf in a gradient does.
+        nonfinite: the option ``nonfinite``.
     """
 
     rule: Rule
@@ -149,12 +149,12 @@ class Group(NamedTuple):
 
 
 class SliceOfStep(NamedTuple):
-    """What a step knows of a slice beside its state.
+    """A slice's data in a step, beside its state.
 
     Attributes:
-        flat_cuts: blocks that the boundaries of flat shards cut, whose extremes travel in the same exchange.
-        sums: address of the sums over the slice's parameter; 0 where its rule needs none.
-        begins: indices in the slice at which a matrix begins. No row of the table may lie on both sides of one.
+        flat_cuts: blocks that the boundaries of flat shards cut, whose extremes are exchanged together.
+        sums: address of the sums over the slice's parameter; 0 if its rule needs none.
+        begins: indices in the slice at which a matrix begins. Rows of the table end there.
     """
 
     flat_cuts: FlatCuts
@@ -176,25 +176,25 @@ def rows_of(
 
     Args:
         name: the parameter's name in errors.
-        spec: the description of its state.
-        param: this rank's part of it.
-        state: its state.
-        residency: where its state lives.
-        slices: what the step knows of each of its slices.
+        spec: describes the parameter's state.
+        param: this rank's part of the parameter.
+        state: the parameter's state.
+        residency: where the state lives.
+        slices: the step's data of each slice.
         seed_and_number: ``stochastic_rounding_seed``, and the parameter's index among all of the model's.
-        indices: the parameter's index in the step, and that of its param group.
+        indices: the parameter's index in the step, and its param group's.
 
     Returns:
-        The rows; and what the owners of its blocks exchange, if it is a column shard that cuts blocks.
+        The rows; and the exchange of cut blocks, if the parameter is a column shard that cuts blocks.
 
     Raises:
-        RuntimeError: the state is not what the kernels can step with this parameter.
+        RuntimeError: the state lacks an entry, or an entry has another dtype, size, device or layout.
     """
     for key in spec.state_names:
         if key not in state:
             raise RuntimeError(
                 f"{name}: got state without {key}, expected {', '.join(sorted(spec.state_names))}; set the options "
-                "when the optimizer is made, or load a state that has it"
+                f"when the optimizer is made, or load a state that has {key}"
             )
     _check(name, "step", state["step"], torch.float32, 1, residency.steps)
     rows: list[Row] = []
@@ -225,11 +225,11 @@ def _rows_of_part(
         _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * low_bytes, residency.state)
     widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
     size = grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
-    pieces_in: Counter[int] = Counter()  # per block, by its index in the scales: pieces before the next one
+    pieces_in: Counter[int] = Counter()  # pieces so far, by the block's index in the scales
     divides = spec.codec.blockwise and (cut is not None or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(part, residency), first_unit):
         pieces = whole.ended(of_step.begins)
-        for rectangle in chain.from_iterable(each.divided(grid) for each in pieces) if divides else pieces:
+        for rectangle in chain.from_iterable(uncut.divided(grid) for uncut in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
             in_parameter = spec.shard.index_of(rectangle.element)
@@ -299,7 +299,7 @@ def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[
 
 
 def _cut_parameter(part: Part) -> CutParameter | None:
-    """The exchange among the owners of a column shard; None where the shard cuts no blocks."""
+    """The exchange among the owners of a column shard; None if the shard cuts no blocks."""
     spec, device = part.spec, part.param.device
     if not spec.codec.blockwise:
         return None
@@ -311,12 +311,12 @@ def _cut_parameter(part: Part) -> CutParameter | None:
 
 
 def _units(part: Part, residency: Residency) -> list[Rectangle]:
-    """The slice as matrices, each small enough to be copied in one go where it is offloaded."""
+    """The slice as matrices, which are transfer units if the slice is offloaded."""
     spec, shard = part.spec, part.spec.shard
     size = spec.grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
-    elif shard.is_range or not spec.is_random:  # one long row: columns matter for nothing but noise
+    elif shard.is_range or not spec.is_random:  # one long row: columns matter for noise only
         cols = part.param.numel()
         rectangles = [Rectangle(0, 1, 0, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:
@@ -324,13 +324,13 @@ def _units(part: Part, residency: Residency) -> list[Rectangle]:
     if residency.offload is None:
         return rectangles
     limit = residency.unit_numel(spec, part.param)
-    if any(rectangle.row_stride > rectangle.cols for rectangle in rectangles):  # units must not lie within each other
+    if any(rectangle.row_stride > rectangle.cols for rectangle in rectangles):  # units must not overlap
         limit = min(limit, min(rectangle.cols for rectangle in rectangles))
     return [unit for rectangle in rectangles for unit in rectangle.split(limit, size)]
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    """Checks a state entry, which the user may have replaced: the kernels do not look."""
+    """Checks a state entry, which the user may have replaced: the kernels do not check."""
     if tensor.dtype == dtype and tensor.numel() == numel and tensor.device == device and tensor.is_contiguous():
         return
     layout = "a contiguous" if tensor.is_contiguous() else "a strided"
@@ -346,11 +346,11 @@ def _address(tensor: Tensor, index: int) -> int:
 
 
 def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
-    """Addresses of the elements at ``index``, per moment. ``widths``: elements per index."""
-    each = [1] * len(tensors) if widths is None else widths
-    return _padded([0 if t is None else _address(t, index * width) for t, width in zip(tensors, each, strict=True)])
+    """Addresses of the elements at ``index``, per moment. ``widths``: elements per index, 1 by default."""
+    widths = [1] * len(tensors) if widths is None else widths
+    return _padded([0 if t is None else _address(t, index * width) for t, width in zip(tensors, widths, strict=True)])
 
 
 def _padded(values: Sequence[int]) -> list[int]:
-    """Values per moment, filled up to the table's width."""
+    """Values per moment, padded with zeros to the table's width."""
     return [*values, *[0] * (_C.max_moments - len(values))]

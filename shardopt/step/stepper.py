@@ -1,4 +1,4 @@
-"""Steps a set of parameters; caches their tables between steps."""
+"""The stepper of a set of parameters, which caches their tables between steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Stepper:
 
     Args:
         residency: where the state of each parameter lives.
-        skipped: counts skipped elements.
-        numbers: indices of the parameters among all of the model's, where the optimizer has only some of them.
+        skipped: the counter of skipped elements.
+        numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
-        take_totals: takes the sums over all parameters; a stepper of a single one has no use for it.
+        take_totals: takes the sums over all parameters; not needed by a stepper of a single parameter.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Stepper:
     ) -> None:
         self.communicates = False  # whether the step that was prepared takes collectives
         self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
-        self._captured: list[object] = []  # what CUDA graphs go on using
+        self._captured: list[object] = []  # objects that CUDA graphs keep using
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._agreement = Agreement()
-        self._raising: frozenset[int] = frozenset()  # the param groups that the ranks agreed to look at for NaN and Inf
+        self._raising: frozenset[int] = frozenset()  # the param groups that the ranks agreed to check for NaN and Inf
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
@@ -64,17 +64,17 @@ class Stepper:
         group_of: Callable[[Mapping[str, Any]], Group],
         scaling: LossScaling,
     ) -> Callable[[], None]:
-        """Prepares a step on every parameter that has a gradient. Collectives of gradients are run here.
+        """Prepares a step on every parameter that has a gradient. May run collectives of gradients.
 
         Args:
-            param_groups: the optimizer's, or some of its parameters in the same form.
+            param_groups: the optimizer's param groups, or similar ones of some of its parameters.
             state: the state of these parameters.
             group_of: reads and checks a param group.
             scaling: the loss scale.
 
         Returns:
-            Takes the step, once, with the gradients and options of now: in any thread, or with collectives
-            (:attr:`communicates`) in this one. Prepare the next step only afterwards.
+            A function that takes the step, once, with the current gradients and options: in any thread, or in this one
+            if the step takes collectives (:attr:`communicates`). Prepare the next step only afterwards.
 
         Raises:
             RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but
@@ -84,12 +84,12 @@ class Stepper:
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         self._residency.wake()
-        tables, self._tables = self._tables, None  # put back only after a step that went well
+        tables, self._tables = self._tables, None  # restored only after a successful step
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked
         if tables is not None and changed:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
-        # Collectives come in one order, with cached tables and new ones: gradients, what is finite, plans.
+        # Collectives have one order with cached and with new tables: gradients, finiteness, plans.
         if tables is not None and tables.read(param_groups, state):
             if scaling.found_inf is None:
                 tables.demand_finite()
@@ -103,7 +103,7 @@ class Stepper:
         return partial(self._run, tables)
 
     def forget(self) -> None:
-        """Has everything looked up anew by the next step."""
+        """Drops the tables, so that the next step makes new ones."""
         self._tables = None
 
     def _make_tables(
@@ -111,7 +111,7 @@ class Stepper:
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
         plan = plan_of(param_groups, groups, inputs)
-        if not self._agreement.was_made:  # nothing is known of other ranks: gradients may be in another order there
+        if not self._agreement.was_made:  # other ranks may still have gradients in another order
             self._agreement.agree(plan)
             self._raising = raising(groups)
         params = [param for group in param_groups for param in group["params"]]
@@ -133,7 +133,7 @@ class Stepper:
         self._tables = tables
 
     def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
-        """Checks the options that are not those of the last step: where only the learning rate is new, none.
+        """Checks the param groups whose options differ from the last step's.
 
         Returns:
             The options of each param group.
@@ -155,6 +155,6 @@ class Stepper:
 
 def _changed_place(option: str, got: object, expected: object) -> ValueError:
     return ValueError(
-        f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected the same; give it when "
-        "the optimizer is made: make another one, and load this one's state dict"
+        f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected no change; make another "
+        f"optimizer with the new {option}, and load this one's state dict"
     )

@@ -1,4 +1,4 @@
-"""Cached kernel tables, the check that decides when to rebuild them, and a step's run through devices and phases."""
+"""Cached kernel tables, the check that decides when to rebuild them, and the run of a step on devices, by phases."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
 
 class StepTables:
-    """The tables of a step, kept as long as ``_C.Inputs`` finds what they point to unchanged.
+    """The tables of a step, kept as long as ``_C.Inputs`` finds the tensors that they point to unchanged.
 
-    Parameters without a gradient have rows, too: each step runs the rows of those that have one.
+    Parameters without a gradient have rows, too: each step runs the rows of the parameters with a gradient.
 
     Args:
-        param_groups: the optimizer's.
-        state: the optimizer's.
+        param_groups: the optimizer's param groups.
+        state: the optimizer's state.
         groups: one per param group.
         inputs: one per parameter.
         ready: the indices of the parameters whose state is ready.
-        gradients: this rank's parts, checked; None for a parameter without one.
+        gradients: this rank's parts, checked; None for a parameter without gradient.
         plan: the description that ranks compare.
         scaling: the loss scale.
-        skipped: counts skipped elements.
+        skipped: the counter of skipped elements.
         residency: where the state of each parameter lives.
-        take_totals: takes the sums over all parameters, for rules with some.
-        captured: what CUDA graphs go on using, and is kept.
+        take_totals: takes the sums over all parameters, for rules with such sums.
+        captured: objects that CUDA graphs keep using: the list grows.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -86,7 +86,7 @@ class StepTables:
         for index in ready:
             with unless_idle(gradients[index]):
                 rows += self._rows_of(index, params[index], state[params[index]], param_groups[inputs[index].group])
-        self._table = self._waves.take_rows(np.array(rows, ROW))  # those of no wave
+        self._table = self._waves.take_rows(np.array(rows, ROW))  # the rows of no wave
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
         read_gradient = partial(local_gradient, inputs)
@@ -97,8 +97,8 @@ class StepTables:
         self._cut_blocks: dict[torch.device, CutBlocks | None] = {}
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
-                "got a gradient or state that is not in memory as a dense tensor, expected ones that the kernels can "
-                "read; step such parameters with another optimizer"
+                "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
+                "can read; step such parameters with another optimizer"
             )
 
     def _rows_of(self, index: int, param: Tensor, state: StateDict, group: Mapping[str, Any]) -> list[Row]:
@@ -119,7 +119,7 @@ class StepTables:
         return rows
 
     def _exact_sums(self, params: Sequence[Tensor]) -> dict[torch.device, ExactSums]:
-        """The sums that rules need, by the parameters' device; no entry for a device without any."""
+        """The sums that rules need, by the parameters' device; no key for a device without sums."""
         summed: dict[torch.device, list[Summed]] = {}
         for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
             rule = self._groups.groups[parameter.group].rule
@@ -144,8 +144,8 @@ class StepTables:
         """Reads the gradients; False if the tables no longer fit parameters, state or gradients.
 
         Args:
-            param_groups: the optimizer's.
-            state: the optimizer's.
+            param_groups: the optimizer's param groups.
+            state: the optimizer's state.
             parts: this rank's parts of gradients, by the parameters' indices, if they are known.
         """
         result = self._watched.read(param_groups, state, parts)
@@ -154,12 +154,12 @@ class StepTables:
         return result is not None
 
     def demand_finite(self) -> None:
-        """Raises FloatingPointError where a gradient is NaN or Inf and ``nonfinite="raise"``."""
+        """Raises FloatingPointError if a gradient is NaN or Inf and ``nonfinite="raise"``."""
         if self._raising:
             demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
 
     def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
-        """Fills in what is new in this step: gradients, options, loss scale."""
+        """Fills in this step's gradients, options and loss scale."""
         kinds = self._watched.gradient_kinds()
         if kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
@@ -177,7 +177,7 @@ class StepTables:
             for wave in self._wave_steps[device]:
                 operands = partial(self._operands, param_groups=param_groups)
                 wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands)
-            # Largest copies first: where there is no memory for them, nothing was changed.
+            # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
 
     @property
@@ -191,7 +191,7 @@ class StepTables:
         )
 
     def openings(self) -> list[Opening]:
-        """The form of the first messages of a step, after which the ranks know whether they differ."""
+        """The shapes of the first messages of a step, after which the ranks know whether their plans differ."""
         for sums in self._sums.values():
             if of_sums := sums.openings():
                 return of_sums
@@ -202,13 +202,13 @@ class StepTables:
         return []
 
     def run(self) -> None:
-        """Takes the step: in any thread if it takes no collectives, whose order must be the same on all ranks.
+        """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for a copy of a tensor that is not contiguous. Nothing was
-                changed on the device that lacks it, where the largest copies come first, nor on those after it; devices
-                before it, in the order of their first parameters, were stepped. Or there is none for a wave of
-                directions: the parameters that are stepped in no wave, and those of earlier waves, were stepped.
+            torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
+                changed on this device, as the largest copies come first, nor on devices after it; devices before it, in
+                the order of their first parameters, were stepped. Or a device lacks memory for a wave of directions:
+                the parameters in no wave and in earlier waves were stepped.
         """
         try:
             for device in self._sums:
@@ -222,7 +222,7 @@ class StepTables:
                 for batch in batches:
                     if isinstance(batch.call, StridedCall):
                         batch.call.operands = None
-        _C.increment_versions(self._stepped)  # a graph that has saved their old values is to notice
+        _C.increment_versions(self._stepped)  # for autograd graphs that have saved the old values
         self._gradients, self._stepped = [], []
 
     def _add_up(self, device: torch.device) -> None:
@@ -236,7 +236,7 @@ class StepTables:
         self._sums[device].exchange()
 
     def _use_totals(self) -> None:
-        """Puts what follows from the sums over all parameters into the param groups' tables."""
+        """Puts the hyper-parameters that follow from the sums over all parameters into the param groups' tables."""
         self._groups.follow_totals(self._take_totals(total_of(self._sums.values())))
         for batches in self._batches.values():
             for batch in batches:
@@ -244,7 +244,7 @@ class StepTables:
                     batch.call.update(False, self._groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
-        """Runs the step itself on a device, also where only other ranks have something to step."""
+        """Runs the step itself on a device, even if only other ranks have something to step."""
         cut_blocks, waves = self._cut_blocks[device], self._wave_steps[device]
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         if device.type == "cuda":
@@ -279,12 +279,12 @@ class StepTables:
                     device,
                     offload,
                     self._table[np.isin(self._table["tensor"], tensors)],
-                    [self._members[index].step for index in tensors],  # also of those whose rows are in waves
+                    [self._members[index].step for index in tensors],  # includes parameters whose rows are in waves
                     only,
                 )
                 for (offload, only), tensors in batches.items()
             ]
-            # In the parameters' order, which all ranks share: which parameters are strided may differ.
+            # In the parameters' order, which is equal on all ranks, unlike which parameters are strided.
             with_gradient = sorted(index for tensors in batches.values() for index in tensors)
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
@@ -303,9 +303,9 @@ class _Member(NamedTuple):
     """A parameter whose steps this rank counts. It may have no rows.
 
     Attributes:
-        step: address of its step count.
-        offload: the operands that are copied for its step.
-        cut: what its owners exchange, where a column shard cuts blocks.
+        step: address of the step count.
+        offload: the operands that are copied for the step.
+        cut: the exchange of cut blocks, if the parameter is a column shard that cuts blocks.
     """
 
     step: int
@@ -314,12 +314,12 @@ class _Member(NamedTuple):
 
 
 def _tables_of(group: Group) -> tuple[Any, ...]:
-    """What a param group's tables depend on, and its messages."""
+    """The properties of a param group that its tables and messages depend on."""
     return group.rule, group.table_format, group.nonfinite == "raise"
 
 
 def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
-    """The blocks that flat shards of no wave cut, by device; no entry for a device without any."""
+    """The blocks that flat shards of no wave cut, by device; no key for a device without such blocks."""
     by_device: dict[torch.device, list[tuple[int, SliceSpec]]] = {}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):

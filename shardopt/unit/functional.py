@@ -1,12 +1,12 @@
 """Unit-scaled operations: inputs and output gradients of std 1 give outputs and gradients of std about 1.
 
-Each takes its factors from :mod:`shardopt.unit.multipliers`. ``constrained=False`` scales the gradient of the input by
-itself: right only where it reaches the input over one path, or where factors on the way back multiply to those on the
-way forward, as in :class:`shardopt.unit.SwiGLU`.
+Factors are those of :mod:`shardopt.unit.multipliers`. ``constrained=False`` gives the input's gradient a factor of its
+own: right only if the gradient reaches the input over one path, or if the factors' product on the way back equals that
+on the way forward, as in :class:`shardopt.unit.SwiGLU`.
 
-``share`` is 1 where a step has one backward pass of one rank. Else the gradient is a sum over accumulation steps and a
+``share`` is 1 if a step has one backward pass of one rank. Else the gradient is a sum over accumulation steps and a
 mean over ranks, and ``share`` is accumulation steps / ranks: parameters' gradients then have std 1 in the end, however
-a batch is split. :func:`shardopt.unit.set_split` sets it in modules.
+a batch is split. :func:`shardopt.unit.set_split` sets ``share`` in modules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def linear(
 
 
 def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float = 1.0) -> Tensor:
-    """``(x weight^T + bias) / inputs``: the logits. The arguments are those of :func:`linear`."""
+    """``(x weight^T + bias) / inputs``: the logits. Arguments as for :func:`linear`."""
     outputs, inputs = weight.shape
     return _affine(x, weight, bias, multipliers.readout(inputs, outputs, _tokens(x, share)), False)
 
@@ -109,7 +109,7 @@ def attention(
         query: (..., heads, positions, head_dim), floating.
         key: like query.
         value: like query.
-        causal: whether a position attends to none behind it.
+        causal: whether a position attends to no later position.
         mult: of the logits (alpha_attn-softmax).
         dropout: share of attention weights that are dropped.
 
@@ -162,13 +162,13 @@ def add(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Dropout, scaled: what is kept is divided by ``sqrt(1 - p)``."""
+    """Dropout, scaled: elements that are kept are divided by ``sqrt(1 - p)``."""
     factor = multipliers.dropout(p) if training else 1.0
     return scale_fwd(F.dropout(scale_bwd(x, factor), p, training), factor)
 
 
 def residual_split(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """The inputs of a residual branch and of its skip connection, whose gradients take the weights here.
+    """The inputs of a residual branch and of its skip connection: their gradients are weighted here.
 
     Together with :func:`residual_add`: ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
     """
@@ -183,9 +183,9 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
-    """The mean cross entropy in nats, with the gradient of the sum: it depends on neither batch nor sequence.
+    """The mean cross entropy in nats, with the gradient of the sum, which depends on neither batch nor sequence length.
 
-    Do not divide it by the number of accumulation steps.
+    Do not divide the loss by the number of accumulation steps.
 
     Args:
         logits: (..., classes), floating; computed in float32 at least.

@@ -1,7 +1,7 @@
 """Unit-scaled modules: weights of std 1, no bias and no gain unless asked for.
 
-``mup_types`` of a module names the kinds of its parameters, and ``mup_depth`` of a stack the number of residual blocks,
-for ``shardopt.param_groups(rule="u-mup")``. They stand with the modules, because sharding replaces parameters.
+For ``shardopt.param_groups(rule="u-mup")``, a module's ``mup_types`` names the kinds of its parameters, and a stack's
+``mup_depth`` is its number of residual blocks. They are attributes of modules, because sharding replaces parameters.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class Attention(nn.Module):
     Args:
         dim: elements of an input.
         heads: heads, which share them evenly.
-        causal: whether a position attends to none behind it.
+        causal: whether a position attends to no later position.
         mult: of the logits (alpha_attn-softmax).
         fp8: whether linear layers multiply in FP8.
 
     Raises:
-        ValueError: the heads do not divide dim.
+        ValueError: dim is no multiple of heads.
     """
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, mult: float = 1.0, fp8: bool = False) -> None:
@@ -147,8 +147,8 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) up(x))``: ``gate``, ``up`` and ``down`` are :class:`Linear`.
 
-    They are not constrained: the factors of ``up`` and ``gate`` forward are those of ``down`` backward, and the other
-    way round, so that those of the whole are equal.
+    The layers are not constrained: ``down`` has backward the forward factor of ``up`` and ``gate``, and the other way
+    round, so that the module's factors forward and backward are equal.
     """
 
     def __init__(self, dim: int, hidden: int, *, mult: float = 1.0, fp8: bool = False) -> None:
@@ -165,9 +165,9 @@ class SwiGLU(nn.Module):
 
 
 class Stack(nn.ModuleList):
-    """A list of residual blocks; their number divides the learning rates within by its root.
+    """A list of residual blocks; learning rates within are divided by the root of the number of blocks.
 
-    It is counted once, so that wrapping blocks or taking some away for a pipeline does not change it.
+    Blocks are counted once, so that wrapping them or removing some for a pipeline does not change the number.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -176,14 +176,14 @@ class Stack(nn.ModuleList):
 
 
 def set_split(model: nn.Module, ranks: int, accumulation: int = 1) -> None:
-    """Says how many parts each batch has, so that parameters' gradients have std 1 and do not depend on it.
+    """Says how many parts each batch has, so that parameters' gradients have std 1 however the batch is split.
 
-    Without it they have std ``sqrt(accumulation / ranks)``, and Adam's moments are of another scale after a run resumes
-    on another number of ranks.
+    Without this call gradients have std ``sqrt(accumulation / ranks)``, and Adam's moments are of another scale after a
+    run resumes on another number of ranks.
 
     Args:
         model: with modules of this package, before or after sharding.
-        ranks: ranks that average gradients.
+        ranks: number of ranks that average gradients.
         accumulation: backward passes of a step, whose gradients add up; their losses are not divided.
     """
     for module in model.modules():

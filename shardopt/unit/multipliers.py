@@ -1,10 +1,10 @@
-"""The table of factors: for each operation, what keeps outputs and gradients at std 1 for inputs of std 1.
+"""The table of factors: for each operation, the factors that keep outputs and gradients at std 1 for inputs of std 1.
 
-Functions return the output's factor, then one per input's gradient, then that of the parameters' gradients. Gradients
-of inputs must carry the output's factor (``constrained``), or the whole gradient changes its direction: what reaches a
-tensor over one path would be scaled otherwise than over another. Gradients that reach a tensor over one path only
-(parameters, the readout's input, the loss's input) have factors of their own. Formulas of nonlinear operations are the
-empirical ones of arXiv 2407.17465, appendix B, and of the package unit-scaling.
+Functions return the output's factor, then one per input's gradient, then one for the parameters' gradients. Gradients
+of inputs must carry the output's factor (``constrained``), or the whole gradient changes its direction: gradients that
+reach a tensor over one path would be scaled otherwise than over another. Gradients that reach a tensor over one path
+only (parameters, the readout's input, the loss's input) have factors of their own. Formulas of nonlinear operations are
+the empirical ones of arXiv 2407.17465, appendix B, and of the package unit-scaling.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def attention(positions: int, head_dim: int, causal: bool, mult: float = 1.0, dr
 
 
 def query(head_dim: int, mult: float = 1.0) -> float:
-    """Gradients of queries and keys, and its inverse those of the projections' inputs.
+    """Gradients of queries and keys; gradients of the projections' inputs have the inverse.
 
     Attention gives queries and keys of std 1 gradients of std ``mult / sqrt(head_dim)``, because its logits are divided
-    by ``head_dim``. They are scaled up where they enter the projections and down where they leave, so that their sum
-    with the gradients through the values keeps its direction.
+    by ``head_dim``. These gradients are scaled up where they enter the projections and down where they leave, so that
+    their sum with the gradients through the values keeps its direction.
     """
     return max(sqrt(head_dim) / mult, 1.0)
 
@@ -96,7 +96,7 @@ def add(left: int, right: int, constrained: bool = True) -> tuple[float, float, 
 
 
 def dropout(p: float) -> float:
-    """Output and input; of dropout, which divides what it keeps by 1 - p."""
+    """Output and input; of dropout, which divides the elements that it keeps by 1 - p."""
     return sqrt(1 - p)
 
 
@@ -121,7 +121,7 @@ def residual_weights(layers: int, mult: float = 1.0, attention_ratio: float = 1.
 
     Args:
         layers: attention and MLP layers together: twice the blocks.
-        mult: share of all of them, relative to the embedding (alpha_res).
+        mult: share of all layers, relative to the embedding (alpha_res).
         attention_ratio: share of an attention relative to an MLP (rho).
     """
     mlp = mult * sqrt(2 / (1 + attention_ratio**2))

@@ -1,4 +1,4 @@
-"""The three matrix products of a linear layer, each with a factor of its own, in the tensors' precision or in FP8."""
+"""The three matrix products of a linear layer, with a factor per product, in the tensors' precision or in FP8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMATS = (_FORWARD, _GRADIENT)
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to FP8; what is too large becomes the largest finite number, NaN stays.
+    """Rounds to FP8; numbers that are too large become the largest finite one, NaN stays.
 
     Args:
         x: floating, any shape.
@@ -30,7 +30,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         rows = to_fp8(rows, _FORWARD) if fp8 else rows
-        # FSDP frees the gathered weight after the forward pass, and would not free a rounded copy: it is made again.
+        # The backward pass rounds the weight again: FSDP frees the gathered weight, but would not free a rounded copy.
         ctx.save_for_backward(rows, weight)
         ctx.factors = of_input, of_weight
         ctx.fp8, ctx.shape, ctx.dtype = fp8, x.shape, x.dtype
@@ -56,14 +56,13 @@ def product(
 ) -> Tensor:
     """``output x weight^T``, whose gradients have factors of their own: ``gradient weight`` and ``gradient^T x``.
 
-    Products are accumulated, and multiplied by their factor, in float32 where operands are narrower, and then rounded.
-    With ``fp8`` the operands are rounded without a scale, saturating: ``x`` and ``weight`` to E4M3, which the backward
-    pass keeps, and the gradient to E5M2. GPUs from compute capability 8.9 on then multiply in FP8
-    (``torch._scaled_mm``) where all sizes are multiples of 16; else the rounded numbers are multiplied in the dtype
-    of the result.
+    Products of narrower operands are accumulated and multiplied by their factor in float32, and then rounded. With
+    ``fp8`` the operands are rounded without a scale, saturating: ``x`` and ``weight`` to E4M3, in the backward pass,
+    too, and the gradient to E5M2. GPUs from compute capability 8.9 on then multiply in FP8 (``torch._scaled_mm``) if
+    all sizes are multiples of 16; else the rounded numbers are multiplied in the dtype of the result.
 
     Args:
-        x: (..., inputs); float64, float32, bfloat16 or float16, or under autocast what it says.
+        x: (..., inputs); float64, float32, bfloat16 or float16; cast to autocast's dtype under autocast.
         weight: (outputs, inputs); cast to the dtype of x.
         output: factor of the result.
         of_input: factor of the gradient of x.
@@ -87,7 +86,7 @@ def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> T
         if _multiplies_fp8(left, right):
             return _scaled_matmul(left, right, factor, dtype)
         left, right = left.to(dtype), right.to(dtype)
-    # The factor enters before rounding, at no cost; with beta=0 the first argument is not read.
+    # addmm multiplies by the factor before rounding, at no cost; with beta=0 the first argument is not read.
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
 
 

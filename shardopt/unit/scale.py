@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Scale(torch.autograd.Function):
-    """``y = forward x``, and the gradient of x is ``backward`` times that of y."""
+    """``y = forward x``, and the gradient of x is ``backward`` times the gradient of y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float | Tensor, backward: float) -> Tensor:
@@ -40,5 +40,5 @@ def scale_bwd(x: Tensor, factor: float) -> Tensor:
         x: floating, any shape.
         factor: a number.
     """
-    same: Tensor = _Scale.apply(x, 1.0, factor)  # type: ignore[no-untyped-call]
-    return same
+    view: Tensor = _Scale.apply(x, 1.0, factor)  # type: ignore[no-untyped-call]
+    return view

@@ -1,4 +1,4 @@
-"""DeepSpeed: shardopt's optimizers as config types, and the parameters that its flat partitions are made of.
+"""DeepSpeed: shardopt's optimizers as config types, and the contents of DeepSpeed's flat partitions.
 
-Nothing here imports DeepSpeed before the user does.
+No module here imports DeepSpeed before the user does.
 """

@@ -15,18 +15,18 @@ from shardopt.sharding.deepspeed.offload import masters_in_memory
 
 
 def has_optimizer(engine: Any, optimizer: Optimizer) -> bool:
-    """Whether an optimizer is the engine's, ours inside it, or Accelerate's wrapper of one of them."""
-    given = (optimizer, getattr(optimizer, "optimizer", None))
-    return any(each is not None and each in (engine.optimizer, engine.basic_optimizer) for each in given)
+    """Whether an optimizer is the engine's wrapper, the optimizer inside it, or Accelerate's wrapper of one of them."""
+    candidates = (optimizer, getattr(optimizer, "optimizer", None))
+    return any(known is not None and known in (engine.optimizer, engine.basic_optimizer) for known in candidates)
 
 
 @contextmanager
 def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
-    """The engine's bare model and our optimizer, with the flat masters that it steps in its param groups.
+    """The engine's bare model and our optimizer, with the flat masters in its param groups.
 
-    ZeRO 3 shows them to the optimizer one at a time, and none between steps. Parameters that no optimizer has (frozen
-    ones) are gathered meanwhile, whole on every rank, and written back. Under ZeRO 0 with bf16 or fp16, where masters
-    have the parameters' shapes, they stand in the model in the parameters' place.
+    Outside of this context, ZeRO 3 shows masters to the optimizer one at a time, and none between steps. Frozen
+    parameters, which no optimizer has, are gathered meanwhile, whole on every rank, and written back. Under ZeRO 0 with
+    bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
     """
     wrapper = engine.optimizer
     _refuse_model_parallel(engine)
@@ -62,7 +62,7 @@ def _refuse_model_parallel(engine: Any) -> None:
 
 @contextmanager
 def _masters_in_model(model: Module, wrapper: Any) -> Iterator[None]:
-    """ZeRO 0: puts the float32 masters where the parameters are, which may be in several modules."""
+    """ZeRO 0: replaces the parameters, each maybe in several modules, by the float32 masters."""
     master_of: dict[int, Tensor] = {}
     for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
         master_of.update((id(param), master) for param, master in zip(params, masters, strict=True))
@@ -82,7 +82,7 @@ def _masters_in_model(model: Module, wrapper: Any) -> Iterator[None]:
 
 
 def refresh(engine: Any) -> None:
-    """Makes the parameters that the model computes with what the masters say, after these were loaded."""
+    """Makes the model's parameters from the masters, after these were loaded."""
     wrapper = engine.optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
@@ -91,7 +91,7 @@ def refresh(engine: Any) -> None:
     elif hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper.update_lp_params()
     elif hasattr(wrapper, "_reassign_or_swap_out_partitioned_parameters"):  # ZeRO 3
-        wrapper.checkpoint_event_prologue()  # what a forward pass has gathered is old
+        wrapper.checkpoint_event_prologue()  # drops parameters that a forward pass has gathered
         with masters_in_memory(wrapper):
             for index in range(len(wrapper.fp32_partitioned_groups_flat)):
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)

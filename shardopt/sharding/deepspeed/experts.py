@@ -1,6 +1,6 @@
-"""Experts of DeepSpeed's MoE layers: names by their numbers in the whole model, for checkpoints.
+"""Names of the experts of DeepSpeed's MoE layers by their numbers in the whole model, for checkpoints.
 
-Each rank's layer numbers its own experts from 0 on.
+DeepSpeed's layers number the experts of each rank from 0 on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardopt.layout.names import name_children
 
 
 def name_experts(model: Any) -> None:
-    """Names the experts of MoE layers as DeepSpeed's own checkpoints do: first those of the group's first rank."""
+    """Names the experts of MoE layers as in DeepSpeed's own checkpoints, by the order of the group's ranks."""
     for layer in model.modules():
         if _is_moe_layer(layer):
             from deepspeed.utils import groups  # type: ignore[import-untyped]
@@ -24,7 +24,7 @@ def name_experts(model: Any) -> None:
 
 
 def unnamed_experts(model: Any) -> list[Tensor]:
-    """Parameters that differ between ranks of a group but are in no MoE layer known here, such as AutoEP's stacks."""
+    """Parameters that differ between ranks of a group and are in no known MoE layer, such as AutoEP's stacks."""
     layers = [layer for layer in model.modules() if _is_moe_layer(layer)]
     known = {id(param) for layer in layers for param in layer.deepspeed_moe.experts.parameters()}
     return [param for param in model.parameters() if not getattr(param, "allreduce", True) and id(param) not in known]

@@ -1,7 +1,7 @@
-"""DeepSpeed's functions for single parameters: ``safe_get_full_optimizer_state`` and those beside it.
+"""State for DeepSpeed's functions of single parameters: ``safe_get_full_optimizer_state`` and similar ones.
 
-They look for float32 state of the masters' shape. Here they get a parameter's moments decoded. Writing goes only into
-state that is float32: quantized blocks lie on several ranks, and moments depend on one another.
+These functions look for float32 state of the masters' shape. Here they get a parameter's moments decoded. They can
+write only float32 state: quantized blocks lie on several ranks, and moments depend on one another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Moment(NamedTuple):
     Attributes:
         segment: the parameter's slice of the flat tensor.
         spec: describes the slice's state.
-        local: float32, ``(segment.shard.numel,)``; where the state is float32, the state's own tensor.
+        local: float32, ``(segment.shard.numel,)``; if the state is float32, the state's own tensor.
     """
 
     segment: Segment
@@ -66,8 +66,8 @@ class Fragments:
         """A moment of one of the model's parameters, decoded, in full; all ranks must call this.
 
         Raises:
-            ValueError: there is no such moment.
-            RuntimeError: there is no state yet.
+            ValueError: the optimizer does not keep the moment.
+            RuntimeError: the parameter has no state yet.
         """
         segment, _, local = self._moment(param, moment)
         shard = segment.shard
@@ -78,7 +78,7 @@ class Fragments:
         return whole.view(shard.global_shape).to(param.device)
 
     def local(self, param: Any, moment: str) -> Tensor:
-        """This rank's part of it under ZeRO 3, with zeros for padding."""
+        """This rank's part of a moment under ZeRO 3, with zeros for padding."""
         local = self._moment(param, moment).local
         padding = int(param.partition_numel()) - local.numel()
         return torch.nn.functional.pad(local, (0, padding)).to(param.device)
@@ -91,8 +91,8 @@ class Fragments:
         """Replaces a moment, given in full.
 
         Raises:
-            ValueError: there is no such moment, or the value is not of the parameter's size.
-            RuntimeError: there is no state yet, or it is quantized.
+            ValueError: the optimizer does not keep the moment, or the value is not of the parameter's size.
+            RuntimeError: the parameter has no state yet, or its state is quantized.
         """
         shard = self._moment(param, moment).segment.shard
         if value.numel() != torch.Size(shard.global_shape).numel():
@@ -100,7 +100,7 @@ class Fragments:
         self.set_local(param, moment, value.flatten()[shard.start : shard.end])
 
     def set_local(self, param: Tensor, moment: str, value: Tensor) -> None:
-        """Replaces this rank's part; elements behind it are padding."""
+        """Replaces this rank's part of a moment; elements behind it are padding."""
         segment, spec, local = self._moment(param, moment)
         if spec.codec.code_dtype != torch.float32:
             raise RuntimeError(
@@ -122,18 +122,18 @@ class Fragments:
             raise ValueError(f"got {moment!r}, expected a moment of {kind}: {', '.join(names) or 'it has none'}")
         state = self._optimizer.state.get(flat)
         if not state:
-            raise RuntimeError(f"got no {moment} before the first step, expected one; take a step first")
-        own, entries = spec.slices[number].spec, spec.split(state)[number]
-        is_float = own.codec.code_dtype == torch.float32
-        local = entries[moment] if is_float else own.decode(entries)[names.index(moment)]
-        return _Moment(spec.shard.segments[number], own, local)
+            raise RuntimeError(f"got a call before the first step, expected state with {moment}; take a step first")
+        slice_spec, entries = spec.slices[number].spec, spec.split(state)[number]
+        is_float = slice_spec.codec.code_dtype == torch.float32
+        local = entries[moment] if is_float else slice_spec.decode(entries)[names.index(moment)]
+        return _Moment(spec.shard.segments[number], slice_spec, local)
 
 
 def show_state(engine: Any) -> None:
     """Has DeepSpeed's functions for single parameters find their state.
 
-    ZeRO 1, 2 and BF16_Optimizer bind methods to the model's parameters, and do so again after loading; ZeRO 3's are its
-    own.
+    ZeRO 1, 2 and BF16_Optimizer bind methods to the model's parameters, and do so again after loading; ZeRO 3 has
+    methods of its own.
     """
     wrapper = engine.optimizer
     kind = type(wrapper).__name__
@@ -143,7 +143,7 @@ def show_state(engine: Any) -> None:
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         _bind_stage3(wrapper, fragments)
         return
-    wrapper._hp_optimizer_states_linked = True  # else it would keep views of whatever has the masters' shape
+    wrapper._hp_optimizer_states_linked = True  # else DeepSpeed would keep views of any tensor of the masters' shape
     link = wrapper._link_all_hp_params
 
     def _link_all_hp_params() -> None:
@@ -159,7 +159,7 @@ def show_state(engine: Any) -> None:
 
 
 def _link_in_order(wrapper: Any) -> None:
-    """Says where in the partitions ``round_robin_gradients`` has put parameters: DeepSpeed looks where they were."""
+    """Links parameters to the offsets that ``round_robin_gradients`` gave them, as DeepSpeed uses the old offsets."""
     from deepspeed.utils import link_hp_params  # type: ignore[import-untyped]
 
     for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
@@ -202,21 +202,21 @@ def _bind(param: Any, fragments: Fragments) -> None:
 
 def _bind_stage3(wrapper: Any, fragments: Fragments) -> None:
     def reading(name: str, read: Any) -> None:
-        own = getattr(wrapper, name)
+        original = getattr(wrapper, name)
 
         def method(param: Any, optim_state_key: str | None = None) -> Any:
             if optim_state_key is None or not param.requires_grad:
-                return own(param, optim_state_key)
+                return original(param, optim_state_key)
             return read(param, optim_state_key)
 
         setattr(wrapper, name, method)
 
     def writing(name: str, write: Any) -> None:
-        own = getattr(wrapper, name)
+        original = getattr(wrapper, name)
 
         def method(value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
             if optim_state_key is None or not param.requires_grad:
-                own(value, param, optim_state_key)
+                original(value, param, optim_state_key)
             else:
                 write(param, optim_state_key, value)
 

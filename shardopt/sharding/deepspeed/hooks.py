@@ -1,13 +1,13 @@
-"""All that is hooked into DeepSpeed: methods of its engine and of ZeRO, and its list of optimizers that ZeRO supports.
+"""All hooks into DeepSpeed: methods of its engine and of ZeRO, and its list of optimizers that ZeRO supports.
 
-- ``DeepSpeedEngine._is_supported_optimizer`` says what types a config may name.
-- ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: it learns our types.
-- ``DeepSpeedEngine._configure_optimizer`` wraps it: afterwards we look at what its flat partitions are made of.
+- ``DeepSpeedEngine._is_supported_optimizer`` decides which types a config may name: with the hook, shardopt's, too.
+- ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: with the hook, shardopt's.
+- ``DeepSpeedEngine._configure_optimizer`` wraps the optimizer: the hook then reads the contents of flat partitions.
 - ``DeepSpeedEngine._save_zero_checkpoint`` and ``_load_zero_checkpoint`` call ZeRO's ``state_dict`` and
-  ``load_state_dict``: around them moments show as float32, and universal checkpoints are quantized.
-- ``DeepSpeedEngine.load_checkpoint`` loads no state where masters are on NVMe: ours stays in memory, and is loaded.
-- ``offload_states`` and ``reload_states`` of ZeRO 3's wrapper move the state of DeepSpeed's FusedAdam only: ours, too.
-- ``ZeROOptimizer._configure_master_weights`` says whether masters may be in bf16.
+  ``load_state_dict``: the hooks show moments as float32, and quantize universal checkpoints.
+- ``DeepSpeedEngine.load_checkpoint`` loads no state if masters are on NVMe: the hook loads ours, which is in memory.
+- ``offload_states`` and ``reload_states`` of ZeRO 3's wrapper move FusedAdam's state only: the hooks move ours, too.
+- ``ZeROOptimizer._configure_master_weights`` decides whether masters may be in bf16: with the hook they may.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
 """
 
@@ -98,12 +98,12 @@ def install(engine_module: ModuleType) -> None:
                 _check_wrapped(self, optimizer)
                 self._shardopt_pauses.enter_context(optimizer.paused())
             if isinstance(optimizer, ShardedOptimizer | QuantizedState) and self.zero_use_cpu_optimizer():
-                self._config.zero_force_ds_cpu_optimizer = False  # ours is one for the CPU, too
+                self._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
             return optimizer
 
         if self.zero_use_cpu_optimizer():
             _refuse_replacement(client_optimizer)
-        with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which is none
+        with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which must do nothing
             if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
                 make = client_optimizer
                 client_optimizer = lambda params: accepted(make(params))  # noqa: E731
@@ -147,19 +147,20 @@ def install(engine_module: ModuleType) -> None:
 
 
 def _refuse_replacement(optimizer: Any) -> None:
-    """Raises if a framework has put another optimizer in the place of one of ours, as Accelerate does under offload."""
+    """Raises if a framework has replaced an optimizer of shardopt, as Accelerate does under offload."""
     groups = getattr(optimizer, "param_groups", [])
     if not isinstance(optimizer, ShardedOptimizer) and any(is_own(group) for group in groups):
         raise ValueError(
-            f"got {type(optimizer).__name__} with the param groups of one of shardopt's optimizers, expected that "
-            'optimizer, which may be offloaded; set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config'
+            f"got {type(optimizer).__name__} with the param groups of one of shardopt's optimizers, expected "
+            "shardopt's optimizer itself, which may be offloaded; set "
+            '"zero_force_ds_cpu_optimizer": false in the DeepSpeed config'
         )
 
 
 def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) -> None:
     if "max_grad_norm" in params:
         raise ValueError(
-            "optimizer.params: got max_grad_norm, which is DeepSpeed's to do; set gradient_clipping beside it"
+            "optimizer.params: got max_grad_norm, expected DeepSpeed to clip; set gradient_clipping beside optimizer"
         )
     known = [name for name in inspect.signature(optimizer).parameters if name not in ("params", "options")]
     known += DEFAULTS
@@ -171,7 +172,7 @@ def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) 
 
 
 def _version() -> str:
-    # Not deepspeed.__version__: that module may still be on its way to being imported.
+    # Not deepspeed.__version__: the import of that module may still be under way.
     from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 
     return str(version)
@@ -183,7 +184,7 @@ def is_known(version: str) -> bool:
 
 
 def _refuse_later(engine_class: Any, version: str) -> None:
-    """For a version whose insides are not known: leaves it alone, but for engines with an optimizer of ours."""
+    """Has engines of a version whose insides are not known refuse optimizers of shardopt; leaves others alone."""
     initialize = engine_class.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -193,7 +194,7 @@ def _refuse_later(engine_class: Any, version: str) -> None:
         if named in TYPES or any(isinstance(value, ShardedOptimizer) for value in given):
             known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
             raise RuntimeError(
-                f"got DeepSpeed {version}, expected {known}, whose partitions are known; install such a one"
+                f"got DeepSpeed {version}, expected {known}, whose partitions are known; install one of these versions"
             )
         initialize(self, *args, **kwargs)
 
@@ -202,43 +203,43 @@ def _refuse_later(engine_class: Any, version: str) -> None:
 
 def _check_config(engine: Any) -> None:
     if engine.zenflow_config() is not None:
-        raise ValueError("zero_optimization.zenflow: got one, expected none; leave it out")
+        raise ValueError("zero_optimization.zenflow: got a setting, expected null; leave zenflow out")
     if engine.zero_optimization() and engine.zero_elastic_checkpoint():
         raise ValueError(
-            "zero_optimization.elastic_checkpoint: got true, expected false: it takes padding off tensors without; "
-            "use shardopt.checkpoint.save, which loads on any number of ranks"
+            "zero_optimization.elastic_checkpoint: got true, expected false, as it would strip padding from tensors "
+            "without padding; use shardopt.checkpoint.save, which loads on any number of ranks"
         )
     if engine.load_universal_checkpoint() and engine.zero_nvme_offload_optimizer():
         raise ValueError(
             "checkpoint.load_universal: got true with offload_optimizer.device nvme, under which DeepSpeed does not "
-            "load the optimizer, expected another device; go by way of one, and shardopt.checkpoint.save(path, engine)"
+            "load the optimizer, expected another device; load there, and shardopt.checkpoint.save(path, engine)"
         )
 
 
 def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises if an optimizer is to move its state by itself, where DeepSpeed moves masters, gradients and state."""
+    """Raises if an optimizer is to offload its state by itself: DeepSpeed moves masters, gradients and state."""
     for group in groups:
         if group["offload"] is not None:
             raise ValueError(
-                f"offload: got {group['offload']!r} under DeepSpeed, whose own option it is, expected None; leave it "
-                'out, and set zero_optimization.offload_optimizer to {"device": "cpu"} in the DeepSpeed config'
+                f"offload: got {group['offload']!r} under DeepSpeed, which offloads by itself, expected None; leave "
+                'offload out, and set zero_optimization.offload_optimizer to {"device": "cpu"} in the DeepSpeed config'
             )
 
 
 def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
-    """Raises for what the result of quantize_state cannot be used with."""
+    """Raises for settings of DeepSpeed that do not work with the result of quantize_state."""
     _check_config(engine)
     _check_offload([optimizer._entries.options])
     if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
         raise ValueError(
-            "got quantize_state with checkpoint.load_universal or offload_optimizer.device nvme, expected neither; use "
-            "shardopt.checkpoint.save(path, engine) and load, and offload to the cpu"
+            "got quantize_state with checkpoint.load_universal or offload_optimizer.device nvme, expected a config "
+            "without both; use shardopt.checkpoint.save(path, engine) and load, and offload to the cpu"
         )
     name = type(optimizer._inner).__name__
     if engine.zero_optimization() and not optimizer.is_elementwise:
         raise RuntimeError(
-            f"got {name} with ZeRO, which flattens parameters, expected an optimizer that is known to be element by "
-            "element; use ZeRO 0"
+            f"got {name} with ZeRO, which flattens parameters, expected an optimizer that is known to compute element "
+            "by element; use ZeRO 0"
         )
     if engine.zero_optimization() and optimizer.state:
         raise RuntimeError(
@@ -248,7 +249,7 @@ def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
 
 
 def _warn_of_lost_updates(engine: Any) -> None:
-    """Nobody else does: DeepSpeed's own check of such masters is switched off for our optimizers."""
+    """Warns of bf16 masters that lose small updates, as DeepSpeed's own check is switched off for our optimizers."""
     groups = engine.basic_optimizer.param_groups
     kept = all(group["master_weight_bits"] or group["stochastic_rounding"] for group in groups)
     if engine.bf16_master_weights_and_gradients() and not kept and dist.get_rank() == 0:

@@ -1,9 +1,10 @@
-"""Memory that DeepSpeed holds twice with the same contents, made one.
+"""Merging of memory that DeepSpeed holds twice with equal contents.
 
-Masters of the parameters' dtype (``bf16_master_weights_and_grads``, or a model in float32) are copies that DeepSpeed
-keeps beside the parameters, and copies to them after each step. Where both are on the same side, the device or the
-host, they become the same memory. So do, with such masters in the host's memory, the staging buffer through which they
-go to the device, and the two copies of ZeRO 3's gradients. DeepSpeed's own copies between them then do nothing.
+DeepSpeed keeps masters beside the parameters and copies them to the parameters after each step, even if both have one
+dtype (``bf16_master_weights_and_grads``, or a model in float32). Here such masters and parameters share their memory if
+both are on the device, or both on the host. If such masters are in the host's memory, they share it with the staging
+buffer through which they go to the device, and ZeRO 3's two copies of gradients are merged. DeepSpeed's copies between
+merged tensors then do nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 
 def share_copies(wrapper: Any) -> None:
-    """Makes one what DeepSpeed's optimizer wrapper holds twice: bytes per owned parameter, by the masters' dtype.
+    """Merges tensors that DeepSpeed's optimizer wrapper holds twice.
+
+    Saves, in bytes per owned parameter, with masters in bf16 (in parentheses: float32):
 
     ======================  ==============  ========================================
     ZeRO                    on the device   in the host's memory
@@ -53,7 +56,7 @@ def _share_flat(wrapper: Any) -> None:
     if shared:
         wrapper._link_all_hp_params()
         without_padding = wrapper._get_groups_without_padding
-        # For its checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
+        # Clones for checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
         wrapper._get_groups_without_padding = lambda groups: [group.clone() for group in without_padding(groups)]
 
 
@@ -62,7 +65,7 @@ def _share_partitioned(wrapper: Any) -> None:
     masters = wrapper.fp32_partitioned_groups_flat
     if bool(wrapper.offload_optimizer) == bool(wrapper.offload_param):
         for master, partition in zip(masters, wrapper.fp16_partitioned_groups_flat, strict=True):
-            if partition is not None:  # which is on NVMe
+            if partition is not None:  # None: it is on NVMe
                 _share(master, partition)
     if wrapper.offload_optimizer and not _frees_by_address():
         start = 0
@@ -86,5 +89,5 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _frees_by_address() -> bool:
-    """Whether DeepSpeed locks memory by itself and frees each locked tensor's: it must not come upon one twice."""
+    """Whether DeepSpeed locks memory by itself, and frees it by tensor: two tensors must then not share memory."""
     return os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"

@@ -1,7 +1,7 @@
-"""Moments of a flat buffer in DeepSpeed's checkpoints: codes, which read as the float32 they stand for.
+"""Moments of a flat buffer in DeepSpeed's checkpoints: codes that decode to float32 when they are read.
 
-``python -m deepspeed.checkpoint.ds_to_universal`` and its like unpickle these checkpoints and cut float32 tensors out
-of them. They find such tensors, and pay for decoding only if they look into them; on disk there are codes and scales.
+``python -m deepspeed.checkpoint.ds_to_universal`` and similar tools unpickle these checkpoints and cut float32 tensors
+out of them. Moments are such tensors, but are decoded only when their elements are read; files have codes and scales.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from shardopt.layout import FlatBuffer, FlatShard, Segment
 from shardopt.state.options import with_defaults
 from shardopt.state.tensor_state import TensorState
 
-#: The options on which the meaning of codes depends.
+#: Options on which the meaning of codes depends.
 _OPTIONS = ("codec", "block_size", "min_quantized_numel")
 
 
 @dataclass
 class SavedBuffer:
-    """The state of a flat buffer with all that is needed to decode it: plain values and tensors, which are pickled.
+    """The state of a flat buffer and all that is needed to decode it, as plain values and tensors, which are pickled.
 
     Attributes:
         numel: the buffer's length.
-        segments: of each parameter of which the buffer has elements its name, its shape, the range of its elements and
-            where in the buffer that begins.
-        options: those of the param group that say how moments are stored.
+        segments: name, shape, first and end element, and offset in the buffer, of each parameter in the buffer.
+        options: the param group's options on which the meaning of codes depends.
         moments: name, and whether signed.
-        low_bits: those that the state has of each master weight.
+        low_bits: number of bits of each master weight in the state.
         entries: the optimizer's state.
     """
 
@@ -47,7 +46,7 @@ class SavedBuffer:
 
     @classmethod
     def of(cls, spec: TensorState, group: Mapping[str, Any], entries: Mapping[str, Tensor]) -> SavedBuffer:
-        """The state of one of the optimizer's buffers, as it is."""
+        """The state of one of the optimizer's buffers, without a copy."""
         assert isinstance(spec.shard, FlatBuffer)
         held = [segment for segment in spec.shard.segments if segment.shard.numel]
         return cls(
@@ -67,12 +66,12 @@ class SavedBuffer:
         """The moments, float32, laid out like the buffer.
 
         Raises:
-            RuntimeError: there is more to the masters than what such readers know of.
+            RuntimeError: masters have low bits in the state, which readers of float32 moments do not know.
         """
         if self.low_bits:
             raise RuntimeError(
-                f"got masters of which {self.low_bits} bits stand in the optimizer's state, expected whole ones: a "
-                "universal checkpoint would lose them; use shardopt.checkpoint.save(path, engine)"
+                f"got masters of which {self.low_bits} bits are in the optimizer's state, expected masters without low "
+                "bits, which a universal checkpoint would lose; use shardopt.checkpoint.save(path, engine)"
             )
         segments = [
             Segment(name, number, FlatShard(shape, start, end), offset)
@@ -84,7 +83,7 @@ class SavedBuffer:
 
 
 class MomentView(Tensor):
-    """One moment of a buffer: a float32 tensor of its length that is decoded once any operation reads it."""
+    """One moment of a buffer: a float32 tensor of the buffer's length, decoded once any operation reads it."""
 
     saved: SavedBuffer
     moment: str
@@ -109,23 +108,23 @@ class MomentView(Tensor):
 
 
 class SavedState(dict[str, Any]):
-    """A buffer's state in the form of torch.optim: ``step``, and a :class:`MomentView` per moment."""
+    """A buffer's state with torch.optim's entries: ``step``, and a :class:`MomentView` per moment."""
 
     @classmethod
     def of(cls, saved: SavedBuffer) -> SavedState:
-        """The state with its moments to look into."""
+        """The state with views of its moments."""
         views = {name: MomentView(saved, name) for name, _ in saved.moments}
         return cls({"step": saved.entries["step"], **views})
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"got optimizer state with {', '.join(self)}, expected {key} too: DeepSpeed's universal checkpoints are "
-            "for Adam and AdamW; use shardopt.checkpoint.save(path, engine) for others"
+            f"got optimizer state with {', '.join(self)}, expected {key}, too, as DeepSpeed's universal checkpoints "
+            "are for Adam and AdamW; use shardopt.checkpoint.save(path, engine) for other optimizers"
         )
 
 
 def native(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The optimizer's own state for what :class:`SavedState` shows of it; anything else as it is."""
+    """The optimizer's own state behind a :class:`SavedState`; other entries unchanged."""
     for value in entries.values():
         if isinstance(value, MomentView):
             return value.saved.entries

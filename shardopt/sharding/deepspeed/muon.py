@@ -1,4 +1,4 @@
-"""Muon as an optimizer type of DeepSpeed's config, and ``use_muon``, by which DeepSpeed marks parameters."""
+"""Muon as an optimizer type of DeepSpeed's config, and DeepSpeed's mark of parameters, ``use_muon``."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _MARK = "use_muon"  # the attribute of parameters
 
 
 def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Divides a model's parameters into Muon's and the others, where the user has made no param groups.
+    """Divides a model's parameters into Muon's and the others, unless the user has made param groups.
 
-    Where every parameter has DeepSpeed's mark ``use_muon``, those with False are not for Muon.
+    If all parameters have DeepSpeed's mark ``use_muon``, parameters with ``use_muon=False`` are not Muon's.
 
     Args:
         model: the model.
         given: parameters or param groups.
-        params: the config's, with arguments of :func:`shardopt.muon_groups`, too.
+        params: the config's ``optimizer.params``, which may have arguments of :func:`shardopt.muon_groups`, too.
 
     Returns:
         Param groups, and the parameters for the optimizer.
     """
     arguments = [name for name in inspect.signature(muon_groups).parameters if name not in ("model", "lr")]
-    own = {name: params[name] for name in arguments if name in params}
-    others = {name: value for name, value in params.items() if name not in own}
-    if any(isinstance(each, Mapping) for each in given):
+    group_options = {name: params[name] for name in arguments if name in params}
+    others = {name: value for name, value in params.items() if name not in group_options}
+    if any(isinstance(item, Mapping) for item in given):
         return given, dict(params)
     chosen = {id(param) for param in given}
     if all(hasattr(param, _MARK) for param in given):
         named = parameter_names(model).items()
         unmarked = [escape(name) for name, param in named if not getattr(param, _MARK, False)]
-        own["exclude"] = [*own.get("exclude", ()), *unmarked]
-    groups = muon_groups(model, **({"lr": params["lr"]} if "lr" in params else {}), **own)
+        group_options["exclude"] = [*group_options.get("exclude", ()), *unmarked]
+    groups = muon_groups(model, **({"lr": params["lr"]} if "lr" in params else {}), **group_options)
     for group in groups:
         kept = [id(param) in chosen for param in group["params"]]
         for key in ("params", "param_names"):
@@ -48,7 +48,7 @@ def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple
 
 
 def leave_gradients(model: Module) -> None:
-    """Takes DeepSpeed's marks off: ZeRO would orthogonalize gradients for any optimizer that is called Muon."""
+    """Removes DeepSpeed's marks, by which ZeRO would orthogonalize gradients for any optimizer called Muon."""
     for param in model.parameters():
         if getattr(param, _MARK, False):
             setattr(param, _MARK, False)

@@ -1,4 +1,4 @@
-"""DeepSpeed's offload: masters in bf16 there, too, and what stays in the host's memory when masters go to NVMe."""
+"""DeepSpeed's offload: bf16 masters with offload, and tensors that stay in memory when masters go to NVMe."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.masters import share_copies
 
-#: Bytes, to multiples of which disks read past the system's cache.
+#: Bytes of a disk's sector: reads past the system's cache begin at multiples.
 _SECTOR = 512
 
 
 def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """Has ``ZeROOptimizer._configure_master_weights`` accept bf16 masters beside our optimizers, with offload, too.
+    """Has ``ZeROOptimizer._configure_master_weights`` accept bf16 masters for our optimizers, even with offload.
 
-    DeepSpeed demands its own CPU Adam for them, and that this keeps its moments in bf16. Ours steps bf16 parameters
-    anywhere, and what they lack of a master is in its state (``master_weight_bits``).
+    For bf16 masters with offload DeepSpeed demands its own CPU Adam, with moments in bf16. Our optimizers step bf16
+    parameters anywhere, and keep the low bits of masters in their state (``master_weight_bits``).
     """
 
     def _configure_master_weights(self: Any, **settings: Any) -> Any:
@@ -36,11 +36,11 @@ def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swap_what_survives(wrapper: Any) -> None:
-    """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters, and gradients where these come back whole.
+    """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters, and only gradients that come back whole.
 
     DeepSpeed reads state back into buffers of the masters' dtype, in which codes would be lost: all state stays in
-    memory. And it reads each gradient to its place in the sub-group's, whatever the address. Where that is no multiple
-    of a disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay, too.
+    memory. DeepSpeed reads a gradient back to its offset in the sub-group's gradient. If the offset is no multiple of a
+    disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay in memory, too.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
@@ -111,19 +111,19 @@ def move_state_too(wrapper: Any) -> None:
 
 
 def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Has ``DeepSpeedEngine.load_checkpoint`` load our state where masters are on NVMe: it looks at swap files only."""
+    """Has ``DeepSpeedEngine.load_checkpoint`` load our state if masters are on NVMe, where it reads swap files only."""
     signature = inspect.signature(load)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = load(self, *args, **kwargs)
+        loaded = load(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         wanted = given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"]
         ours = isinstance(getattr(self, "basic_optimizer", None), ShardedOptimizer)
-        if ours and wanted and found[0] is not None and self.zero_nvme_offload_optimizer():
+        if ours and wanted and loaded[0] is not None and self.zero_nvme_offload_optimizer():
             load_dir = given.arguments["load_dir"]
-            _load_state(self, load_dir, os.path.relpath(os.path.dirname(found[0]), load_dir))
-        return found
+            _load_state(self, load_dir, os.path.relpath(os.path.dirname(loaded[0]), load_dir))
+        return loaded
 
     return load_checkpoint
 
@@ -147,7 +147,7 @@ def _load_state(engine: Any, load_dir: str, tag: str) -> None:
 
 @contextmanager
 def masters_in_memory(wrapper: Any) -> Iterator[None]:
-    """Has the masters that ZeRO 3 keeps on NVMe in the host's memory meanwhile, and writes them back.
+    """Inside, masters that ZeRO 3 keeps on NVMe are in the host's memory; afterwards they are written back.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine, of any stage, with any offload.

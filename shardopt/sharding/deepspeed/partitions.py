@@ -1,7 +1,6 @@
 """Contents of DeepSpeed's flat partitions: ZeRO 1, 2 and 3, and BF16_Optimizer.
 
-The names are those of DeepSpeed's own attributes, which are no interface. An optimizer wrapper that is not known is
-refused.
+Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _Names = Mapping[int, tuple[int, str]]
 
 
 def assign_partitions(engine: Any) -> None:
-    """Says of each flat tensor that DeepSpeed's optimizer steps which parameters it holds.
+    """Assigns shards to the flat tensors that DeepSpeed's optimizer steps.
 
     Args:
         engine: a DeepSpeedEngine whose optimizer is configured.
@@ -69,8 +68,8 @@ def assign_partitions(engine: Any) -> None:
                     keep_float32_state(master)
     elif wrapper is not engine.basic_optimizer:
         raise RuntimeError(
-            f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch it off in the "
-            "config"
+            f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch these off in "
+            "the config"
         )
 
 
@@ -82,7 +81,7 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
     if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
         raise RuntimeError(
             f"got {type(optimizer).__name__} with {len(flats)} {parts}, which ZeRO steps one after another, expected a "
-            "single one: its step needs sums over all parameters; give all of them the same options in one param "
+            "single one, as the step needs sums over all parameters; give all parameters the same options in one param "
             "group and, with ZeRO 3, a larger sub_group_size, or use ZeRO 0"
         )
 
@@ -92,10 +91,10 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
 
     Args:
         params: the model's parameters.
-        offsets: where each begins in the flattened whole.
+        offsets: the parameters' offsets in the flattened whole.
         size: elements per rank.
         group: the ranks that hold the ranges.
-        names: of the model's parameters.
+        names: places and names of the model's parameters.
     """
     rank = dist.get_rank(group)
     segments = []
@@ -117,12 +116,12 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
 
 
 def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: Any) -> FlatShard:
-    """The range of a parameter of this global shape on this rank; see :meth:`FlatShard.equal`."""
+    """This rank's range of a parameter of global shape ``shape``; see :meth:`FlatShard.equal`."""
     end, numel = size * dist.get_world_size(group), torch.Size(shape).numel()
     if first + numel > end:
         raise RuntimeError(
-            f"got partitions that end at {end - first} of a parameter with {numel} elements, expected all of them; "
-            "this version of DeepSpeed partitions in a way that shardopt does not know"
+            f"got partitions that end at element {end - first} of a parameter, expected all {numel} elements; this "
+            "version of DeepSpeed partitions in a way that shardopt does not know"
         )
     shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_of(group)))
     return shard.with_float32_state() if keeps_float32_state(param) else shard

@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints: what they show of the state to its tools, and universal ones loaded into our state.
+"""DeepSpeed's checkpoints: views of the state for DeepSpeed's tools, and loading of universal checkpoints.
 
-An engine saves codes and scales, as :class:`MomentView`; it loads them as they are on as many ranks. DeepSpeed's
-``ds_to_universal`` makes whole float32 moments of them; of those DeepSpeed puts this rank's ranges into the
-optimizer's state, whoever's checkpoint it was, and we quantize them at once.
+An engine saves codes and scales as :class:`MomentView`, and loads them bit for bit on an unchanged number of ranks.
+DeepSpeed's ``ds_to_universal`` makes whole float32 moments of these views. When DeepSpeed loads a universal checkpoint,
+of any optimizer, it puts this rank's ranges of moments into the optimizer's state, where they are quantized at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardopt.state.agreement import agreeing, on_any_rank
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import StateDict
 
-#: The moments that a universal checkpoint has.
+#: The moments in a universal checkpoint.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_natively(optimizer: ShardedOptimizer) -> None:
-    """Has an optimizer load the state that it showed as :class:`SavedState` as what it was."""
+    """Has an optimizer load its own state from a :class:`SavedState`."""
     optimizer.register_load_state_dict_pre_hook(_natively)
 
 
@@ -47,16 +47,16 @@ def saving(engine: Any) -> Iterator[None]:
 def loading_universal(engine: Any, folder: str) -> Iterator[None]:
     """Inside, DeepSpeed loads a universal checkpoint; afterwards its moments are quantized and no float32 is left.
 
-    What says how the state is stored (codec, block size) stays as the engine has it; the other options of the param
-    groups are the checkpoint's.
+    The engine's options of the state's format (codec, block size) stay; the other options of the param groups are the
+    checkpoint's.
 
     Args:
         engine: the DeepSpeedEngine.
         folder: the checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another optimizer or of other param groups. Nothing was changed, unless it
-            is the state of single parameters that is not Adam's.
+        ValueError: the checkpoint is of another optimizer or of other param groups: nothing was changed. Or the state
+            of single parameters is not Adam's: parameters may have been loaded.
     """
     optimizer: ShardedOptimizer = engine.basic_optimizer
     saved_groups = _saved_groups(engine, folder)
@@ -85,12 +85,12 @@ def loading_universal(engine: Any, folder: str) -> Iterator[None]:
         for param in engine.module.parameters():
             mapping = getattr(param, "_hp_mapping", None)
             if mapping is not None:
-                mapping.optim_fragment = None  # float32, too
+                mapping.optim_fragment = None  # would keep float32 moments alive
 
 
 @contextmanager
 def stepped_groups(engine: Any) -> Iterator[list[list[Tensor]]]:
-    """The tensors that the optimizer steps, by param group; ZeRO 3 shows them to it only here and in its steps."""
+    """The tensors that the optimizer steps, by param group. Outside of steps, ZeRO 3 hides them unless inside here."""
     wrapper = engine.optimizer
     hidden = hasattr(wrapper, "_set_fp32_optimizer_param_groups")
     if hidden:
@@ -120,7 +120,7 @@ def _with_views(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def _saved_groups(engine: Any, folder: str) -> list[dict[str, Any]]:
-    """The param groups of a universal checkpoint, checked with all else that can be checked before it is loaded."""
+    """The param groups of a universal checkpoint, after all checks that are possible before loading."""
     optimizer: ShardedOptimizer = engine.basic_optimizer
     for index, group in enumerate(optimizer.param_groups):
         moments = tuple(moment.name for moment in optimizer.rule(group).moments)
@@ -131,15 +131,15 @@ def _saved_groups(engine: Any, folder: str) -> list[dict[str, Any]]:
                 "or shardopt.checkpoint"
             )
     with stepped_groups(engine) as params:
-        for group, own in zip(optimizer.param_groups, params, strict=True):
-            if any(optimizer._internals.state_of(param, group).weights.low_bits for param in own):
+        for group, group_params in zip(optimizer.param_groups, params, strict=True):
+            if any(optimizer._internals.state_of(param, group).weights.low_bits for param in group_params):
                 raise ValueError(
                     f"got master_weight_bits={group['master_weight_bits']} for a universal checkpoint, which has no "
-                    "place for the bits, expected DeepSpeed's float32 masters; leave bf16_master_weights_and_grads "
+                    "place for low bits, expected DeepSpeed's float32 masters; leave bf16_master_weights_and_grads "
                     "out, or use shardopt.checkpoint"
                 )
     path = os.path.join(folder, "zero", "optimizer_state.pt")
-    # Objects of DeepSpeed are in it, which itself unpickles it next: it has to be trusted anyway.
+    # The file has DeepSpeed's objects, and DeepSpeed unpickles it next: the user must trust it anyway.
     saved: list[dict[str, Any]] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)["param_groups"]
     if len(saved) != len(optimizer.param_groups):
         raise ValueError(
@@ -150,7 +150,7 @@ def _saved_groups(engine: Any, folder: str) -> list[dict[str, Any]]:
 
 
 def _put_back(optimizer: ShardedOptimizer, groups: list[dict[str, Any]]) -> None:
-    """Gives the param groups the options that they had."""
+    """Gives the param groups their former options."""
     for group, before in zip(optimizer.param_groups, groups, strict=True):
         params = group["params"]
         group.clear()
@@ -162,14 +162,14 @@ def _as_torch(
     loaded: Mapping[Tensor, Mapping[str, Any]],
     groups: list[dict[str, Any]],
 ) -> StateDict:
-    """torch.optim's state dict of what DeepSpeed loaded.
+    """torch.optim's state dict of the state that DeepSpeed loaded.
 
     Raises:
-        ValueError: it is not Adam's state of these parameters, on any rank.
+        ValueError: some parameter's state is not Adam's, on any rank.
     """
-    flats = [param for own in params for param in own]
+    flats = [param for group_params in params for param in group_params]
     wrong = [index for index, flat in enumerate(flats) if loaded.get(flat, {}).keys() != {"step", *_MOMENTS}]
-    if on_any_rank(agreeing(flats), bool(wrong)):  # all must know: the others would wait for one that gives up
+    if on_any_rank(agreeing(flats), bool(wrong)):  # all ranks must know, as they would wait for one that gives up
         index = wrong[0] if wrong else None
         got = "another rank's state" if index is None else ", ".join(sorted(loaded.get(flats[index], {}))) or "nothing"
         raise ValueError(
@@ -180,6 +180,7 @@ def _as_torch(
     return {
         "state": {index: loaded[flat] for index, flat in enumerate(flats)},
         "param_groups": [
-            {**group, "params": [next(numbers) for _ in own]} for group, own in zip(groups, params, strict=True)
+            {**group, "params": [next(numbers) for _ in group_params]}
+            for group, group_params in zip(groups, params, strict=True)
         ],
     }

@@ -1,4 +1,4 @@
-"""The directions of a wave on their way: from this rank to the matrices' owners, orthogonalized there, and back."""
+"""The directions of a wave on their way from this rank to the matrices' owners, which orthogonalize them, and back."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Directions:
 
     Args:
         wave: the matrices.
-        device: of the parameters.
-        plan: the ranks' agreement, which was told of the gradients that there are.
+        device: the parameters' device.
+        plan: the ranks' plan, which knows the gradients of the step.
     """
 
     def __init__(self, wave: Wave, device: torch.device, plan: Plan) -> None:
         self._wave, self._device = wave, device
         division = wave.division
         self._roll = roll = _Roll(plan, wave) if division is not None else None
-        #: Where each matrix's elements begin.
+        #: Offset of each matrix's elements.
         self.first: list[int] = []
         at, owners = 0, -1
-        chunks = []  # where the chunk of each owner begins
+        chunks = []  # offset of each owner's chunk
         for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
             while roll is not None and owners < owner:
                 owners += 1
@@ -51,7 +51,7 @@ class Directions:
 
     @property
     def journey(self) -> Journey | None:
-        """How the directions travel to other ranks; None without any."""
+        """The message to other ranks; None without other ranks."""
         return None if self._journey is None else self._journey.form
 
     @property
@@ -61,7 +61,7 @@ class Directions:
 
     @property
     def memory(self) -> list[Tensor]:
-        """Tensors that stay from step to step."""
+        """Tensors that live from step to step."""
         return [] if self._roll is None else [self._roll.own]
 
     def begin(self) -> Tensor:
@@ -70,7 +70,7 @@ class Directions:
         return self._held
 
     def send(self) -> None:
-        """Begins to send them to the matrices' owners."""
+        """Begins to send the directions to the matrices' owners."""
         if self._journey is not None:
             self._journey.send(self._held)
 
@@ -78,7 +78,7 @@ class Directions:
         """Orthogonalizes the matrices that this rank owns, and begins to send them back.
 
         Args:
-            stepped: indices of the parameters that have a gradient here. Others are left out if no other rank knows.
+            stepped: indices of the parameters that have a gradient here. Without other ranks, others are left out.
         """
         if self._journey is not None:
             self._journey.orthogonalize()
@@ -88,28 +88,28 @@ class Directions:
                 _orthogonalize(matrix, self._held[first : first + matrix.numel])
 
     def receive(self) -> Tensor:
-        """Waits for the orthogonalized directions, which stand where the others stood; the memory is given away."""
-        held, self._held = self._held, torch.empty(0, device="cpu")  # a view of it would keep the memory
+        """Waits for the orthogonalized directions, which replace the others in memory; gives the memory away."""
+        held, self._held = self._held, torch.empty(0, device="cpu")  # a view would keep the memory
         if self._journey is not None:
             self._journey.receive(held)
         return held
 
 
 def _orthogonalize(matrix: Matrix, elements: Tensor) -> None:
-    """Replaces the elements of a whole matrix, 1-D, by those of the orthogonalized one."""
+    """Orthogonalizes a whole matrix in place, given its elements, 1-D."""
     if matrix.numel:
         x = elements.view(matrix.rows, matrix.cols)
         x.copy_(matrix.newton_schulz(x))
 
 
 class Journey(NamedTuple):
-    """The form of the first message with directions: an :class:`Opening`.
+    """The shape of the first message with directions: an :class:`Opening`.
 
     Attributes:
         ranks: the ranks.
-        is_copied: whether it is a broadcast by each owner, in parts of one message, or each rank sends to each owner.
-        chunks: where the message's parts for or by each owner begin, by a roll, and the end of the last.
-        rolls: where the rolls begin in what is received.
+        is_copied: True if each owner broadcasts a part of the message; False if each rank sends to each owner.
+        chunks: offsets of the message's parts for or by each owner, which begin with rolls, and the end of the last.
+        rolls: offsets of the rolls in the received message.
         received: elements from each rank.
     """
 
@@ -141,12 +141,12 @@ class _Roll:
     """This rank's roll in front of each owner's directions.
 
     Args:
-        plan: the ranks' agreement.
+        plan: the ranks' plan.
         wave: the matrices.
 
     Attributes:
-        numel: elements that it takes.
-        own: this rank's entries, on the device of the last message.
+        numel: elements of the roll.
+        own: this rank's answers, on the device of the last message.
     """
 
     def __init__(self, plan: Plan, wave: Wave) -> None:
@@ -156,15 +156,15 @@ class _Roll:
         self.numel = padded(-(-len(self.own) // BYTES))
 
     def enter(self, message: Tensor, begins: Sequence[int]) -> None:
-        """Writes the roll at these places of a message: bfloat16, 1-D."""
+        """Writes the roll at these offsets of a message: bfloat16, 1-D."""
         self.own = self.own.to(message.device)
         for begin in begins:
             message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] = self.own
 
     def check(self, message: Tensor, begins: Sequence[int]) -> None:
-        """Reads the rolls of all ranks at these places; raises RuntimeError if they differ.
+        """Reads the rolls of all ranks at these offsets; raises RuntimeError if they differ.
 
-        On a GPU, whose stream the host would have to wait for, they are not read.
+        Does nothing on a GPU, as the host would have to wait for its stream.
         """
         if message.is_cuda:
             return
@@ -173,13 +173,13 @@ class _Roll:
 
 
 class _Journey(ABC):
-    """How directions travel.
+    """The transport of directions.
 
     Args:
         wave: the matrices.
-        first: where their elements on this rank begin.
-        chunks: where the directions for each owner begin, by its roll, and the end of the last.
-        roll: this rank's.
+        first: offsets of the matrices' elements on this rank.
+        chunks: offsets of the directions for each owner, which begin with a roll, and the end of the last.
+        roll: this rank's roll.
     """
 
     def __init__(self, wave: Wave, first: Sequence[int], chunks: Sequence[int], roll: _Roll) -> None:
@@ -191,17 +191,17 @@ class _Journey(ABC):
 
     @property
     def form(self) -> Journey:
-        """The form of its first message."""
+        """The shape of the first message."""
         return Journey(self._ranks, True, self._chunks, self._chunks[:-1], ())
 
     def _owned_by(self, rank: int) -> Iterator[tuple[Matrix, int]]:
-        """The matrices of an owner, and where their elements begin on this rank."""
+        """The matrices of an owner, and the offsets of their elements on this rank."""
         for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
             if owner == rank:
                 yield matrix, first
 
     def _chunk(self, owner: int) -> slice:
-        """Where the roll and this rank's elements of an owner's matrices are."""
+        """The place of the roll and of this rank's elements of an owner's matrices."""
         return slice(self._chunks[owner], self._chunks[owner + 1])
 
     def _wait(self) -> None:
@@ -216,10 +216,10 @@ class _Journey(ABC):
 
     @abstractmethod
     def orthogonalize(self) -> None:
-        """Orthogonalizes what this rank owns, and begins to send it back."""
+        """Orthogonalizes the matrices that this rank owns, and begins to send them back."""
 
     def receive(self, held: Tensor) -> None:
-        """Waits for what was sent back, and puts it where this rank's elements were."""
+        """Waits for the orthogonalized directions, and replaces this rank's elements by them."""
         self._wait()
         if self._there is not held:
             held.copy_(self._there)
@@ -227,7 +227,7 @@ class _Journey(ABC):
 
 
 class _Copies(_Journey):
-    """Where each rank has all elements: an owner has nothing to wait for, and sends its matrices to all."""
+    """Transport if each rank has all elements: an owner waits for nothing, and sends its matrices to all ranks."""
 
     def orthogonalize(self) -> None:
         for matrix, first in self._owned_by(self._ranks.rank):
@@ -245,8 +245,8 @@ class _Piece(NamedTuple):
     """One rank's elements of a matrix that this rank owns.
 
     Attributes:
-        first: where they begin in the memory in which the owner gathers them.
-        region: which elements of the parameter they are.
+        first: offset in the memory in which the owner gathers elements.
+        region: the elements' place in the parameter.
     """
 
     first: int
@@ -254,11 +254,11 @@ class _Piece(NamedTuple):
 
 
 class _Parts(_Journey):
-    """Where the ranks have parts: an owner gathers them, all its matrices' by one exchange."""
+    """Transport if the ranks have parts: an owner gathers the parts of all its matrices by one exchange."""
 
     def __init__(self, wave: Wave, first: Sequence[int], chunks: Sequence[int], roll: _Roll) -> None:
         super().__init__(wave, first, chunks, roll)
-        self._rolls: list[int] = []  # where those of all ranks are in what was gathered
+        self._rolls: list[int] = []  # offsets of all ranks' rolls in the gathered memory
         chunks_of = [self._chunk(owner) for owner in range(self._size)]
         self._sent = [chunk.stop - chunk.start for chunk in chunks_of]
         self._owned = [matrix for matrix, _ in self._owned_by(self._ranks.rank)]

@@ -1,4 +1,4 @@
-"""The matrices of a step whose directions are orthogonalized: which there are, who computes them, and when."""
+"""The matrices of a step whose directions are orthogonalized: their shapes, their owners, and their waves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardopt.step.inputs import Input
 
 BYTES = 2  # of an element of a direction: bfloat16
 _ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
-_SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples spread evenly, and so does every other one of them
+_SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples, and every second one of them, spread evenly
 
-#: Waves whose directions are in memory at a time: one that arrives, one that is computed and one that goes back.
+#: Waves whose directions are in memory at a time: one arrives, one is computed and one goes back.
 LIVE_WAVES = 3
 
 
@@ -33,16 +33,16 @@ class Matrix:
         tensor: index of the optimizer's parameter in the step.
         part: index of the parameter's slice.
         spec: describes the slice's state.
-        rows: of the matrix.
-        cols: of the matrix.
-        start: its first element in the flattened parameter of the model.
-        first: where this rank's part of it begins in the local tensor.
-        division: how ranks divide it; None where this rank holds all of it.
-        regions: what each rank holds of it; without a division, the whole.
-        number: the parameter's index among those of the model.
+        rows: the matrix's rows.
+        cols: the matrix's columns.
+        start: index of the matrix's first element in the flattened parameter of the model.
+        first: index in the local tensor of the matrix's first element on this rank.
+        division: how ranks divide the matrix; None if this rank holds the whole matrix.
+        regions: the matrix's part on each rank; without a division, the whole matrix.
+        number: the parameter's index among the model's.
         group: index of the param group.
         scale: factor of the learning rate.
-        newton_schulz: what orthogonalizes it.
+        newton_schulz: orthogonalizes the matrix.
     """
 
     tensor: int
@@ -71,25 +71,25 @@ class Matrix:
 
     @property
     def flops(self) -> int:
-        """Multiplications that it takes to orthogonalize it."""
+        """Multiplications of the orthogonalization."""
         return self.newton_schulz.flops(self.rows, self.cols)
 
     def workspace(self, device_type: str) -> int:
-        """Bytes that its owner takes while it computes it, on a device of this type."""
+        """Bytes that the orthogonalization takes on the owner, on a device of this type."""
         return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
 def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
-    """The matrices of one of the optimizer's parameters, in order, also those of which this rank holds nothing.
+    """The matrices of one of the optimizer's parameters, in order, even if this rank holds nothing of them.
 
     Args:
         index: the parameter's index in the step.
-        parameter: its description.
+        parameter: the parameter's description.
         orthogonalized: the options.
 
     Raises:
-        ValueError: it is no matrix, or ``split`` does not fit it.
-        RuntimeError: it is sharded in a way that is not known here.
+        ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
+        RuntimeError: the parameter is sharded in a way that is not known here.
     """
     assert parameter.spec is not None
     for place, part in enumerate(parameter.spec.slices):
@@ -127,7 +127,7 @@ def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple
     """First element, rows and columns of each matrix of a parameter. Convolutions are ``(out, everything else)``.
 
     Raises:
-        ValueError: there are none of these rows.
+        ValueError: the parameter has too few dimensions, or its rows are not the sum of ``split``.
     """
     if len(shape) < 2:
         raise ValueError(
@@ -154,8 +154,8 @@ class Wave(NamedTuple):
     """Matrices whose directions travel together.
 
     Attributes:
-        matrices: in the order in which their directions lie in memory: by owner.
-        owners: the rank that computes each.
+        matrices: in the order of their directions in memory: by owner.
+        owners: the rank that computes each matrix.
     """
 
     matrices: tuple[Matrix, ...]
@@ -163,19 +163,19 @@ class Wave(NamedTuple):
 
     @property
     def division(self) -> Division | None:
-        """The division of one of the matrices. All have the same ranks, and all are copied or none is."""
+        """The division of the first matrix. All matrices have the same ranks, and all are copied or none is."""
         return self.matrices[0].division
 
 
 def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[Wave]:
     """Divides the matrices of one device among the ranks, by cost, and into waves.
 
-    It depends on the parameters and their sharding alone, so that all ranks come to the same result.
+    The result depends on the parameters and their sharding alone, so that it is equal on all ranks.
 
     Args:
-        matrices: in the same order on all ranks.
+        matrices: in an order that is equal on all ranks.
         memory: bytes that a step may take; a parameter that needs more is a wave by itself.
-        device_type: of the device that computes them.
+        device_type: type of the device that computes the matrices.
     """
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
@@ -189,19 +189,19 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[
 
 
 def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
-    """The waves of matrices that the same ranks divide, whose directions may take so much memory."""
+    """The waves of matrices that the same ranks divide, whose directions may take ``memory`` bytes."""
     size = len(matrices[0].regions)
     costliest_first = sorted(range(len(matrices)), key=lambda index: -matrices[index].flops)
     loads, owner_of = [0] * size, {}
     for index in costliest_first:
         matrix = matrices[index]
-        # Where several have done the least, not always the first: with released gradients each step has one matrix.
+        # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
         first = (matrix.number * _SCATTER % 2**32) * size >> 32
         owner = min(range(size), key=lambda rank: (loads[rank], (rank - first) % size))
         loads[owner] += matrix.flops
         owner_of[index] = owner
     limit = memory // LIVE_WAVES
-    slices: dict[tuple[int, int], list[int]] = {}  # those of a parameter are in one wave: its blocks are coded together
+    slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
     for index in costliest_first:
         slices.setdefault((matrices[index].tensor, matrices[index].part), []).append(index)
     wave: list[int] = []
@@ -222,7 +222,7 @@ def _wave(matrices: Sequence[Matrix], indices: Sequence[int], owner_of: Mapping[
 
 
 def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
-    """Bytes per rank of a matrix's directions: the rank's own, and what its owner gathers."""
+    """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
     taken = np.array([BYTES * padded(region.numel) for region in matrix.regions])
     if matrix.division is not None and not matrix.division.is_copied:
         taken[owner] += taken.sum()
@@ -230,5 +230,5 @@ def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
 
 
 def padded(numel: int) -> int:
-    """Elements that a direction takes, so that the next one is aligned for the kernels."""
+    """Elements that a direction takes with padding, so that the next one is aligned for the kernels."""
     return -(-numel // _ALIGNED) * _ALIGNED

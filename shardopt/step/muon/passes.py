@@ -1,4 +1,4 @@
-"""The kernels' passes over the rows of a wave: one that gives directions, and one that moves parameters by them."""
+"""The kernels' passes over the rows of a wave: one computes directions, and one moves parameters by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIRECTION = WeightFormat(torch.bfloat16)
 #: This rank's parts of a parameter and its gradient, by the parameter's index.
 Operands = Callable[[int], tuple[Tensor, Tensor]]
 
-#: What is copied for the step of some parameters, and the index of the only one if it is not contiguous.
+#: Operands that are copied for the step of some parameters, and the index of the only one if it is not contiguous.
 Alike = tuple[Offload, int | None]
 
 
@@ -34,10 +34,10 @@ class Passes:
 
     Args:
         wave: the matrices.
-        directions: of the wave.
-        device: of the parameters.
-        key: what is alike for the rows.
-        rows: of :data:`shardopt.step.rows.ROW`.
+        directions: the wave's directions.
+        device: the parameters' device.
+        key: properties that the rows have in common.
+        rows: rows of :data:`shardopt.step.rows.ROW`.
         matrices: the place in the wave of each row's matrix.
     """
 
@@ -83,7 +83,7 @@ class Passes:
         residency: StateResidency,
         operands: Operands,
     ) -> None:
-        """Takes the gradients and options of a step. The first time, takes the memory that the calls need."""
+        """Takes the gradients and options of a step. The first call allocates the memory that the kernels need."""
         of_momentum = groups.on(self._momentum.kernels)
         of_apply = groups.on(self._apply.kernels, self._scaled)
         self._prepare_momentum = partial(
@@ -116,7 +116,7 @@ class Passes:
         return self._momentum.call
 
     def apply(self, directions: Tensor) -> None:
-        """The pass over the parameters."""
+        """Takes the pass over the parameters."""
         entries = self._apply.tables.entries
         changed = _point(entries["gradient"], directions, self._offsets)
         if self._operands is not None:
@@ -132,12 +132,12 @@ class Passes:
 
 
 def _point(addresses: npt.NDArray[np.uint64], tensor: Tensor, offsets: npt.NDArray[np.uint64]) -> bool:
-    """Puts the addresses of a tensor's elements into a column of a table; returns whether they are new.
+    """Writes the addresses of a tensor's elements into a column of a table; returns whether they are new.
 
     Args:
         addresses: the column.
         tensor: contiguous.
-        offsets: of the elements, in bytes.
+        offsets: the elements' offsets, in bytes.
     """
     new = np.uint64(tensor.data_ptr()) + offsets
     if np.array_equal(addresses, new):

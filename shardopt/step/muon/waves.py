@@ -26,14 +26,14 @@ from shardopt.step.rows import ROW, Group
 
 
 class _Planned:
-    """A wave with what does not change from step to step: the cut blocks of flat shards, rows, and their matrices."""
+    """A wave with the cut blocks of flat shards, rows, and their matrices, which do not change from step to step."""
 
     def __init__(self, wave: Wave, flat_cuts: FlatCuts, plan: Plan) -> None:
         self.wave, self.flat_cuts, self._plan = wave, flat_cuts, plan
         self.rows, self.places = np.zeros(0, ROW), np.zeros(0, np.int64)
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
-        """Takes its rows from a table."""
+        """Takes the wave's rows from a table."""
         tensors, elements = table["tensor"], table["element"]
         places = np.full(len(table), -1)
         for place, matrix in enumerate(self.wave.matrices):
@@ -44,7 +44,7 @@ class _Planned:
     def step(
         self, device: torch.device, stepped: Mapping[Alike, Sequence[int]], cuts: Mapping[int, CutParameter]
     ) -> WaveStep:
-        """The step of these parameters; see :meth:`Waves.steps`."""
+        """The wave's step; see :meth:`Waves.steps`."""
         tensors = {matrix.tensor for matrix in self.wave.matrices}
         blocks = CutBlocks(self._plan, [cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
         passes = {}
@@ -61,7 +61,7 @@ class Waves:
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
-        plan: the ranks' agreement.
+        plan: the ranks' plan.
     """
 
     def __init__(self, inputs: Sequence[Input], groups: Sequence[Group], plan: Plan) -> None:
@@ -73,7 +73,7 @@ class Waves:
                 by_device.setdefault(parameter.device, []).extend(matrices_of(index, parameter, orthogonalized))
                 memory.append(orthogonalized.memory)
         self._waves: dict[torch.device, list[_Planned]] = {}
-        # By the indices of parameter and slice: where its matrices begin in the local tensor, and its cut blocks.
+        # By the indices of parameter and slice: offsets of its matrices in the local tensor, and its cut blocks.
         self._begins: dict[tuple[int, int], list[int]] = {}
         self._cuts: dict[tuple[int, int], FlatCuts] = {}
         for device, matrices in by_device.items():
@@ -96,11 +96,11 @@ class Waves:
         return (index, 0) in self._cuts
 
     def cuts_of(self, index: int, part: int) -> FlatCuts | None:
-        """The cut blocks that are exchanged together with those of a parameter's slice."""
+        """The cut blocks that are exchanged together with a slice's cut blocks."""
         return self._cuts.get((index, part))
 
     def begins_in(self, index: int, part: int) -> Sequence[int]:
-        """The elements of a parameter's slice that begin a matrix, but for its first one."""
+        """The elements of a parameter's slice that begin a matrix, except the first one."""
         first, *others = self._begins.get((index, part), [0])
         return [begin - first for begin in others]
 
@@ -116,9 +116,9 @@ class Waves:
         """The steps of a device's waves.
 
         Args:
-            device: of the parameters.
+            device: the parameters' device.
             stepped: the indices of the parameters with a gradient.
-            cuts: what the owners of their blocks exchange, where column shards cut blocks.
+            cuts: the parameters with column shards that cut blocks.
         """
         return [planned.step(device, stepped, cuts) for planned in self._waves.get(device, [])]
 
@@ -127,11 +127,11 @@ class WaveStep:
     """The step of the parameters of one wave that have a gradient.
 
     Args:
-        wave: the matrices, also those of parameters that have none.
-        device: of the parameters.
-        rows: of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
+        wave: the matrices, including those of parameters without a gradient.
+        device: the parameters' device.
+        rows: rows of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
         cuts: the blocks that ranks share.
-        plan: the ranks' agreement.
+        plan: the ranks' plan.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class WaveStep:
 
     @property
     def journey(self) -> Journey | None:
-        """How its directions travel to other ranks; None without any."""
+        """The message of directions to other ranks; None without other ranks."""
         return self._directions.journey
 
     @property
     def memory(self) -> list[Tensor]:
-        """Tensors that stay from step to step and are no state."""
+        """Tensors that live from step to step and are no state."""
         return [*self._directions.memory, *self.cuts.memory]
 
     @property
@@ -176,45 +176,45 @@ class WaveStep:
             passes.update(watched, groups, scaling, skipped, residency, operands)
 
     def begin(self) -> None:
-        """The momentum's pass over this rank's elements; the directions begin to travel."""
+        """Takes the momentum's pass over this rank's elements, and begins to send the directions."""
         memory = self._directions.begin()
         run_phases([passes.momentum_into(memory) for passes in self._passes], self.cuts)
         self._directions.send()
 
     def orthogonalize(self) -> None:
-        """The matrices that this rank owns; they begin to travel back."""
+        """Orthogonalizes the matrices that this rank owns, and begins to send them back."""
         self._directions.orthogonalize(self._stepped)
 
     def apply(self) -> None:
-        """The parameters' pass."""
+        """Receives the directions, and takes the parameters' pass."""
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
 
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
-    """The form of what :func:`run_waves` sends until it reads a roll."""
-    found: list[Opening] = []
+    """The shapes of the messages that :func:`run_waves` sends until it reads a roll."""
+    openings: list[Opening] = []
     journeys = [wave.journey for wave in waves]
     for number in range(len(waves) + 2):
         arriving, computed, returning = (
             journeys[at] if 0 <= at < len(waves) else None for at in (number, number - 1, number - 2)
         )
         if number < len(waves) and waves[number].cuts:
-            return [*found, *waves[number].cuts.openings()]
+            return [*openings, *waves[number].cuts.openings()]
         if arriving is not None and not arriving.is_copied:
-            found.append(arriving)
+            openings.append(arriving)
         if computed is not None and not computed.is_copied:
             break
         if computed is not None:
-            found.append(computed)
+            openings.append(computed)
         if returning is not None and returning.is_copied:
             break
-    return found
+    return openings
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
-    """Takes the steps of all waves of a device: while one is computed, the next travels, and the last one returns."""
+    """Takes the steps of all waves of a device: while one is computed, the next arrives, and the last returns."""
     for number in range(len(waves) + 2):
         if number < len(waves):
             waves[number].begin()

@@ -192,7 +192,7 @@ def test_a_model_is_let_go(orig: bool) -> None:
         assert alive() is None
     optimizer = shardopt.AdamW8bit(make_odds(use_orig_params=orig)[1].parameters(), **SMALL)
     gc.collect()
-    with pytest.raises(UnknownShardError, match="which does not say what part of the model's it holds"):
+    with pytest.raises(UnknownShardError, match="that does not say which elements it holds"):
         optimizer.step()
 
 

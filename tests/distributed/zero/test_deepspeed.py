@@ -204,7 +204,7 @@ def _raises(settings: dict[str, Any], error: type[Exception], match: str, given:
         (config(1, params={"max_grad_norm": 1.0}), "got max_grad_norm.*set gradient_clipping"),
         (config(2, params={"offload": "state"}), "offload: got 'state' under DeepSpeed.*offload_optimizer"),
         (config(2, zero={"elastic_checkpoint": True}), "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
-        (config(2, zero=ZENFLOW), "zenflow: got one, expected none; leave it out"),
+        (config(2, zero=ZENFLOW), "zenflow: got a setting, expected null; leave zenflow out"),
     ],
 )
 def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: str) -> None:
