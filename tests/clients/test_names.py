@@ -204,7 +204,7 @@ def test_muon_gets_groups_of_the_model(find: Any) -> None:
 
 
 def test_muon_without_a_model_is_refused(find: Any) -> None:
-    with pytest.raises(ValueError, match="optim: got Muon8bit where the trainer passes no model"):
+    with pytest.raises(ValueError, match="optim: got Muon8bit from a trainer that passes no model"):
         find(Args("shardopt_muon_8bit"))
 
 
