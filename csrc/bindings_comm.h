@@ -16,7 +16,7 @@ using LayoutArguments = std::tuple<uint64_t, int64_t, int64_t, int64_t, int64_t>
 
 inline MessageLayout message_layout(const LayoutArguments& of) {
   const auto [parts, count, blocks, numel, bytes] = of;
-  if (count < 1 || blocks < 1) throw std::invalid_argument("got a layout without blocks, expected one");
+  if (count < 1 || blocks < 1) throw std::invalid_argument("got a layout without blocks, expected blocks");
   return {reinterpret_cast<const MessagePart*>(parts), count, blocks, numel, bytes};
 }
 

@@ -48,8 +48,8 @@ class DdpReducer:
     def _begin(self) -> None:
         if not self._replica.require_backward_grad_sync:
             raise RuntimeError(
-                "got a backward pass within no_sync(), expected none with ordered_gradients: it adds gradients before "
-                "they are sent; leave no_sync() out, sums wait on their owners"
+                "got a backward pass within no_sync() with ordered_gradients, expected a pass outside of no_sync(), "
+                "which adds gradients before they are sent; leave no_sync() out, sums wait on their owners"
             )
         self._progress.begin()
 
@@ -114,8 +114,8 @@ class DdpReducer:
         is_behind = not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())
         if is_behind and self._progress.has_changed(self._replica.parameters()):
             raise RuntimeError(
-                "got a backward pass that DistributedDataParallel does not reduce, expected one that it does: call it, "
-                "not its module, outside of no_sync()"
+                "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
+                "call DistributedDataParallel, not its module, outside of no_sync()"
             )
         current = {id(reduction) for reduction, _ in self._of.values()}
         self._buckets = {key: bucket_sums for key, bucket_sums in self._buckets.items() if id(bucket_sums) in current}

@@ -176,8 +176,8 @@ class FsdpReducer:
 def _check_factor(name: str, group: Any, wanted: float | None) -> None:
     if group.gradient_divide_factor != wanted:
         raise RuntimeError(
-            f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected none: ordered "
-            "gradients are means over the micro-batches"
+            f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected no such call, as "
+            "ordered gradients are means over the micro-batches; leave it out"
         )
 
 
@@ -187,8 +187,8 @@ def _always(method: str) -> Any:
     def call(flag: bool, *, recurse: bool = True) -> None:
         if not flag:
             raise RuntimeError(
-                f"got {method}(False), expected none with ordered_gradients: it adds gradients before they are sent; "
-                "leave it out, sums wait on their owners"
+                f"got {method}(False) with ordered_gradients, expected {method}(True), as False adds gradients before "
+                "they are sent; leave the call out, sums wait on their owners"
             )
 
     return call
@@ -226,13 +226,13 @@ def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
         _check_factor(name, group, None)
         if not (group.reduce_grads and group.all_reduce_grads):
             raise RuntimeError(
-                f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True: "
-                "they add gradients before they are sent"
+                f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True, as "
+                "False adds gradients before they are sent; leave the call out"
             )
         managed.update(id(param.sharded_param) for param in group.fsdp_params)
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in managed:
             raise ValueError(
-                f"{name}: got a parameter outside of all modules that fully_shard made, expected none: nothing reduces "
-                "its gradient; call fully_shard on the module that has it"
+                f"{name}: got a parameter outside of all modules that fully_shard made, expected all parameters within "
+                "such modules, as others' gradients are not reduced; call fully_shard on the module that has it"
             )

@@ -58,12 +58,13 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
     _check_agreement(groups, micro_batches, wire)
     if micro_batches < 1 or micro_batches % ranks:
         raise ValueError(
-            f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}: each rank has as "
-            "many of a step; change one of them"
+            f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}, as all ranks take "
+            "equally many; change one of the numbers"
         )
     if is_counted(list(model.parameters())):
         raise RuntimeError(
-            "got a model whose gradients are ordered already, expected one call; leave the second one out"
+            "got a model whose gradients are ordered already, expected one call of ordered_gradients; leave the second "
+            "call out"
         )
     progress = Progress(model.named_parameters(), micro_batches, ranks)
     if sharded:
@@ -101,21 +102,23 @@ def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], list[DistributedData
     if sharded and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(
             f"got PyTorch {torch.__version__}, expected 2.9 or newer, whose FSDP2 lets its reduce-scatter be replaced; "
-            "install one, or use DistributedDataParallel(model)"
+            "install it, or use DistributedDataParallel(model)"
         )
     replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
     for replica in replicas:
         if replica._comm_hooks:
             raise RuntimeError(
                 "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
-                "ordered_gradients register one), expected none: it can have no second; make it without"
+                "ordered_gradients register one), expected one without a hook, as it can have only one; make it "
+                "without a hook"
             )
     if sharded and replicas:
-        raise TypeError("got both FSDP2 and DistributedDataParallel, expected one of them; wrap the model by one")
+        raise TypeError("got both FSDP2 and DistributedDataParallel, expected only one; wrap the model by one of them")
     if not sharded and not replicas and dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
             f"got {type(model).__name__} without FSDP2 and without DistributedDataParallel on {dist.get_world_size()} "
-            "ranks, expected one of them; call this after fully_shard(model) or DistributedDataParallel(model)"
+            "ranks, expected a model wrapped by one of the two; call this after fully_shard(model) or "
+            "DistributedDataParallel(model)"
         )
     return {name: module for name, module in sharded.items() if groups_of(module)}, replicas
 

@@ -125,7 +125,8 @@ class Progress:
                 if getattr(param, "_post_accumulate_grad_hooks", None):
                     raise RuntimeError(
                         f"{name}: got a hook after its gradient's accumulation (release_gradients registers one), "
-                        "expected none: it would see the step's gradient before all micro-batches are in it"
+                        "expected a parameter without such a hook, which would see gradients before all micro-batches "
+                        "are in them; remove the hook"
                     )
         self._is_running, self._task = True, task
         self._at_begin = self._with_gradient()
@@ -157,8 +158,9 @@ class Progress:
     def _check_left(self) -> None:
         if not self._left:
             raise RuntimeError(
-                "got no gradient in any of the parameters that ordered_gradients was given, expected some: the model "
-                "has other ones since; call ordered_gradients after to_empty() and load_state_dict(assign=True)"
+                "got a backward pass without gradients in the parameters that ordered_gradients was given, expected "
+                "the model to have kept its parameters; call ordered_gradients after to_empty() and "
+                "load_state_dict(assign=True), which replace parameters"
             )
 
     def has_changed(self, params: Iterable[Parameter]) -> bool:
@@ -208,8 +210,8 @@ class Progress:
             return  # thrown away
         if self.has_any(param for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
-                f"got step() after {self.done} of {self.passes} backward passes, expected it after all of a step's "
-                f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw them away"
+                f"got step() after {self.done} of {self.passes} backward passes, expected step() after all of its "
+                f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw their gradients away"
             )
 
 

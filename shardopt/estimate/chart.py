@@ -26,7 +26,8 @@ def draw(rows: Sequence[Row], path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"got no {error.name}, expected it for the chart; pip install 'shardopt[plot]', or leave --chart out"
+            f"got --chart without the package {error.name}, expected {error.name} to be installed; pip install "
+            "'shardopt[plot]', or leave --chart out"
         ) from None
     bars = []
     for row in rows:

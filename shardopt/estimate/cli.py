@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if (args.size is None) == (args.config is None):
         got = "neither" if args.size is None else "both"
-        parser.error(f"got {got} of a size and --config, expected one of them, such as: shardopt estimate 7B")
+        parser.error(f"got {got} of a size and --config, expected exactly one, such as: shardopt estimate 7B")
     try:
         model = _model(args)
         rows = ladder(model)

@@ -32,8 +32,8 @@ class _Config:
         if name is None:
             if default is None:
                 raise ValueError(
-                    f"{self.where}: got no {' or '.join(names)}, expected it; add the key, or give the number of "
-                    "parameters instead"
+                    f"{self.where}: got a config without {' or '.join(names)}, expected the key; add it, or give the "
+                    "number of parameters instead"
                 )
             return default
         value = self._values[name]

@@ -96,7 +96,7 @@ class Setup:
             )
         if self.release_gradients and not self._backend.releases:
             raise ValueError(
-                f"release_gradients: got it with {self.backend}, which steps all parameters together, expected "
+                f"release_gradients: got True with {self.backend}, which steps all parameters together, expected "
                 "single, ddp or fsdp2"
             )
         if self.micro_batches is not None and (self.release_gradients or not self._backend.orders):
@@ -107,7 +107,8 @@ class Setup:
             )
         if self.micro_batches is not None and (self.micro_batches < 1 or self.micro_batches % self.world_size):
             raise ValueError(
-                f"micro_batches: got {self.micro_batches} on {self.world_size} ranks, expected a multiple of that"
+                f"micro_batches: got {self.micro_batches} on {self.world_size} ranks, expected a multiple of "
+                f"{self.world_size}"
             )
         check(self.backend, self._backend.zero_stage, self.zero_offload, self.dtype, self.options.get("offload"))
         if self.options.get("offload") == "step" and not self._backend.steps_on_host:
@@ -121,13 +122,13 @@ class Setup:
         offload = self.options.get("offload")
         if bytes_of(self.options.get("device_state_budget", 0)) and offload is None:
             raise ValueError(
-                f"device_state_budget: got {self.options['device_state_budget']!r} without offload, expected it with "
-                "one, of which it is the rest; add offload='state' or 'step', or leave it out"
+                f"device_state_budget: got {self.options['device_state_budget']!r} without offload, expected "
+                "offload='state' or 'step' beside it; add offload, or leave device_state_budget out"
             )
         if self.waiting_gradients != deferred.MOST_WAITING and not (self.release_gradients and offload == "step"):
             raise ValueError(
                 f"waiting_gradients: got {self.waiting_gradients} without release_gradients and offload='step', "
-                "expected both, where alone gradients wait; add them, or leave it out"
+                "expected both options beside it, as gradients wait only then; add them, or leave waiting_gradients out"
             )
 
     @property

@@ -132,7 +132,7 @@ class Internals:
         if self.released is not None:
             raise RuntimeError(
                 "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
-                "on the first one"
+                "on the first release"
             )
         self.released = released
         self._has_stepped = True  # or will have, in backward passes

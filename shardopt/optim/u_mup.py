@@ -81,14 +81,14 @@ class UMup:
         if len(distinct) > 1:
             shown = ", ".join(f"{name} ({self._known(param, name).kind})" for name in names)
             raise ValueError(
-                f"got one parameter with the names {shown}, expected one kind; say which by kinds=..., with a pattern "
-                "for each name, or do not share the parameter"
+                f"got one parameter with the names {shown}, expected one kind for all names; give it by kinds=..., "
+                "with a pattern for each name, or do not share the parameter"
             )
         (known,) = distinct
         if known.kind is None:
             raise ValueError(
-                f"got parameter {names[0]} of unknown kind, expected one of a module of shardopt.unit or unit_scaling; "
-                f'say what it is, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
+                f"got parameter {names[0]} of unknown kind, expected a parameter of a module of shardopt.unit or "
+                f'unit_scaling; give its kind, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
             )
         depth = 1.0 if known.depth is None else known.depth**-0.5
         return depth * fan_in(shape) ** -0.5 if known.kind == "weight" else depth

@@ -179,8 +179,8 @@ def _check(params: list[Tensor]) -> None:
     pending = sum(param.grad is not None for param in params)
     if pending:
         raise RuntimeError(
-            f"got {pending} parameters that have a gradient, expected none; call optimizer.step() if they are to be "
-            "stepped, and optimizer.zero_grad()"
+            f"got {pending} parameters that have a gradient, expected parameters without gradients; call "
+            "optimizer.step() if the gradients are to be used, and optimizer.zero_grad()"
         )
     if any(isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params):
         raise RuntimeError(

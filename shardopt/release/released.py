@@ -114,11 +114,11 @@ class ReleasedParameters:
         parameter = self._parameters[param]
         if parameter.stepped:
             raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got a second gradient since the last optimizer.step(), but "
-                "the first one was released: expected one backward pass per optimizer.step(); call optimizer.step() "
-                "after each, or optimizer.zero_grad() after one that failed, and do not accumulate gradients over "
-                "several (take a larger batch instead, or remove() the release). Where a parameter is used in several "
-                "reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
+                f"{parameter.name} {tuple(param.shape)}: got a second gradient since the last optimizer.step(), though "
+                "the first one was released, expected one backward pass per optimizer.step(); call optimizer.step() "
+                "after each pass, or optimizer.zero_grad() after a pass that failed, and do not accumulate gradients "
+                "over several passes (take a larger batch instead, or remove() the release). If a parameter is used in "
+                "several reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
             )
         if parameter.read_early or parameter.pending is not None:
             raise RuntimeError(
@@ -190,8 +190,8 @@ class ReleasedParameters:
         """
         if closure is not None:
             raise RuntimeError(
-                "got a closure while gradients are released, expected none: the closure's backward pass would itself "
-                "be a step; call backward() before optimizer.step(), or remove() the release"
+                "got a closure while gradients are released, expected step() without a closure, whose backward pass "
+                "would itself be a step; call backward() before optimizer.step(), or remove() the release"
             )
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(

@@ -148,8 +148,8 @@ def _state_of(unit: TransferUnit, state: Mapping[str, Any] | None, name: str, *,
         has_elements = unit.local.numel() > 0
         if is_bare(state) or has_elements:
             raise ValueError(
-                f"{name}: got state of {', '.join(map(str, state)):.160}, expected that of {unit.segment.name}; load "
-                "what state_dict() gave for this model, sharded alike, or use shardopt.checkpoint"
+                f"{name}: got state of {', '.join(map(str, state)):.160}, expected state of {unit.segment.name}; load "
+                "a state dict of this model, sharded alike, or use shardopt.checkpoint"
             )
     return unit.state_in(state) if quantized else unit.present_in(state)
 
@@ -184,7 +184,7 @@ def _has_format(group: Mapping[str, Any], entries: Entries) -> bool:
     """
     if is_own(group):
         raise ValueError(
-            "got the state of one of shardopt's optimizers, expected that of the bare optimizer or of quantize_state; "
+            "got the state of one of shardopt's optimizers, expected state of the bare optimizer or of quantize_state; "
             "save it with state_dict(dequantize=True)"
         )
     if "codec" not in group:

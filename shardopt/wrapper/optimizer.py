@@ -278,14 +278,15 @@ class QuantizedState(Optimizer):
         for unit in units_of(self.param_groups, local=False):
             if kind is not Kind.ELEMENTWISE and unit.segment is not None:
                 raise RuntimeError(
-                    f"got {name} on a flat tensor of several parameters, expected one that is known to be element by "
-                    "element, as it would take the tensor for one parameter; wrap the model with fully_shard"
+                    f"got {name} on a flat tensor of several parameters, expected an optimizer that is known to be "
+                    "element by element, as others would take the tensor for one parameter; wrap the model with "
+                    "fully_shard"
                 )
             if kind in (Kind.BY_PARAMETER, Kind.TOGETHER) and unit.shard.holders is not None:
                 raise RuntimeError(
-                    f"got {name} on a sharded parameter of shape {unit.shard.global_shape}, expected whole ones: its "
-                    "update of an element depends on others of the parameter, and would depend on the sharding; use an "
-                    "optimizer that is element by element, or DDP"
+                    f"got {name} on a sharded parameter of shape {unit.shard.global_shape}, expected whole parameters, "
+                    "as its update of an element depends on others of the parameter, and so on the sharding; use an "
+                    "optimizer that computes element by element, or DDP"
                 )
         return kind
 
@@ -306,9 +307,9 @@ class QuantizedState(Optimizer):
         numel, least = sum(unit.local.numel() for unit in units), self._entries.options["min_quantized_numel"]
         if numel >= max(least, 1) and not any(self._entries.is_quantized(unit.shard) for unit in units):
             warn_user(
-                f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected some "
-                f"of two dimensions, with {least} elements and rows of 32; import shardopt before a framework flattens "
-                "the parameters, or lower min_quantized_numel",
+                f"quantize_state: got {len(units)} tensors with {numel} elements and none to quantize, expected "
+                f"tensors of two dimensions, with {least} elements and rows of 32; import shardopt before a framework "
+                "flattens the parameters, or lower min_quantized_numel",
                 UserWarning,
             )
 

@@ -216,12 +216,15 @@ def test_bad_sizes(capsys: pytest.CaptureFixture[str], size: str) -> None:
         (json.dumps({**SMALL, "vocab_size": True}), "got vocab_size=True, expected a whole number"),
         (json.dumps({**SMALL, "tie_word_embeddings": 1}), "got tie_word_embeddings=1, expected true or false"),
         *(
-            (json.dumps({key: value for key, value in SMALL.items() if key != left_out}), f"got no {left_out}, ")
+            (
+                json.dumps({key: value for key, value in SMALL.items() if key != left_out}),
+                f"got a config without {left_out}, ",
+            )
             for left_out in SMALL
             if left_out not in ("model_type", "num_key_value_heads")
         ),
         (json.dumps({**SMALL, "num_attention_heads": 1000}), "got num_attention_heads=1000 for hidden_size="),
-        ('{"n_embd": 64, "vocab_size": 5}', "got no n_positions or max_position_embeddings"),
+        ('{"n_embd": 64, "vocab_size": 5}', "got a config without n_positions or max_position_embeddings"),
     ],
 )
 def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:

@@ -196,5 +196,5 @@ def test_low_bits_are_not_dropped_in_float32() -> None:
 def test_state_without_low_bits_is_told() -> None:
     optimizer = trained("bf16")
     optimizer.param_groups[0]["master_weight_bits"] = 24
-    with pytest.raises(RuntimeError, match=r"got state without master_low_bits, expected it beside step"):
+    with pytest.raises(RuntimeError, match=r"got state with step.*, expected master_low_bits, too"):
         optimizer.full_precision_parameters()
