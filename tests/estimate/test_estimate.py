@@ -243,7 +243,7 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--world-size", "2"], "got 'single' with 2 ranks, expected one of ddp"),
         (["7B", "--backend", "ddp", "--world-size", "0"], "got 0, expected at least 1"),
         (["7B", "--waiting-gradients", "0"], "waiting_gradients: got 0, expected at least 1"),
-        (["7B", "--backend", "fsdp1", "--release-gradients"], "got it with fsdp1"),
+        (["7B", "--backend", "fsdp1", "--release-gradients"], "got True with fsdp1"),
         (["7B", "--backend", "fsdp1", "--offload", "step"], "got 'step' with fsdp1"),
         (["7B", "--backend", "zero2", "--release-gradients"], "got it with zero2"),
         (["7B", "--optimizer", "prodigy", "--release-gradients"], "got Prodigy, whose step needs sums over all"),

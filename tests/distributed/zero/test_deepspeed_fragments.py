@@ -85,9 +85,7 @@ def _refuses(settings: dict[str, Any]) -> None:
     engine = stepped_engine(settings, 0)
     params = dict(engine.module.named_parameters())
     large, small = params["up.weight"], params["up.bias"]
-    with pytest.raises(
-        RuntimeError, match=r"got a call before the first step, expected state with exp_avg; take a step"
-    ):
+    with pytest.raises(RuntimeError, match=r"expected state with exp_avg; take a step"):
         safe_get_full_optimizer_state(large, "exp_avg")
     step_engine(engine, 0)
     with pytest.raises(ValueError, match="got 'momentum_buffer', expected a moment of AdamW8bit: exp_avg, exp_avg_sq"):
