@@ -245,7 +245,7 @@ def test_bad_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: s
         (["7B", "--waiting-gradients", "0"], "waiting_gradients: got 0, expected at least 1"),
         (["7B", "--backend", "fsdp1", "--release-gradients"], "got True with fsdp1"),
         (["7B", "--backend", "fsdp1", "--offload", "step"], "got 'step' with fsdp1"),
-        (["7B", "--backend", "zero2", "--release-gradients"], "got it with zero2"),
+        (["7B", "--backend", "zero2", "--release-gradients"], "got True with zero2"),
         (["7B", "--optimizer", "prodigy", "--release-gradients"], "got Prodigy, whose step needs sums over all"),
         (["7B", "--optimizer", "muon", "--offload", "step"], "offload: got 'step' for Muon"),
         (
