@@ -116,3 +116,28 @@ def test_without_locked_memory() -> None:
     step_on(optimizer, params, gradients(1, BF16, SHAPES))
     optimizer.synchronize()
     assert not any(value.is_pinned() for s in optimizer.state.values() for key, value in s.items() if key != "step")
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_sleep(codec: str) -> None:
+    """State leaves the device's memory, which is used by others at once, and comes back while the device is busy."""
+    found = []
+    for sleeps in (False, True):
+        params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), master_weight_bits=24)
+        for t in range(1, 6):
+            step_on(optimizer, params, gradients(t, BF16, SHAPES))
+            if sleeps:
+                torch.cuda._sleep(3_000_000)  # the step before is late
+                optimizer.offload()
+                torch.cuda.empty_cache()
+                others = torch.full((1 << 22,), 7, dtype=torch.uint8, device=CUDA)
+                entries = [x for s in optimizer.state.values() for key, x in s.items() if key != "step"]
+                assert all(not x.is_cuda and x.is_pinned() for x in entries)
+                assert shardopt.memory_report(optimizer).device.scales == 0
+                del others
+            if sleeps and t % 2:
+                optimizer.reload()
+                assert shardopt.memory_report(optimizer).host.state == 0
+        optimizer.synchronize()
+        found.append(snapshot_of(params, optimizer))
+    assert_same(found[1], found[0])

@@ -55,6 +55,7 @@ def _share_flat(wrapper: Any) -> None:
         shared |= _share(master, wrapper.parallel_partitioned_bit16_groups[index][rank])
     if shared:
         wrapper._link_all_hp_params()
+    if shared and "_get_groups_without_padding" not in vars(wrapper):
         without_padding = wrapper._get_groups_without_padding
         # Clones for checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
         wrapper._get_groups_without_padding = lambda groups: [group.clone() for group in without_padding(groups)]

@@ -70,15 +70,29 @@ def swap_what_survives(wrapper: Any) -> None:
 
 
 def move_state_too(wrapper: Any) -> None:
-    """Has ZeRO 3's ``offload_states`` and ``reload_states`` move our state: they know FusedAdam's only.
+    """Has ``offload_states`` and ``reload_states`` of ZeRO move our state, and make one again what was shared before.
 
-    Afterwards masters that were the partitions themselves (:func:`share_copies`) are so again.
+    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. All of them leave masters and
+    parameters apart that :func:`share_copies` had made one.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
     """
-    if type(wrapper).__name__ != "DeepSpeedZeroOptimizer_Stage3":
+    if not hasattr(wrapper, "reload_states"):
         return
+    reload = wrapper.reload_states
+    if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        reload = _move_state_of_stage3(wrapper)
+
+    def reload_states(*args: Any, **kwargs: Any) -> None:
+        reload(*args, **kwargs)
+        share_copies(wrapper)
+
+    wrapper.reload_states = reload_states
+
+
+def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
+    """Replaces ``offload_states``; returns what is to be called as ``reload_states``."""
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
 
@@ -87,7 +101,7 @@ def move_state_too(wrapper: Any) -> None:
     stateless.state = {}
 
     @contextmanager
-    def hidden() -> Iterator[None]:
+    def replaced() -> Iterator[None]:
         wrapper.optimizer = stateless
         try:
             yield
@@ -98,16 +112,16 @@ def move_state_too(wrapper: Any) -> None:
         if include is None or OffloadStateTypeEnum.optim_states in include:
             optimizer.offload()
             optimizer.synchronize()
-        with hidden():
+        with replaced():
             offload(include, *args, **kwargs)
 
     def reload_states(*args: Any, **kwargs: Any) -> None:
-        with hidden():
+        with replaced():
             reload(*args, **kwargs)
         optimizer.reload()
-        share_copies(wrapper)
 
-    wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
+    wrapper.offload_states = offload_states
+    return reload_states
 
 
 def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranks.deepspeed import (
     BF16,
@@ -15,6 +17,7 @@ from ranks.deepspeed import (
     WITHOUT_MASTERS,
     config,
     goes_on_as_whole,
+    masters,
     twins,
 )
 from ranks.offload import offload_from_cpu
@@ -53,6 +56,33 @@ def test_states_go_and_come_back(stage: int, zero: dict[str, Any], sections: dic
         goes_on_as_whole(engine, of)
         for param in engine.module.parameters():
             assert torch.isfinite(safe_get_full_optimizer_state(param, "exp_avg")).all()
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero", "sections"), [case for case in CASES if "params" in case[2]])
+def test_masters_that_are_the_parameters_are_so_again(
+    tmp_path: Path, stage: int, zero: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    """DeepSpeed brings each back to memory of its own. Its checkpoints are as small as before."""
+    of = twins(config(stage, zero=zero, **sections))
+    engine = of.engine(STEPS)
+    wrapper = engine.optimizer
+    rank = dist.get_rank()
+    for _ in range(2):
+        engine.offload_states()  # with buffers of its own even on the CPU
+        engine.reload_states()
+        partitions = (
+            wrapper.fp16_partitioned_groups_flat
+            if stage == 3
+            else [partitions[rank] for partitions in wrapper.parallel_partitioned_bit16_groups]
+        )
+        addresses = [partition.data_ptr() for partition in partitions]
+        assert [flat.data_ptr() for flat, _ in masters(engine)] == addresses
+    engine.save_checkpoint(str(tmp_path))
+    loaded = of.engine(1, seed=1)
+    loaded.load_checkpoint(str(tmp_path))
+    goes_on_as_whole(loaded, of)
+    goes_on_as_whole(engine, of)
 
 
 @pytest.mark.deepspeed_ranks(2)
