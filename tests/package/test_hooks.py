@@ -170,6 +170,12 @@ def prepare(optimizer):
 """
 
 
+def write_accelerate(folder: Path, text: str) -> None:
+    (folder / "accelerate").mkdir()
+    (folder / "accelerate" / "__init__.py").touch()
+    (folder / "accelerate" / "accelerator.py").write_text(text)
+
+
 @pytest.mark.parametrize("order", [("shardopt", "accelerate.accelerator"), ("accelerate.accelerator", "shardopt")])
 @pytest.mark.parametrize(
     ("text", "replaced"),
@@ -179,9 +185,7 @@ def test_accelerate_keeps_our_optimizers(
     programs: Programs, order: tuple[str, str], text: str, replaced: str, tmp_path: Path
 ) -> None:
     """A stand-in for Accelerate: with what it does where DeepSpeed is installed, and without."""
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "__init__.py").touch()
-    (tmp_path / "accelerate" / "accelerator.py").write_text(text)
+    write_accelerate(tmp_path, text)
     _run(
         programs,
         tmp_path,
@@ -243,9 +247,7 @@ print(*sorted(left), sep=",")
 )
 def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Path) -> None:
     """Modules that were imported before shardopt stay as they are; for others no finder waits."""
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "__init__.py").touch()
-    (tmp_path / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
+    write_accelerate(tmp_path, ACCELERATOR)
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
     (tmp_path / "transformers" / "training_args.py").write_text(TRAINING_ARGS)

@@ -1,4 +1,4 @@
-"""A wheel of launch/wheel.sh in an environment with nothing but what pip installs with it."""
+"""A wheel of launch/wheel.sh in an environment with nothing but what pip installs with it, and one of the sdist."""
 
 from __future__ import annotations
 
@@ -94,3 +94,20 @@ def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     run(python, "-m", "pip", "install", "-q", "-c", requirements, wheel, cwd=tmp_path)
     run(python, "-c", TRAIN, cwd=tmp_path)
     assert "no fault" in run(python, "-m", "shardopt", "doctor", cwd=tmp_path).lower()
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_a_wheel(tmp_path: Path) -> None:
+    """With the C++ sources, and without the checkout, a GPU or a driver."""
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT, cwd=tmp_path, SHARDOPT_CUDA="0")
+    (sdist,) = tmp_path.glob("shardopt-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert tracked | {"LICENSE", "README.md", "shardopt/py.typed", "shardopt/_C.pyi"} <= names
+
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, sdist, cwd=tmp_path, SHARDOPT_CUDA="0")
+    (wheel,) = tmp_path.glob("shardopt-*.whl")
+    site = tmp_path / ".venv"  # where TRAIN expects the package
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel, cwd=tmp_path)
+    run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{TRAIN}", cwd=tmp_path)
