@@ -64,7 +64,7 @@ SHARDOPT_HD void store(uint16_t* to, Ints a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)a));
 }
 
-// The same of some lanes alone; where they are loaded, the others are `rest` (zero).
+// Loads and stores of some lanes alone; loading sets the other lanes to `rest` (zero).
 #define SHARDOPT_MASKED_MEMORY
 SHARDOPT_HD Ints load(const uint8_t* from, Mask m, uint8_t rest = 0) {
   return (Ints)_mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(_mm_set1_epi8(static_cast<char>(rest)), m, from));

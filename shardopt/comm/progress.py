@@ -191,8 +191,8 @@ class Progress:
                 sums.reset()
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
-        own = set(map(id, self._params.values()))
-        return any(id(param) in own for param in params)
+        ids = set(map(id, self._params.values()))
+        return any(id(param) in ids for param in params)
 
     def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
         """See :class:`shardopt.report.memory.KeepsSums`."""

@@ -90,7 +90,7 @@ def ladder(model: Model) -> list[Row]:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Notes below the table: meaning and limits of its figures."""
-    found = [
+    lines = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",
         "Not counted: activations, the framework's other buffers, the allocator's slack.",
         rows[0].model.note,
@@ -98,40 +98,40 @@ def notes(rows: Sequence[Row]) -> list[str]:
     setups = [row.setup for row in rows]
     released = [setup for setup in setups if setup.release_gradients]
     if any(setup.backend == "single" for setup in released):
-        found.append("Released gradients: the largest single parameter's is counted.")
+        lines.append("Released gradients: the largest single parameter's is counted.")
     if any(setup.backend == "fsdp2" for setup in released):
-        found.append("Released gradients with fsdp2: those of the largest unit are counted.")
+        lines.append("Released gradients with fsdp2: those of the largest unit are counted.")
     if any(setup.optimizer.startswith("muon") for setup in setups):
-        found.append(
+        lines.append(
             "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
         )
     if _are_ordered(rows):
-        found.append(
+        lines.append(
             "Ordered gradients: the most float32 sums that wait between backward passes are counted; in the last pass "
             "they become the gradients."
         )
     waiting = max((setup.gradients_at_once for setup in released), default=1)
     if waiting > 1:
-        found.append(f"Released gradients with offload='step': up to {waiting} successive parameters' are counted.")
+        lines.append(f"Released gradients with offload='step': up to {waiting} successive parameters' are counted.")
     used = {setup.backend for setup in setups}
     if "ddp" in used or "zero_redundancy" in used:
-        found.append(
+        lines.append(
             "DDP: gradients are taken as views of its buckets (gradient_as_bucket_view=True), without which they take "
             "twice as much; releasing them then saves nothing."
         )
     if "fsdp1" in used or "fsdp2" in used:
-        found.append(
+        lines.append(
             "FSDP: layers are units, and so is the rest together (fsdp1: use_orig_params=True). The unsharded weights "
             "and gradients of the units at work come on top."
         )
     if any(BACKENDS[name].zero_stage for name in used):
-        found.append(
+        lines.append(
             "DeepSpeed: while the optimizer steps, with one param group and no accumulation of gradients. Masters are "
             "float32, or with master_weight_bits in the state (bf16_master_weights_and_grads). Its buckets "
             "(reduce_bucket_size: 1 GB by default in bf16), gathered weights and, with zero_offload, two copies of the "
             "largest gradient come on top."
         )
-    return [note for note in found if note]
+    return [note for note in lines if note]
 
 
 def _are_ordered(rows: Sequence[Row]) -> bool:

@@ -279,14 +279,14 @@ class StateResidency:
         self._foreseen, self._taken_then = before + new, budget.taken
 
     def _stateful(self) -> list[Stateful]:
-        """The parameters whose state is beside them, on a device, while it does not sleep."""
+        """The parameters whose state is beside them, on a device, except while it sleeps."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
-        found = []
+        stateful = []
         for param, state in self._optimizer.state.items():
             if state and _can_offload(param.device) and self.of(param).offload is None:
                 spec = self._state_of(param, group_of[param]) if param in group_of else None
-                found.append(Stateful(param.device, state, spec))
-        return found
+                stateful.append(Stateful(param.device, state, spec))
+        return stateful
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._decisions and self._decisions[param].device == param.device

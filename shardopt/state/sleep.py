@@ -1,4 +1,4 @@
-"""State that sleeps in the host's memory while something else has the device: see ``ShardedOptimizer.offload``."""
+"""State that sleeps in the host's memory while other work has the device: see ``ShardedOptimizer.offload``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stateful(NamedTuple):
     """A parameter whose state is moved.
 
     Attributes:
-        device: the parameter's.
+        device: the parameter's device.
         state: the optimizer's entries of the parameter, which are replaced in place.
         spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
             entries are plain tensors.
@@ -35,7 +35,7 @@ class Stateful(NamedTuple):
         return {key: self.spec.shard.local(self.state[key]) for key in names}
 
     def replace(self, key: str, local: Tensor) -> None:
-        """Puts a tensor in the place of this rank's part of an entry, which stays sharded as it is."""
+        """Replaces this rank's part of an entry; its sharding does not change."""
         self.state[key] = local if self.spec is None else self.spec.like(key, local)
 
 
@@ -59,20 +59,20 @@ class Sleep:
 
         Args:
             tensors: all parameters with state.
-            pin: whether the memory is page-locked where there is a GPU.
+            pin: whether the memory is page-locked if the machine has a GPU.
 
         Raises:
             MemoryError: the host has too little memory. Nothing was moved.
         """
         entries = [tensor.entries() for tensor in tensors]
         gpu = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-        forms = [{key: (local.shape, local.dtype) for key, local in of.items() if local.nbytes} for of in entries]
-        if forms != [{key: (bed.like.shape, bed.like.dtype) for key, bed in beds.items()} for beds in self._beds]:
-            self._beds = []  # freed before there is more
+        formats = [{key: (local.shape, local.dtype) for key, local in of.items() if local.nbytes} for of in entries]
+        if formats != [{key: (bed.like.shape, bed.like.dtype) for key, bed in beds.items()} for beds in self._beds]:
+            self._beds = []  # freed before new memory is allocated
             likes = [
                 {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in of.items()} for of in entries
             ]
-            self._beds = make_homes(likes, pin=gpu if pin else None) if any(forms) else [{} for _ in forms]
+            self._beds = make_homes(likes, pin=gpu if pin else None) if any(formats) else [{} for _ in formats]
         self._follow(tensors)
         for tensor, of, beds in zip(tensors, entries, self._beds, strict=True):
             for key, bed in beds.items():
@@ -83,7 +83,7 @@ class Sleep:
         self.asleep = True
 
     def end(self, tensors: Sequence[Stateful]) -> None:
-        """Copies the state of all parameters to where these are."""
+        """Copies the state of all parameters to the parameters' devices."""
         entries = [tensor.entries() for tensor in tensors]
         places = [
             {key: torch.empty(local.shape, dtype=local.dtype, device=tensor.device) for key, local in of.items()}
@@ -101,7 +101,7 @@ class Sleep:
         """Has the current streams wait for the copies to their devices.
 
         Raises:
-            RuntimeError: copies are under way while a CUDA graph is captured, which could not wait for them.
+            RuntimeError: copies are under way while a CUDA graph is captured, as the graph could not wait for them.
         """
         for device, event in list(self._arriving.items()):
             if torch.cuda.is_current_stream_capturing():
@@ -122,13 +122,13 @@ class Sleep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host's memory that no entry of the state has: all while awake, those of aligning it else."""
+        """Bytes of the host's memory outside of state entries: all of it while awake, else the alignment's."""
         hosts = {id(bed.host): bed.host.memory.nbytes for beds in self._beds for bed in beds.values()}
         taken = sum(bed.like.nbytes for beds in self._beds for bed in beds.values()) if self.asleep else 0
         return sum(hosts.values()) - taken
 
     def _follow(self, tensors: Sequence[Stateful]) -> None:
-        """Has copies wait for the work that is queued now, which may use the state and memory that was freed."""
+        """Has copies wait for work that is queued now, which may use the state and freed memory."""
         for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
