@@ -168,8 +168,8 @@ def test_lora(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
     world_size = 1 if mode == "plain" else 2
     expected = client_ranks.run(world_size, trained_adapters, mode, tmp_path)
     assert any("lora_B" in name and name.endswith("exp_avg_codes") for name in expected[0])
-    found = client_ranks.run(world_size, trained_adapters, mode, tmp_path, str(tmp_path / "checkpoint-3"))
-    assert found == expected
+    actual = client_ranks.run(world_size, trained_adapters, mode, tmp_path, str(tmp_path / "checkpoint-3"))
+    assert actual == expected
 
 
 def trained_adapters(mode: str, output: Path, resume: str | None = None) -> Any:
@@ -193,11 +193,11 @@ def test_lora_resumes_on_another_number_of_ranks(
 ) -> None:
     """Without dropout, whose random numbers belong to a rank."""
     (expected,) = client_ranks.run(1, adapters_without_dropout, "plain", portable, tmp_path / "plain")
-    found = client_ranks.run(before[0], adapters_without_dropout, before[1], portable, tmp_path / "a")
-    assert found == [expected] * before[0]
+    actual = client_ranks.run(before[0], adapters_without_dropout, before[1], portable, tmp_path / "a")
+    assert actual == [expected] * before[0]
     start = str(tmp_path / "a" / "checkpoint-3")
-    found = client_ranks.run(after[0], adapters_without_dropout, after[1], portable, tmp_path / "a", start)
-    assert found == [expected] * after[0]
+    actual = client_ranks.run(after[0], adapters_without_dropout, after[1], portable, tmp_path / "a", start)
+    assert actual == [expected] * after[0]
 
 
 def adapters_without_dropout(mode: str, portable: bool, output: Path, resume: str | None = None) -> Any:

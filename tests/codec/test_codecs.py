@@ -52,11 +52,11 @@ def test_the_scale_is_the_largest_magnitude_or_the_least_scale(
     kind: Kind, seed: int, spread: float, size: int, largest: float
 ) -> None:
     x = block(kind, seed, spread, size, largest)
-    found = float(kind.measure(x)[0])
+    actual = float(kind.measure(x)[0])
     wanted = float(x.abs().max())
     if wanted > 0 and kind != Kind("log8", signed=False):
         wanted = max(wanted, kind.least_scale)
-    assert found == wanted
+    assert actual == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

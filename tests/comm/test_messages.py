@@ -104,10 +104,10 @@ def scale_exponent(scale: float) -> int:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_harms_no_neighbour(bad: float) -> None:
     floats = torch.randn(384)
-    wanted, found = (round_trip(floats.index_fill(0, torch.tensor([200]), x)) for x in (0.0, bad))
-    assert found[200].isnan()
-    found[200] = 0.0
-    assert torch.equal(found, wanted)
+    wanted, actual = (round_trip(floats.index_fill(0, torch.tensor([200]), x)) for x in (0.0, bad))
+    assert actual[200].isnan()
+    actual[200] = 0.0
+    assert torch.equal(actual, wanted)
 
 
 def test_refused() -> None:

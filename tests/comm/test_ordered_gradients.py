@@ -143,8 +143,8 @@ def test_a_run_that_changes_its_number_of_ranks(ranks: Pool, tmp_path: Path, wir
     for parts in ([("fsdp", 3, range(2)), ("ddp", 2, range(2, 4)), ("hsdp", 4, range(4, 6))], [("ddp", 4, range(6))]):
         folder = str(tmp_path / parts[0][0])
         for way, world_size, steps in parts:
-            found = ranks.run(world_size, _train, way, wire, folder, steps)
-        for weights_of_rank in found:
+            actual = ranks.run(world_size, _train, way, wire, folder, steps)
+        for weights_of_rank in actual:
             assert_same(weights_of_rank, wanted)
 
 

@@ -58,16 +58,16 @@ def _compare(name: str, setup: Setup) -> None:
         report = shardopt.memory_report(optimizer)
         assert report.host.gradient_sums == 0
         report.host.gradient_sums = sums
-        found, kinds = both(report), both(expected)
+        actual, kinds = both(report), both(expected)
         assert report.numel == expected.numel
         if setup.backend == "ddp" and setup.release_gradients:
             buckets = net._get_ddp_logging_data()["bucket_sizes"]
-            found["gradients"] = sum(int(size) for size in buckets.split(","))
+            actual["gradients"] = sum(int(size) for size in buckets.split(","))
         elif setup.release_gradients:
-            found["gradients"] = most()
+            actual["gradients"] = most()
             if setup.options.get("offload") == "step":  # it depends on how fast the thread is
-                assert 0 < found.pop("gradients") <= kinds.pop("gradients")
-    assert found == kinds, f"{name}, {setup}: got {found}, expected {kinds}"
+                assert 0 < actual.pop("gradients") <= kinds.pop("gradients")
+    assert actual == kinds, f"{name}, {setup}: got {actual}, expected {kinds}"
     assert expected.host.total - expected.host.offload_buffers == host_bytes(getattr(optimizer, "optim", optimizer)), (
         f"{name}, {setup}"
     )

@@ -283,9 +283,9 @@ def _load_apart(everywhere: bool, path: Path) -> None:
     for more in (0, 1):
         _stepped(model, more, STEPS, optimizer)
         _stepped(whole, more, STEPS, expected)
-        found, of_whole = (entries(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
+        actual, of_whole = (entries(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
         of_whole = {name: value for name, value in of_whole.items() if name.split("/")[0] in own}
-        assert_shards_of({name: value for name, value in found.items() if name in of_whole}, of_whole)
+        assert_shards_of({name: value for name, value in actual.items() if name in of_whole}, of_whole)
     assert len(own) == 3
 
 

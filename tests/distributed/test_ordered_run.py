@@ -72,8 +72,8 @@ CASES = [(way, world_size) for way in ("ddp", "fsdp") for world_size in (1, 2, 3
 @needs_fsdp2_on_the_cpu
 @pytest.mark.parametrize(("way", "world_size"), CASES)
 def test_same_bits(ranks: Pool, wanted: list[tuple[list[float], Snapshot]], way: str, world_size: int) -> None:
-    for found in ranks.run(world_size, _results, way, RUNS):
-        for run, (norms, state), (wanted_norms, wanted_state) in zip(RUNS, found, wanted, strict=True):
+    for actual in ranks.run(world_size, _results, way, RUNS):
+        for run, (norms, state), (wanted_norms, wanted_state) in zip(RUNS, actual, wanted, strict=True):
             assert norms == wanted_norms, run
             assert max(norms) > 0.5, "a norm that clips nothing"
             assert_same(state, wanted_state)

@@ -70,8 +70,8 @@ def _run(
 
 def _compare(way: str, recompute: bool = False, kind: str = "AdamW8bit") -> None:
     rank = 0 if way == "fsdp of layers" else dist.get_rank()  # there the ranks are to agree by themselves
-    expected, found = (_run(WAYS[way](Layers(recompute)), offload, rank, kind=kind) for offload in (None, "step"))
-    assert_same(found, expected)
+    expected, actual = (_run(WAYS[way](Layers(recompute)), offload, rank, kind=kind) for offload in (None, "step"))
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -62,19 +62,19 @@ def test_as_single(way: str, weights: str, world_size: int) -> None:
     whole = {name: weights_of[param] for name, param in single.named_parameters()}
     model, optimizer = _trained(way, weights)
     own = getattr(optimizer, "optim", optimizer)  # that inside a ZeroRedundancyOptimizer
-    found = own.full_precision_parameters()
-    assert found
+    actual = own.full_precision_parameters()
+    assert actual
     for name, param in named_parameters(model).items():
-        if param in found:
-            assert type(found[param]) is type(param.detach())
-            _assert_parts(param, found[param], name, whole)
+        if param in actual:
+            assert type(actual[param]) is type(param.detach())
+            _assert_parts(param, actual[param], name, whole)
     before = snapshot_of(model, optimizer)
-    for param, x in found.items():
+    for param, x in actual.items():
         param.data.mul_(2)
         if param in own.state:  # a rank with none of its elements has not stepped it
             own.state[param]["master_low_bits"].fill_(3)
         assert x.dtype == torch.float32
-    own.load_full_precision_parameters(found)
+    own.load_full_precision_parameters(actual)
     assert_same(snapshot_of(model, optimizer), before)
 
 

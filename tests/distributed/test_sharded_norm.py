@@ -29,7 +29,7 @@ WAYS_OF_WORLD = {
 
 def _same_run(way: str, rule: str, kind: float, *, late: bool) -> None:
     """Steps with clipped gradients, of the sharded model and of the whole one. late: the steps clip."""
-    found = []
+    actual = []
     for each in (way, "single"):
         model = WAYS[each](make_net())
         optimizer = make_optimizer(each, model, rule)
@@ -39,8 +39,8 @@ def _same_run(way: str, rule: str, kind: float, *, late: bool) -> None:
             clips = optimizer if late and each != "zero" else None
             totals.append(float(clip_grad_norm_(model.parameters(), 0.5, kind, optimizer=clips)))
             optimizer.step()
-        found.append((totals, snapshot_of(model, optimizer)))
-    (totals, state), (wanted_totals, wanted) = found
+        actual.append((totals, snapshot_of(model, optimizer)))
+    (totals, state), (wanted_totals, wanted) = actual
     assert totals == wanted_totals
     assert all(total > 0.5 for total in totals)
     assert_same(state, wanted)
@@ -84,17 +84,17 @@ def test_mixed(world_size: int) -> None:
     coefficient = torch.clamp(0.5 / (total + 1e-6), max=1.0)
     assert torch.equal(params[0].grad.to_local(), before * coefficient)
     for param, other in zip(params[1:], whole[1:], strict=True):
-        found = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        assert torch.equal(found, other.grad)
+        actual = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        assert torch.equal(actual, other.grad)
     params[0].grad = params[3].grad = None
     if dist.get_rank() == 0:
         params[0].grad = DTensor.from_local(there, mesh_of((size,)), (Shard(0),), shape=(97, 130), stride=(130, 1))
     for kind, words in ((2.0, shardopt._C.sum_words), (math.inf, 1)):
         clip_grad_norm_(params, 1.0, kind)
         with counted_collectives() as sent:
-            found = clip_grad_norm_(params, 1e9, kind)
+            actual = clip_grad_norm_(params, 1e9, kind)
         totals = [torch.empty(()) for _ in range(size)]
-        dist.all_gather(totals, found)
+        dist.all_gather(totals, actual)
         assert len(set(map(float, totals))) == 1
         # Sums of all rows; of the inner rows, if there are several; of rows, then of columns.
         assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)

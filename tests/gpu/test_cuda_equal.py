@@ -27,8 +27,8 @@ def test_equal_the_cpu(rule: str, codec: str, dtypes: str) -> None:
     param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
     wanted, skipped = run(CPU, rule, codec, start(param_dtype, SHAPES), steps)
-    found, found_skipped = run(CUDA, rule, codec, start(param_dtype, SHAPES), steps)
-    assert_same(found, wanted)
+    actual, found_skipped = run(CUDA, rule, codec, start(param_dtype, SHAPES), steps)
+    assert_same(actual, wanted)
     assert found_skipped == skipped > 0
 
 
@@ -39,8 +39,8 @@ def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
     shapes = ((2, 5000), (97, 33), (3, 257), (2, 4096), (2, 4097))
     steps = [gradients(t, FP32, shapes) for t in (1, 3, 4)]
     wanted, _ = run(CPU, rule, codec, start(FP32, shapes), steps, block_size=block_size)
-    found, _ = run(CUDA, rule, codec, start(FP32, shapes), steps, block_size=block_size)
-    assert_same(found, wanted)
+    actual, _ = run(CUDA, rule, codec, start(FP32, shapes), steps, block_size=block_size)
+    assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -175,8 +175,8 @@ def test_more_than_two_to_the_31_elements() -> None:
     param.grad = gradient.cuda().expand(rows, cols).contiguous()
     optimizer.step()
     optimizer.step()
-    found = {"": param.detach(), **{f"/{name}": value for name, value in optimizer.state[param].items()}}
-    for name, value in found.items():
+    actual = {"": param.detach(), **{f"/{name}": value for name, value in optimizer.state[param].items()}}
+    for name, value in actual.items():
         if name != "/step":
             first = wanted[name][0].cuda()
             assert all(bool((part == first).all()) for part in value.split(2**16)), name

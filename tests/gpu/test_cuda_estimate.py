@@ -24,9 +24,9 @@ def test_device_and_host(
     options = {"master_weight_bits": 24, "offload": offload, "device_state_budget": budget}
     model, setup = small_model(), Setup(release_gradients=release, options=options)
     expected = estimate(model, setup)
-    _, found = run(model, setup, device="cuda")
+    _, actual = run(model, setup, device="cuda")
     if release and offload == "step":  # it depends on how fast the thread is
-        assert found.device.gradients <= expected.device.gradients
-        found.device.gradients = expected.device.gradients
-    assert found.device == expected.device
-    assert found.host == expected.host
+        assert actual.device.gradients <= expected.device.gradients
+        actual.device.gradients = expected.device.gradients
+    assert actual.device == expected.device
+    assert actual.host == expected.host

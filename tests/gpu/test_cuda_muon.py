@@ -39,9 +39,9 @@ def test_bits_do_not_depend_on_memory(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = newton_schulz(matrix.clone())
+        actual = newton_schulz(matrix.clone())
     stream.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "fp32"])
@@ -50,8 +50,8 @@ def test_momentum_is_the_cpus(codec: str) -> None:
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 3, 4)]
     options = {"lr": 0.0, "weight_decay": 0.0}
     wanted, skipped = run(CPU, "muon", codec, start(FP32, SHAPES), steps, **options)
-    found, found_skipped = run(CUDA, "muon", codec, start(FP32, SHAPES), steps, **options)
-    assert_same(found, wanted)
+    actual, found_skipped = run(CUDA, "muon", codec, start(FP32, SHAPES), steps, **options)
+    assert_same(actual, wanted)
     assert found_skipped == skipped > 0
 
 
@@ -60,8 +60,8 @@ def test_waves_and_offload_change_no_bit(weights: dict[str, object]) -> None:
     steps = [gradients(t, BF16, SHAPES) for t in (1, 2, 3)]
     wanted, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights)
     for options in ({"orthogonalize_memory": 1 << 20}, {"offload": "state"}):
-        found, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights, **options)
-        assert_same(found, wanted)
+        actual, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights, **options)
+        assert_same(actual, wanted)
 
 
 def test_near_the_cpu() -> None:

@@ -21,8 +21,8 @@ def test_equal_the_cpu(dtype: torch.dtype) -> None:
         for name, floats in numbers(dtype, numel, numel):
             gradients = [floats, floats[1 : numel // 2], floats.view(-1, 2).t()]
             wanted = cuda_emulated.clipped(gradients)
-            found = cuda_emulated.clipped([gradient.to(CUDA) for gradient in gradients])
-            for one, expected in zip(found, wanted, strict=True):
+            actual = cuda_emulated.clipped([gradient.to(CUDA) for gradient in gradients])
+            for one, expected in zip(actual, wanted, strict=True):
                 torch.testing.assert_close(one.cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
 
 

@@ -119,9 +119,9 @@ def test_the_current_device_does_not_matter() -> None:
     steps = [gradients(t, BF16, SHAPES) for t in (1, 2)]
     wanted, _ = run(CPU, "adamw", "log8", start(BF16, SHAPES), steps)
     with torch.cuda.device(0):
-        found, _ = run(torch.device("cuda", 1), "adamw", "log8", start(BF16, SHAPES), steps)
+        actual, _ = run(torch.device("cuda", 1), "adamw", "log8", start(BF16, SHAPES), steps)
         assert torch.cuda.current_device() == 0
-    assert_same(found, wanted)
+    assert_same(actual, wanted)
 
 
 def test_loss_scale_on_the_device() -> None:

@@ -111,7 +111,7 @@ def test_aligned_and_other_blocks(emulated: ModuleType, rule: str, codec: str, w
 def test_master_weights_set_from_outside(emulated: ModuleType, rule: str, bits: int, columns: int) -> None:
     """Zeros, whose low bits may have the other sign, and weights at the end of the range: each in turns of its own."""
     shape, largest = (48, columns), torch.finfo(BF16).max
-    found: list[tuple[Snapshot, int]] = []
+    actual: list[tuple[Snapshot, int]] = []
     for module in (None, emulated):
         params, optimizer = make(rule, "log8", start(BF16, (shape,)), master_weight_bits=bits)
         (param,) = params.values()
@@ -126,8 +126,8 @@ def test_master_weights_set_from_outside(emulated: ModuleType, rule: str, bits: 
                 param.data[8 * i, ::9] = value
             before = emulated.quick_turns()
             step(optimizer, params, gradients(4, BF16, (shape,)))
-            found.append((snapshot(params, optimizer), emulated.quick_turns() - before))
-    (wanted, _), (got, quick_turns) = found
+            actual.append((snapshot(params, optimizer), emulated.quick_turns() - before))
+    (wanted, _), (got, quick_turns) = actual
     assert_same(got, wanted)
     assert quick_turns > 0
 
@@ -286,8 +286,8 @@ def test_norms(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = {name: cuda_emulated.clipped(given) for name, given in gradients_of.items()}
     cuda_emulated.use(emulated, monkeypatch)
     for name, given in gradients_of.items():
-        for found, expected in zip(cuda_emulated.clipped(given), wanted[name], strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+        for actual, expected in zip(cuda_emulated.clipped(given), wanted[name], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def test_roots(emulated: ModuleType) -> None:
@@ -297,7 +297,7 @@ def test_roots(emulated: ModuleType) -> None:
         words[seed % 20] = 1 + seed
         words[-1] = {48: 1, 49: 2**32 + 1}.get(seed, 0)
         for is_magnitude in (False, True):
-            found, wanted = torch.zeros(2), torch.zeros(2)
-            emulated.clip_cuda(words.data_ptr(), is_magnitude, 0.3, found.data_ptr(), 0, 0)
+            actual, wanted = torch.zeros(2), torch.zeros(2)
+            emulated.clip_cuda(words.data_ptr(), is_magnitude, 0.3, actual.data_ptr(), 0, 0)
             _C.clip(words.data_ptr(), is_magnitude, 0.3, wanted.data_ptr())
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)

@@ -68,11 +68,11 @@ BY_DEFAULT = [
 def test_equal_the_reference(rule: str, codec: str, dtypes: str, variant: tuple[str, int]) -> None:
     (param_dtype, gradient_dtype), (target, threads) = DTYPES[dtypes], variant
     params, optimizer = make(rule, codec, start(param_dtype))
-    found, nonfinite = expected(rule, codec, dtypes)
+    actual, nonfinite = expected(rule, codec, dtypes)
     with using(target, threads):
         for t in range(1, STEPS + 1):
             step(optimizer, params, gradients(t, gradient_dtype))
-            assert_same(snapshot(params, optimizer), found[t - 1])
+            assert_same(snapshot(params, optimizer), actual[t - 1])
     assert optimizer.nonfinite_count == nonfinite > 0
 
 

@@ -61,8 +61,8 @@ def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     scenario = scenarios(tmp_path)[name]
     wanted = scenario(CPU)
     with late_device(kind):
-        found = scenario(CUDA)
-    assert_same(found, wanted)
+        actual = scenario(CUDA)
+    assert_same(actual, wanted)
 
 
 @pytest.mark.slow
@@ -215,8 +215,8 @@ def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytes
 def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
     try:
         with late_device(kind, seed):
-            found = scenario(CUDA)
-        assert_same(found, wanted)
+            actual = scenario(CUDA)
+        assert_same(actual, wanted)
     except (AssertionError, RuntimeError, FloatingPointError, ValueError):
         return False
     return True

@@ -92,9 +92,9 @@ def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], lea
     exact = polynomial(coefficients, s / s.norm())
     assert least - 1e-3 <= exact.min()
     assert exact.max() <= largest + 1e-3
-    found = torch.linalg.svdvals(result)
-    assert least - ROUNDING <= found.min()
-    assert found.max() <= largest + ROUNDING
+    actual = torch.linalg.svdvals(result)
+    assert least - ROUNDING <= actual.min()
+    assert actual.max() <= largest + ROUNDING
     projected, expected = (result * matrix).sum(), (exact * s).sum()
     assert abs(projected - expected) <= 2.0**-7 * expected
 

@@ -136,15 +136,15 @@ class _Mesh:
 
 def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[bool]:
     """For each rank, whether there is a partition; each is compared with the indices that the rank holds."""
-    found = []
+    actual = []
     for coordinate in itertools.product(*map(range, mesh)):
         shard = DTensorShard(shape, _Mesh(mesh, coordinate), placements)  # type: ignore[arg-type]
         placed = shard.partition
-        found.append(placed is not None)
+        actual.append(placed is not None)
         if placed is not None:
             expected = [(low, shard.local_shape) for low, _ in boxes(shard.indices)]
             assert placed.partition.parts(shape, placed.offset) == expected
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("shape", [(97, 130), (6, 8), (40, 66), (3, 7, 12), (7,)], ids=str)

@@ -104,7 +104,7 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], blo
     shape, dims = part
     shard, grid = Part(shape, dims), BlockGrid(shape, block_size)
     numbers = elements_of(shape, dims).flatten().tolist()
-    found = []
+    actual = []
     for rectangle in shard.rectangles(grid):
         first = shard.index_of(rectangle.element)
         for row in range(rectangle.rows):
@@ -116,8 +116,8 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], blo
                 local_row = local // shard.cols
                 expected = local_row * grid.blocks_per_row + block
                 assert rectangle.block + row * rectangle.blocks_stride + in_row == expected
-                found.append(local)
-    assert sorted(found) == list(range(len(numbers)))
+                actual.append(local)
+    assert sorted(actual) == list(range(len(numbers)))
 
 
 @pytest.mark.parametrize(("block_size", "expected"), [(128, 1), (100, 6)])

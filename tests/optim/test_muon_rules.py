@@ -298,12 +298,12 @@ def test_other_groups_are_as_their_class(algorithm: str, codec: str) -> None:
             for index, param in enumerate(params_of(of), first):
                 param.grad = gradient(tuple(param.shape), step, index)
             of.step()
-    found, other = everything(optimizer), everything(others)
+    actual, other = everything(optimizer), everything(others)
     expected = {
         f"{int(key.split('/')[0]) + len(SHAPES)}{key[key.find('/') :] if '/' in key else ''}": other[key]
         for key in other
     }
-    assert_same(found, {**everything(matrices), **expected})
+    assert_same(actual, {**everything(matrices), **expected})
 
 
 def test_use_muon_is_another_name() -> None:

@@ -197,11 +197,11 @@ def test_unit_scaling() -> None:
         assert shardopt.unit.Embedding(32, 32).weight.is_meta
     layers = nn.Sequential(shardopt.unit.Embedding(97, 32), shardopt.unit.Attention(32, 2), shardopt.unit.RMSNorm(32))
     tokens = make_batch(0)
-    wanted, found = layers(tokens), None
+    wanted, actual = layers(tokens), None
     with META:
-        found = layers(tokens)
-        found.square().mean().backward()
-    assert torch.equal(found, wanted)
+        actual = layers(tokens)
+        actual.square().mean().backward()
+    assert torch.equal(actual, wanted)
     assert all(param.grad.is_cpu for param in layers.parameters())
 
 

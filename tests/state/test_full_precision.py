@@ -35,13 +35,13 @@ def named(weights: dict[Tensor, Tensor]) -> dict[str, Tensor]:
 def test_joined(weights: str) -> None:
     optimizer = trained(weights)
     bits = ALL[weights].options.get("master_weight_bits")
-    found = optimizer.full_precision_parameters()
+    actual = optimizer.full_precision_parameters()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     wanted = {p: p.detach().float() if bits is None else master_weights(optimizer, p) for p in params}
-    assert_same(named(found), named(wanted))
-    assert bits is None or any((x != p.detach().float()).any() for p, x in found.items())
+    assert_same(named(actual), named(wanted))
+    assert bits is None or any((x != p.detach().float()).any() for p, x in actual.items())
     before = everything(optimizer)
-    for x in found.values():
+    for x in actual.values():
         x.add_(1)
     assert_same(everything(optimizer), before)
 

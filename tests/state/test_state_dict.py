@@ -85,7 +85,7 @@ def test_names_dtypes_and_shapes(codec: str) -> None:
     unit = () if CODECS[codec].scales(signed=False) == 1 else (CODECS[codec].scales(signed=False),)
     for each in (optimizer, loaded, adopted):
         for param, state in each.state.items():
-            found = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+            actual = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
             shape = tuple(param.shape)
             expected = {"step": (torch.float32, ())}
             if CODECS[codec].blockwise and param.numel() >= 4096:
@@ -97,7 +97,7 @@ def test_names_dtypes_and_shapes(codec: str) -> None:
                 quantized = codec == "bf16" and param.numel() >= 4096
                 dtype = torch.bfloat16 if quantized else torch.float32
                 expected |= dict.fromkeys(("exp_avg", "exp_avg_sq"), (dtype, shape))
-            assert found == expected
+            assert actual == expected
 
 
 def test_before_the_first_step() -> None:

@@ -146,8 +146,8 @@ def test_not_finite(value: float, kind: float) -> None:
     with pytest.raises(RuntimeError, match="expected a finite one"):
         clip_grad_norm_(ours, 1.0, kind, error_if_nonfinite=True)
     assert all(torch.equal(p.grad[:1], g[:1]) for p, g in zip(ours, gradients, strict=True))
-    found, wanted = clip_grad_norm_(ours, 1.0, kind), torch.nn.utils.clip_grad_norm_(theirs, 1.0, kind)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    actual, wanted = clip_grad_norm_(ours, 1.0, kind), torch.nn.utils.clip_grad_norm_(theirs, 1.0, kind)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0, equal_nan=True)
 

@@ -197,7 +197,7 @@ def _sharded() -> None:
         return DTensor(wrap(plain.to_local()), plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     shapes = ((71, 130), (1, 300), (7,))
-    found = []
+    actual = []
     for wrap in (Wrapped, Tensor.clone):
         params: list[Any] = [Parameter(shard(values(shape, i, torch.float32), wrap)) for i, shape in enumerate(shapes)]
         optimizer = shardopt.AdamW8bit(params, lr=0.01)
@@ -217,10 +217,10 @@ def _sharded() -> None:
             optimizer.step()
         locals_ = [getattr(param._local_tensor, "_tensor", param._local_tensor) for param in params]
         states = [optimizer.state[param] for param in params]
-        found.append(
+        actual.append(
             [*locals_, *(state[key].to_local() for state in states for key in sorted(state.keys() - {"step"}))]
         )
-    for got, expected in zip(*found, strict=True):
+    for got, expected in zip(*actual, strict=True):
         assert torch.equal(got, expected)
 
 

@@ -110,6 +110,6 @@ def compare(module: ModuleType, rule: str, codec: str, initial: Named, steps: li
     wanted, wanted_skips = run(rule, codec, initial, steps, **options)
     with pytest.MonkeyPatch.context() as monkeypatch:
         use(module, monkeypatch)
-        found, skips = run(rule, codec, initial, steps, **options)
-    assert_same(found, wanted)
+        actual, skips = run(rule, codec, initial, steps, **options)
+    assert_same(actual, wanted)
     assert skips == wanted_skips

@@ -66,11 +66,11 @@ def check(floats: Tensor, parts: Sequence[Part], chunks: int) -> None:
         if is_coded:
             nbytes = messages.row_bytes(row_numel)
             found_rows = message[:, byte : (byte := byte + rows * nbytes)].reshape(chunks * rows, nbytes).clone()
-            found, wanted = reference.split(found_rows, row_numel), reference.encode(part.reshape(-1, row_numel))
-            assert torch.equal(found.codes, wanted.codes)
-            assert torch.equal(found.scales, wanted.scales)
-            found.codes.zero_()
-            found.scales.zero_()
+            actual, wanted = reference.split(found_rows, row_numel), reference.encode(part.reshape(-1, row_numel))
+            assert torch.equal(actual.codes, wanted.codes)
+            assert torch.equal(actual.scales, wanted.scales)
+            actual.codes.zero_()
+            actual.scales.zero_()
             assert not found_rows.any()  # what fills the rows up
             decoded.append(reference.decode(wanted).view(chunks, -1))
         else:
@@ -109,8 +109,8 @@ def check_sums(message: Tensor, layout: messages.Layout, terms: Tensor, first: i
         messages.add_up(message, layout, first=first, begin=begin, sums=before, mean=mean, divisor=divisor)
         assert_same_bits(mean, reference.mean(wanted, divisor).to(dtype))
     messages.add_up(message, layout, first=first, begin=begin, sums=taken, out=out)
-    for found, expected in zip(out, wanted[len(kept) :], strict=True):
-        assert_same_bits(found, expected)
+    for actual, expected in zip(out, wanted[len(kept) :], strict=True):
+        assert_same_bits(actual, expected)
 
 
 def bytes_sent(act: Callable[[], object]) -> int:

@@ -115,10 +115,10 @@ def transformer() -> tuple[UnitTransformer, Tensor]:
 def test_transformer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     draw_powers(monkeypatch, seed)
     model, batch = transformer()
-    loss, found = gradients(model, model, batch)
+    loss, actual = gradients(model, model, batch)
     plain_loss, expected = gradients(model, lambda tokens: plain_logits(model, tokens), batch)
     assert torch.equal(loss, plain_loss)
-    assert {name: power_between(found[name], expected[name]) for name in expected}.keys() == found.keys()
+    assert {name: power_between(actual[name], expected[name]) for name in expected}.keys() == actual.keys()
 
 
 def test_a_gradient_in_another_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +126,11 @@ def test_a_gradient_in_another_direction_is_found(monkeypatch: pytest.MonkeyPatc
     draw_powers(monkeypatch, 1)  # in which the two factors have different powers
     model, batch = transformer()
     model.blocks[1].mlp.gate.constrained = True
-    _, found = gradients(model, model, batch)
+    _, actual = gradients(model, model, batch)
     _, expected = gradients(model, lambda tokens: plain_logits(model, tokens), batch)
-    assert power_between(found["head.weight"], expected["head.weight"])
+    assert power_between(actual["head.weight"], expected["head.weight"])
     with pytest.raises(AssertionError):
-        power_between(found["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
+        power_between(actual["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -194,11 +194,11 @@ def test_operation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     scaled, plain, shapes, inputs = OPERATIONS[name]
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
-    found, expected = scaled(*leaves), plain(*leaves)
-    power_between(found, expected)
-    upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    actual, expected = scaled(*leaves), plain(*leaves)
+    power_between(actual, expected)
+    upstream = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
     pairs = zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+        torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     )
     ratios = [power_between(*pair) for pair in pairs]
     assert len({*ratios[:inputs]}) <= 1

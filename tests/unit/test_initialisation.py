@@ -89,8 +89,8 @@ def test_narrow_formats(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fp8
     """Without a scale anywhere."""
     with monkeypatch.context() as patch:
         expected = deviations(patch, 64, 2)
-    found = deviations(monkeypatch, 64, 2, dtype, fp8)
-    assert found.keys() == expected.keys()
+    actual = deviations(monkeypatch, 64, 2, dtype, fp8)
+    assert actual.keys() == expected.keys()
     # E4M3 rounds to within 1/16, E5M2 to within 1/8: a product of both to within 0.2, of std far less.
-    changed = {name: (std, expected[name]) for name, std in found.items() if abs(std / expected[name] - 1) > 0.2}
+    changed = {name: (std, expected[name]) for name, std in actual.items() if abs(std / expected[name] - 1) > 0.2}
     assert changed == {}

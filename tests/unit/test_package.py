@@ -109,11 +109,11 @@ def test_operation(name: str) -> None:
     ours, theirs, shapes = OPERATIONS[name]
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
-    found, expected = ours(*leaves), theirs(*leaves)
-    assert_near(found, expected)
-    upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    actual, expected = ours(*leaves), theirs(*leaves)
+    assert_near(actual, expected)
+    upstream = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
     pairs = zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+        torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     )
     for pair in pairs:
         assert_near(*pair)
@@ -124,11 +124,11 @@ def test_rms_norm() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, upstream = (torch.randn(shape, generator=generator) for shape in ((8, 24), (24,), (8, 24)))
     leaves = [x.requires_grad_(), weight.requires_grad_()]
-    found, expected = unit.rms_norm(*leaves), U.rms_norm(x, (24,), weight)
+    actual, expected = unit.rms_norm(*leaves), U.rms_norm(x, (24,), weight)
     pairs = zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+        torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     for pair in pairs:
         torch.testing.assert_close(*pair)
 
@@ -140,16 +140,16 @@ def test_dropout() -> None:
         torch.manual_seed(0)
         y = of(x, 0.25)
         results.append((y.detach(), torch.autograd.grad(y.sum(), x)[0]))
-    for found, expected in zip(*results, strict=True):
-        assert_near(found, expected)
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected)
 
 
 @pytest.mark.parametrize(("mult", "ratio"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.3)])
 def test_residual_weights(mult: float, ratio: float) -> None:
     rule = core.transformer_residual_scaling_rule(mult, ratio)
     expected = [rule(index, 10) for index in range(10)]
-    found = unit.residual_weights(10, mult, ratio)
-    assert all(math.isclose(a, b, rel_tol=BOUND) for a, b in zip(found, expected, strict=True))
+    actual = unit.residual_weights(10, mult, ratio)
+    assert all(math.isclose(a, b, rel_tol=BOUND) for a, b in zip(actual, expected, strict=True))
 
 
 def decoder(layers: int = 4, dim: int = 128) -> torch.nn.Module:

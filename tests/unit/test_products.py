@@ -73,8 +73,8 @@ def test_scaled_mm_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_mm = torch._scaled_mm
     monkeypatch.setattr(unit_products, "_multiplies_fp8", lambda left, right: True)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(args) or scaled_mm(*args, **options))
-    found = products(*problem(24, 32, 48), True)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = products(*problem(24, 32, 48), True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert len(calls) == 3
     for left, right in calls:
         assert left.is_contiguous()
@@ -85,8 +85,8 @@ def test_scaled_mm_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sizes", [(24, 32, 48), (24, 40, 56)], ids=["multiples of 16", "others"])
 def test_gpus_give_the_same(sizes: tuple[int, int, int]) -> None:
     expected = products(*problem(*sizes), True)
-    found = products(*problem(*sizes, device="cuda"), True)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    actual = products(*problem(*sizes, device="cuda"), True)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_no_rounded_weight_is_kept() -> None:

@@ -77,7 +77,7 @@ def _nothing(param: Any, state: dict[str, Any]) -> None:
 def _run(gradient: Gradient, change: Callable[[Any, dict[str, Any]], None]) -> None:
     """Compares with an optimizer that makes its tables anew in every step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
+    actual = []
     for forgets in (False, True):
         param = nn.Parameter(_sharded(values(SHAPE, 1, torch.float32), mesh))
         optimizer = shardopt.AdamW8bit([param], lr=0.01)
@@ -89,8 +89,8 @@ def _run(gradient: Gradient, change: Callable[[Any, dict[str, Any]], None]) -> N
                 optimizer._internals.forget_tables()
             optimizer.step()
         state = optimizer.state[param]
-        found.append([param.to_local(), *(state[key].to_local() for key in sorted(state.keys() - {"step"}))])
-    for got, expected in zip(*found, strict=True):
+        actual.append([param.to_local(), *(state[key].to_local() for key in sorted(state.keys() - {"step"}))])
+    for got, expected in zip(*actual, strict=True):
         assert torch.equal(got, expected)
 
 

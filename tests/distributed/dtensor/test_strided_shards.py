@@ -96,9 +96,9 @@ def _some_parts_are_strided(codec: str, dtype: torch.dtype, options: dict[str, A
         for optimizer in optimizers:
             optimizer.step()
     assert_shards_of(entries(parts, optimizers[1]), entries(whole, optimizers[0]))
-    expected, found = (optimizer.full_precision_parameters() for optimizer in optimizers)
+    expected, actual = (optimizer.full_precision_parameters() for optimizer in optimizers)
     assert_shards_of(
-        {name: found[param] for name, param in parts.items()}, {name: expected[param] for name, param in whole.items()}
+        {name: actual[param] for name, param in parts.items()}, {name: expected[param] for name, param in whole.items()}
     )
     check_contiguous(optimizers[1])
 

@@ -91,10 +91,10 @@ def _released(way: str) -> list[Shape]:
     computed: list[Shape] = []
     for step in range(STEPS):
         for model, optimizer in zip(models, (released, ordinary), strict=True):
-            with orthogonalized() as found:
+            with orthogonalized() as actual:
                 loss_of(model, make_batch(step, dist.get_rank())).backward()
                 optimizer.step()
-            computed += found if optimizer is released else []
+            computed += actual if optimizer is released else []
             optimizer.zero_grad()
         got, expected = (snapshot_of(m, o) for m, o in zip(models, (released, ordinary), strict=True))
         assert_same(got, expected)

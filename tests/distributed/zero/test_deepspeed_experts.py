@@ -86,9 +86,9 @@ def test_any_to_any(deepspeed_ranks: Pool, tmp_path: Path, parallel: int, stage:
     first, second = tmp_path / "first", tmp_path / "second"
     deepspeed_ranks.run(2, _save, first, 2, 0)
     deepspeed_ranks.run(world_size, _load_and_save, first, parallel, stage, second)
-    (expected,), (found,) = (deepspeed_ranks.run(1, _loaded, path) for path in (first, second))
-    assert_same(found, expected)
-    first_of, last_of = (found[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in (0, EXPERTS - 1))
+    (expected,), (actual,) = (deepspeed_ranks.run(1, _loaded, path) for path in (first, second))
+    assert_same(actual, expected)
+    first_of, last_of = (actual[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in (0, EXPERTS - 1))
     assert not torch.equal(first_of, last_of)
 
 

@@ -67,7 +67,7 @@ def test_a_loaded_checkpoint(tmp_path: Path) -> None:
     )  # of its own: DeepSpeed keeps the nodes' process groups for good, and uses them whatever a config says
     try:
         expected = pool.run(4, _goes_on, tmp_path, 1, 0)
-        for own, found in zip(expected, pool.run(4, _goes_on, tmp_path, 2, 1), strict=True):
-            assert_same(found, own)
+        for own, actual in zip(expected, pool.run(4, _goes_on, tmp_path, 2, 1), strict=True):
+            assert_same(actual, own)
     finally:
         pool.close()

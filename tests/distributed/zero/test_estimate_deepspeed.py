@@ -60,16 +60,16 @@ def _settings(setup: Setup) -> dict[str, Any]:
 
 def _compare(name: str, setup: Setup) -> None:
     model = small_model(**ALL_MODELS[name])
-    found = measure(Shaped(model), _settings(setup), lambda engine: engine(torch.zeros(())))
+    actual = measure(Shaped(model), _settings(setup), lambda engine: engine(torch.zeros(())))
     expected = estimate(model, setup, dist.get_rank())
-    got, wanted = ((report.device, report.host) for report in (found.report, expected))
+    got, wanted = ((report.device, report.host) for report in (actual.report, expected))
     assert got == wanted, f"{name}, {setup}: got {got}, expected {wanted}"
     # The rest is left out by the notes, too: ZeRO 3's bucket, two copies of the largest gradient on its way to the
     # host, norms and counters; and what has been reduced last, if a thread of gloo has not let go of it yet.
     elements = BUCKET if setup.backend == "zero3" else 0
     elements += 2 * model.largest if setup.zero_offload != "none" else 0
     most = (elements + max(BUCKET, model.largest)) * DTYPES[setup.dtype].itemsize + 1000
-    assert found.rest < most, f"{name}, {setup}: got {found.rest} further bytes, expected less than {most}"
+    assert actual.rest < most, f"{name}, {setup}: got {actual.rest} further bytes, expected less than {most}"
 
 
 def _all(cases: list[tuple[str, Setup]], sub_group: int | None = None) -> None:

@@ -154,7 +154,7 @@ def test_bfloat16_and_the_options_that_the_config_says(deepspeed_ranks: Pool, te
     left_out = ("--batch", "12")
     assert left_out == TINY[TINY.index("--batch") : TINY.index("--batch") + 2]
     options = [option for option in TINY if option not in left_out]
-    found = run_deepspeed(deepspeed_ranks, path, *options, "--data", text, "--output", tmp_path)
+    actual = run_deepspeed(deepspeed_ranks, path, *options, "--data", text, "--output", tmp_path)
     expected = {
         "batch": 12,
         "accumulate": 2,
@@ -163,9 +163,9 @@ def test_bfloat16_and_the_options_that_the_config_says(deepspeed_ranks: Pool, te
         "optimizer": "lion8bit",
         "precision": "bf16-mixed",
     }
-    assert {name: found["options"][name] for name in expected} == expected
-    assert found["options"]["betas"] == [0.9, 0.98]
-    assert found["heldout_loss"] < 5.6
+    assert {name: actual["options"][name] for name in expected} == expected
+    assert actual["options"]["betas"] == [0.9, 0.98]
+    assert actual["heldout_loss"] < 5.6
 
 
 def test_bfloat16_without_masters(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
