@@ -10,21 +10,43 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 import results
 import shardopt
 from results import Cell, Column
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from wrapped import SEPARABLE, TOGETHER, final_loss
+from wrapped import SEPARABLE, TOGETHER, Make, network, train_mode
 
 CODECS = ("log8", "dynamic8")
+
+
+def final_loss(wrap: Callable[[Optimizer], Optimizer], make: Make, steps: int = 300) -> float:
+    """The network's loss on a fixed task after training."""
+    model = network()
+    optimizer = wrap(make(list(model.parameters())))
+    train_mode(optimizer)
+    generator = torch.Generator().manual_seed(7)
+    teacher: Tensor = torch.randn(64, 64, generator=generator) / 8
+    torch.manual_seed(3)  # for optimizers that draw
+    for step in range(steps + 1):
+        x = torch.randn(256, 64, generator=generator if step < steps else torch.Generator().manual_seed(8))
+        if step == steps and hasattr(optimizer, "eval"):
+            optimizer.eval()
+        loss = (model(x) - torch.tanh(x @ teacher)).square().mean()
+        if step < steps:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return float(loss.detach())
 
 
 def losses(names: list[str]) -> Iterator[list[Cell]]:
