@@ -59,8 +59,8 @@ class Setup:
         world_size: ranks, one GPU each.
         gpus_per_node: of those ranks, on one host.
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
-        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU. They are taken
-            to be of successive parameters; with ``overlap_forward`` larger ones may wait.
+        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU, counted
+            as those of successive parameters; with ``overlap_forward`` larger ones may wait.
         micro_batches: of a step, over all ranks, whose gradients :func:`shardopt.comm.ordered_gradients` adds up; None
             without it.
         zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.

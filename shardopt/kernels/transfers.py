@@ -1,7 +1,7 @@
 """Copies within the CPU's memory, for :class:`shardopt.kernels.streamed.StreamedCall`.
 
-These copies block, as offloading from the CPU to the CPU gains nothing. They are the reference for an accelerator's
-copies, and let tests run the rest without an accelerator.
+These copies block, as offloading from the CPU to the CPU gains nothing. An accelerator's copies are compared
+with these, and tests run the rest without an accelerator.
 """
 
 from __future__ import annotations

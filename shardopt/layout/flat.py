@@ -1,7 +1,7 @@
 """Flat shards: a rank holds one range of the flattened parameter, as under FSDP1 and ZeRO.
 
-Such a range begins and ends anywhere. It is a partial row, whole rows and another partial row at most; the block in
-which it begins and the one in which it ends may be cut.
+Such a range begins and ends anywhere: it is a partial row, whole rows and another partial row at most. The block in
+which the range begins and the one in which it ends may be cut.
 """
 
 from __future__ import annotations

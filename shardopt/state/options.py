@@ -58,8 +58,8 @@ class Options(TypedDict, total=False):
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
         device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
-            fit, in order: a whole number, or a text such as "2GiB". The same in all param groups that offload.
-        pin_memory: with ``offload``, whether the host's memory is page-locked. Copies overlap only if it is. The same
+            fit, in order: a whole number, or a text such as "2GiB"; the same in all param groups that offload.
+        pin_memory: with ``offload``, whether the host's memory is page-locked. Copies overlap only if it is; the same
             in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
@@ -107,7 +107,7 @@ DEFAULTS: Options = {
 #: Options that must be equal in a checkpoint and the optimizer that loads it: codes mean nothing without them.
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
-#: Options of the state's place. It depends on the machine, so an optimizer keeps its own when it loads.
+#: Options of the state's place, which depends on the machine: an optimizer keeps its own when it loads.
 PLACEMENT = ("offload", "device_state_budget", "pin_memory")
 
 #: Options that the tables of a step depend on.

@@ -300,7 +300,7 @@ class StepTables:
 
 
 class _Member(NamedTuple):
-    """A parameter whose steps this rank counts. It may have no rows.
+    """A parameter whose steps this rank counts, perhaps without rows.
 
     Attributes:
         step: address of the step count.

@@ -1,7 +1,7 @@
 """Unit-scaled modules: weights of std 1, no bias and no gain unless asked for.
 
 For ``shardopt.param_groups(rule="u-mup")``, a module's ``mup_types`` names the kinds of its parameters, and a stack's
-``mup_depth`` is its number of residual blocks. They are attributes of modules, because sharding replaces parameters.
+``mup_depth`` is its number of residual blocks: attributes of modules, because sharding replaces parameters.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - ``DeepSpeedEngine._save_zero_checkpoint`` and ``_load_zero_checkpoint`` call ZeRO's ``state_dict`` and
   ``load_state_dict``: the hooks show moments as float32, and quantize universal checkpoints.
 - ``DeepSpeedEngine.load_checkpoint`` loads no state if masters are on NVMe: the hook loads ours, which is in memory.
-- ``offload_states`` and ``reload_states`` of ZeRO 3 move FusedAdam's state only: the hooks move ours, too. Those of all
-  stages separate masters and parameters that are one tensor: the hook joins both again.
+- ``offload_states`` and ``reload_states`` of ZeRO 3 move FusedAdam's state only: the hooks move ours, too. In all
+  stages they separate masters and parameters that are one tensor: the hook joins both again.
 - ``ZeROOptimizer._configure_master_weights`` decides whether masters may be in bf16: with the hook they may.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
 """
