@@ -17,6 +17,7 @@ from torch import Tensor
 
 import shardopt
 from shardopt import _C
+from shardopt.clients.names import is_known as knows_names
 from shardopt.kernels.dispatch import cpu_target, use_cpu_target
 from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
 from shardopt.sharding.deepspeed.hooks import is_known
@@ -24,14 +25,33 @@ from shardopt.sharding.hooks import PACKAGES, hooked_packages
 
 #: Versions of PyTorch that were tried: [first, end).
 TORCH = ((2, 6), (2, 16))
-#: The oldest versions of the frameworks that were tried, by package.
+
+
+class Client(NamedTuple):
+    """A framework that trains with our optimizers.
+
+    Attributes:
+        oldest: the oldest version that was tried.
+        naming: how it names an optimizer of ours.
+    """
+
+    oldest: str
+    naming: str
+
+
+#: Frameworks by package.
 CLIENTS = {
-    "accelerate": "1.15",
-    "lightning": "2.6",
-    "peft": "0.21",
-    "torchtitan": "0.3",
-    "transformers": "5.23",
-    "trl": "1.16",
+    "accelerate": Client("1.13", "accelerator.prepare(model, shardopt.AdamW8bit(...))"),
+    "axolotl": Client("0.19", "plugins: [shardopt.clients.axolotl.Names], optimizer: shardopt_adamw_8bit"),
+    "lightning": Client("2.6", "configure_optimizers returns shardopt.AdamW8bit(...)"),
+    "llamafactory": Client("0.9.5", "optim: shardopt_adamw_8bit, shardopt run -m llamafactory.launcher config.yml"),
+    "ms-swift": Client(
+        "4.6", "--optimizer shardopt_adamw_8bit --external_plugins, a file: import shardopt.clients.swift"
+    ),
+    "peft": Client("0.18", "as the trainer does"),
+    "torchtitan": Client("0.3", "config.optimizer = shardopt.clients.torchtitan.adamw8bit(...)"),
+    "transformers": Client("4.57", 'TrainingArguments(optim="shardopt_adamw_8bit") after import shardopt'),
+    "trl": Client("0.24", 'SFTConfig(optim="shardopt_adamw_8bit") after import shardopt'),
 }
 #: Packages that single functions use.
 OPTIONAL = ("matplotlib", "mpi4py", "safetensors")
@@ -233,13 +253,19 @@ def _of_packages(facts: Facts) -> list[Finding]:
     deepspeed = facts.packages.get("deepspeed")
     if deepspeed is not None:
         first, end = map(_dotted, DEEPSPEED)
-        text, remedy = f"DeepSpeed {deepspeed}", f"pip install 'deepspeed>={first},<{end}'; others are refused"
+        text, remedy = (
+            f'DeepSpeed {deepspeed}: "optimizer": {{"type": "AdamW8bit"}}',
+            f"pip install 'deepspeed>={first},<{end}'; others are refused",
+        )
         findings.append(Finding(text) if is_known(deepspeed) else _fault(text, remedy))
-    for name, oldest in CLIENTS.items():
+    for name, (oldest, naming) in CLIENTS.items():
         if (version := facts.packages.get(name)) is not None:
-            old = _numbers(version) < _numbers(oldest)
-            remedy = f"tried from {oldest} on; if something fails, pip install '{name}>={oldest}'"
-            findings.append(Finding(f"{name} {version}", remedy if old else ""))
+            remedy = ""
+            if name == "transformers" and not knows_names(version):
+                remedy = "optim= takes no names of ours in this version; pass optimizer_cls_and_kwargs to Trainer"
+            elif _numbers(version) < _numbers(oldest):
+                remedy = f"tried from {oldest} on; if something fails, pip install '{name}>={oldest}'"
+            findings.append(Finding(f"{name} {version}: {naming}", remedy))
     findings += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
     missing = [name for name in ("deepspeed", *CLIENTS, *OPTIONAL) if name not in facts.packages]
     return [*findings, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]

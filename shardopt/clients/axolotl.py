@@ -1,0 +1,15 @@
+"""axolotl's plugin: ``plugins: [shardopt.clients.axolotl.Names]`` and ``optimizer: shardopt_adamw_8bit``."""
+
+from __future__ import annotations
+
+from axolotl.integrations.base import BasePlugin
+
+from shardopt import register
+
+
+class Names(BasePlugin):  # type: ignore[misc]
+    """Makes the names of shardopt's optimizers known, in each process that axolotl starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register()

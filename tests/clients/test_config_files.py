@@ -1,0 +1,122 @@
+"""Frameworks whose users write a config file, each run with one by its own program: two steps, and the options count.
+
+axolotl, LLaMA-Factory and ms-swift need other versions of transformers than the other tests of clients: install each in
+an environment of its own, by the extra of its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+COMMON = {
+    "learning_rate": 1e-4,
+    "max_steps": 2,
+    "optim_args": "codec=log8, block_size=64, betas=(0.9, 0.9)",
+    "output_dir": "run",
+    "report_to": "none",
+    "use_cpu": True,
+}
+TRL = {
+    **COMMON,
+    "model_name_or_path": "llama",
+    "dataset_name": "data",
+    "max_length": 32,
+    "bf16": False,
+    "optim": "shardopt_adamw_8bit",
+}
+LLAMA_FACTORY = {
+    **COMMON,
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "full",
+    "model_name_or_path": "llama",
+    "dataset": "alpaca",
+    "dataset_dir": ".",
+    "template": "default",
+    "cutoff_len": 32,
+    "optim": "shardopt_adamw_8bit",
+}
+SWIFT = {
+    **COMMON,
+    "model": "llama",
+    "model_type": "llama",
+    "template": "dummy",
+    "dataset": "alpaca.json",
+    "tuner_type": "full",
+    "torch_dtype": "float32",
+    "external_plugins": "plugin.py",
+    "optimizer": "shardopt_adamw_8bit",
+}
+AXOLOTL = {
+    "base_model": "llama",
+    "plugins": ["shardopt.clients.axolotl.Names"],
+    "optimizer": "shardopt_adamw_8bit",
+    "optim_args": {"codec": "log8", "block_size": 64, "betas": "(0.9, 0.9)"},
+    "learning_rate": 1e-4,
+    "datasets": [{"path": "data/train.jsonl", "type": "completion"}],
+    "sequence_len": 32,
+    "micro_batch_size": 2,
+    "max_steps": 2,
+    "bf16": False,
+    "fp16": False,
+    "output_dir": "run",
+}
+#: The package, its config, and the command that trains by config.yml.
+CLIENTS = {
+    "trl": (TRL, ["-m", "shardopt", "run", "-m", "trl.scripts.sft", "--config", "config.yml"]),
+    "llamafactory": (LLAMA_FACTORY, ["-m", "shardopt", "run", "-m", "llamafactory.launcher", "config.yml"]),
+    "swift": (SWIFT, ["-m", "swift.cli.main", "sft", "config.yml"]),
+    "axolotl": (AXOLOTL, ["-m", "axolotl.cli.train", "config.yml"]),
+}
+#: Saves a tokenizer and a model of 90 thousand parameters.
+MODEL = """
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number + 3 for number in range(10)}
+bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
+PreTrainedTokenizerFast(tokenizer_object=bare, **special).save_pretrained("llama")
+LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )
+).save_pretrained("llama")
+"""
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_two_steps(client: str, tmp_path: Path) -> None:
+    if find_spec(client) is None:
+        extra = {"swift": "ms-swift"}.get(client, client)
+        pytest.skip(f"{extra} not installed: pip install 'shardopt[{extra}]'")
+    config, command = CLIENTS[client]
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config))
+    (tmp_path / "plugin.py").write_text("import shardopt.clients.swift\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9 0"}\n' * 8)
+    (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": "1 2", "input": "", "output": "3 4"}] * 8))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"alpaca": {"file_name": "alpaca.json"}}))
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for arguments in (["-c", MODEL], command):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (saved,) = tmp_path.glob("run/**/checkpoint-2/optimizer.pt")
+    state = torch.load(saved, weights_only=True)
+    assert any("exp_avg_sq_codes" in entries for entries in state["state"].values())
+    group = state["param_groups"][0]
+    assert (group["codec"], group["block_size"], tuple(group["betas"])) == ("log8", 64, (0.9, 0.9))
+    assert state["state"][0]["step"] == 2
