@@ -1,8 +1,8 @@
 """Hooks into three methods of ZeroRedundancyOptimizer.
 
 Stochastic rounding depends on a parameter's number among all parameters, and sums over all parameters on the ranks that
-have the others. The inner optimizer sees neither: hooks tell it when it is made, and in ``add_param_group``. The hooks drop
-``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
+have the others. The inner optimizer sees neither: hooks tell it when it is made, and in ``add_param_group``. The hooks
+drop ``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
 entries straight into the inner optimizer's state: a hook checks them, and the param groups, before.
 """
 

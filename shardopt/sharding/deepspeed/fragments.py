@@ -1,6 +1,6 @@
 """State for DeepSpeed's functions of single parameters: ``safe_get_full_optimizer_state`` and similar ones.
 
-These functions look for float32 state of the masters' shape. Here they get a parameter's moments decoded. These functions
+These functions look for float32 state of the masters' shape. Here they get a parameter's moments decoded. The functions
 can write only float32 state: quantized blocks lie on several ranks, and moments depend on one another.
 """
 
