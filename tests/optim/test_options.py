@@ -139,7 +139,7 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"stochastic_rounding": "yes"}, "stochastic_rounding: got"),
     ({"stochastic_rounding": True, "stochastic_rounding_seed": -5}, "stochastic_rounding_seed: got -5"),
     ({"offload": "disk"}, "offload: got 'disk', expected None"),
-    ({"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected the same"),
+    ({"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected no change"),
     ({"device_state_budget": 1}, "device_state_budget: got 1 in a param group that was stepped with 0"),
     ({"pin_memory": False}, "pin_memory: got False in a param group that was stepped with True"),
     *(({name: value}, f"{name}: got {value}, expected") for name in NUMBERS for value in (NAN, INF, 1e39, -1.0)),
