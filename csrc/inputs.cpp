@@ -66,7 +66,8 @@ Inputs::Inputs(const py::list& param_groups, const py::object& state, const py::
     }
   }
   options_changed(param_groups);
-  if (!PyDict_Check(state.ptr())) throw std::invalid_argument("optimizer.state: got another type than dict, expected a dict");
+  if (!PyDict_Check(state.ptr()))
+    throw std::invalid_argument("optimizer.state: got another type than dict, expected a dict");
   PyObject *key, *value;
   for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
     const auto index = indices.find(key);
@@ -96,7 +97,8 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
 }
 
 void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed) {
-  if (!PyDict_Check(state)) throw std::invalid_argument("got a parameter's state of another type than dict, expected a dict");
+  if (!PyDict_Check(state))
+    throw std::invalid_argument("got a parameter's state of another type than dict, expected a dict");
   input.first_entry = entries_.size();
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(state, &at, &name, &value);) {
