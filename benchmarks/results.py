@@ -129,8 +129,9 @@ class Table:
 
     def texts(self, name: str) -> dict[str, str]:
         """Cells of a column as tables show them, by the names of the rows."""
+        cells = self.column(name)
         (column,) = [column for column in self.columns if column.name == name]
-        return {row: column.text(cell) for row, cell in self.column(name).items()}
+        return {row: column.text(cell) for row, cell in cells.items()}
 
     def json(self) -> str:
         """The file's text: a line for each column and row."""

@@ -45,8 +45,17 @@ def add_parser(commands: Any) -> None:
 
 def run_program(args: argparse.Namespace) -> int:
     """Replaces classes and runs the program as ``__main__``. Returns 0 unless the program exits by itself."""
+    pending: set[str] = set()
     for replace in args.replace:
-        replace()
+        replace(pending)
+    try:
+        return _run(args)
+    finally:
+        for name in sorted(pending):
+            print(f"shardopt run: got no import of {name}, so that --replace has replaced nothing", file=sys.stderr)
+
+
+def _run(args: argparse.Namespace) -> int:
     sys.argv = [args.program, *args.arguments]
     if args.module:
         sys.path.insert(0, os.getcwd())
@@ -60,8 +69,10 @@ def run_program(args: argparse.Namespace) -> int:
     return 0
 
 
-def _replacement(text: str) -> Callable[[], None]:
+def _replacement(text: str) -> Callable[[set[str]], None]:
     """Reads ``AdamW=AdamW8bit`` or ``package.module.Class=AdamW8bit``.
+
+    The function that is returned adds the name of a class to a set until the class's module is imported.
 
     Raises:
         argparse.ArgumentTypeError: one of the two is no optimizer.
@@ -70,16 +81,25 @@ def _replacement(text: str) -> Callable[[], None]:
     kind = getattr(optim, new, None) if new in optim.__all__ else None
     if kind is None or kind is ShardedOptimizer:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected an optimizer of shardopt after =, as AdamW=AdamW8bit")
-    module, _, name = old.removeprefix("torch.optim.").rpartition(".")
-    if module:
-        return lambda: after_import(module, lambda imported: _put(imported, name, kind))
+    module, _, name = old.rpartition(".")
+    if module not in ("", "torch.optim"):
+
+        def replace_later(pending: set[str]) -> None:
+            def put(imported: ModuleType) -> None:
+                _put(imported, name, kind)
+                pending.discard(old)
+
+            pending.add(old)
+            after_import(module, put)
+
+        return replace_later
     of_torch = getattr(torch.optim, name, None)
     if not (isinstance(of_torch, type) and issubclass(of_torch, Optimizer)) or of_torch is Optimizer:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected a class of torch.optim before =, or package.module.Class"
         )
 
-    def replace() -> None:
+    def replace(pending: set[str]) -> None:
         for imported in (torch.optim, sys.modules[of_torch.__module__]):
             _put(imported, name, kind)
         TYPES[name.lower()] = kind

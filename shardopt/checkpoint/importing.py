@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import OTHERS, TORCH
 from shardopt.checkpoint.peers.base import Moments, Peer
-from shardopt.checkpoint.peers.coded import CodedMoment
+from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
@@ -285,7 +285,7 @@ def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str)
         ValueError: one is neither, or not of the parameter's shape.
     """
     for key, value in moments.items():
-        tensor = value.codes if isinstance(value, CodedMoment) else value
+        tensor = _stored(value)
         if not (is_dense(tensor) if isinstance(value, CodedMoment) else are_floats(tensor)):
             raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
         if tuple(tensor.shape) != spec.shard.global_shape:
@@ -302,6 +302,13 @@ def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str)
                 )
 
 
+def _stored(moment: Tensor | CodedMoment | ScaledMoment) -> Tensor:
+    """The tensor of the parameter's shape that stands for a moment."""
+    if isinstance(moment, CodedMoment):
+        return moment.codes
+    return moment.floats if isinstance(moment, ScaledMoment) else moment
+
+
 def _check_floats(spec: TensorState, moments: Moments, name: str) -> None:
     """Checks the values of moments in floats, this rank's part where they are DTensors.
 
@@ -311,7 +318,8 @@ def _check_floats(spec: TensorState, moments: Moments, name: str) -> None:
     for moment in spec.moments:
         value = moments[moment.name]
         if not isinstance(value, CodedMoment):
-            local = value.to_local() if isinstance(value, DTensor) else value
+            floats = _stored(value)
+            local = floats.to_local() if isinstance(floats, DTensor) else floats
             check_dense(local, moment.name, name)
             check_moment(local, moment.name, name, signed=moment.signed)
 
@@ -335,7 +343,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
             taken |= _entries(first, moment, coded[moment.name])
     if all(first.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
-    values = {k: v.values() if isinstance(v, CodedMoment) else v for k, v in moments.items()}
+    values = {k: v if isinstance(v, Tensor) else v.values() for k, v in moments.items()}
     for moment in spec.moments:
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)

@@ -113,7 +113,7 @@ def parse_options(text: str | None) -> dict[str, Any]:
         ValueError: a part is not of the form ``name=value``.
     """
     options: dict[str, Any] = {}
-    for part in re.split(r",\s*(?=\w+\s*=)", text.strip()) if text else ():
+    for part in re.split(r",\s*(?=\w+\s*=)", text.strip().rstrip(",")) if text else ():
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not name.isidentifier() or not equals:
             raise ValueError(f'optim_args: got {part!r}, expected options such as "codec=log8, block_size=128"')
@@ -148,7 +148,7 @@ def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str,
     options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **of_adam, **given}
     groups = _muon_groups(model, options["lr"], {name: options.pop(name) for name in _OF_GROUPS & options.keys()})
     for group in groups:
-        if adamw_eps is not None and group["algorithm"] == "adamw":
+        if adamw_eps is not None and "eps" not in given and group["algorithm"] == "adamw":
             group.setdefault("eps", adamw_eps)
     return {"params": groups, **options}
 

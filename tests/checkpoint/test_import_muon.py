@@ -102,3 +102,14 @@ def test_dion_without_its_decay_rate() -> None:
     }
     with pytest.raises(ValueError, match="got mu=None"):
         import_state(shardopt.Muon8bit(_groups(params)), saved)
+
+
+def test_dion_beside_a_parameter_of_torch() -> None:
+    params = _params()
+    matrix = torch.zeros(64, 96)
+    saved = {
+        "state": {0: {"momentum": matrix}, 1: {"exp_avg": torch.zeros(96), "step": torch.tensor(1.0)}},
+        "param_groups": [{"params": [0], "algorithm": "muon", "mu": MU}, {"params": [1], "algorithm": "adamw"}],
+    }
+    with pytest.raises(ValueError, match="got state with exp_avg, expected exp_avg, exp_avg_sq"):
+        import_state(shardopt.Muon8bit(_groups(params)), saved)

@@ -108,7 +108,10 @@ class Cluster:
         self.run("scancel", "--user=root")
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            daemon.wait(timeout=30)
+            try:
+                daemon.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
 
     def _start(self, *command: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:

@@ -101,7 +101,10 @@ def _checked_header(path: str, file: BufferedReader) -> tuple[dict[str, Any], in
             with safe_open(path, framework="numpy"):
                 pass
         except MemoryError as error:
-            raise OSError(f"{error} to map {os.path.getsize(path)} bytes") from error
+            raise CheckpointError(
+                f"{path}: got no addresses to map the file, expected {os.path.getsize(path)} bytes of them; "
+                "raise the limit on the process's address space (ulimit -v)"
+            ) from error
         length = int.from_bytes(file.read(HEADER_BEGIN), "little")
         return _parsed(file.read(length)), HEADER_BEGIN + length
 

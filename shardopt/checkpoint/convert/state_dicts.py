@@ -28,7 +28,7 @@ from shardopt.checkpoint.groups import SavedGroup, describe
 from shardopt.checkpoint.importing import is_ours, taken_hyper
 from shardopt.checkpoint.peers import OTHERS, TORCH
 from shardopt.checkpoint.peers.base import DERIVED, Peer
-from shardopt.checkpoint.peers.coded import CodedMoment
+from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import check_structure, is_dense
 from shardopt.checkpoint.peers.torchao import OptimState8bit
 from shardopt.checkpoint.wording import few, kind_of, line, named, shown
@@ -213,7 +213,13 @@ def _take_foreign(
 ) -> None:
     """Adds another package's state, by the parameters' names, to a checkpoint that has the model's tensors."""
     path = checkpoint.path
-    peer = next((peer for peer in OTHERS if any(map(peer.recognizes, states.values()))), TORCH)
+    peers = [peer for peer in OTHERS if any(map(peer.recognizes, states.values()))]
+    if len(peers) > 1:
+        raise CheckpointError(
+            f"{path}: got the state of {' and '.join(peer.name for peer in peers)}, expected that of one optimizer; "
+            "save it again"
+        )
+    peer = peers[0] if peers else TORCH
     group_of = {name: group for group, of_group in zip(groups, names, strict=True) for name in of_group}
     with _naming(path):
         for name, state in states.items():
@@ -264,7 +270,10 @@ def _moments(peer: Peer, state: Entries, form: SliceSpec, name: str, path: str) 
         values = peer.moments(state, form.moments, name)
     moments: dict[str, LazyTensor | CodedMoment] = {}
     for key, value in values.items():
-        moments[key] = value if isinstance(value, CodedMoment) else _lazy(value, f"{path}: {name}: got {key}")
+        if isinstance(value, ScaledMoment):
+            moments[key] = _scaled(_lazy(value.floats, f"{path}: {name}: got {key}"), value.factor)
+        else:
+            moments[key] = value if isinstance(value, CodedMoment) else _lazy(value, f"{path}: {name}: got {key}")
     for key, moment in moments.items():
         tensor = moment.codes if isinstance(moment, CodedMoment) else moment
         is_float = isinstance(moment, CodedMoment) or tensor.dtype.is_floating_point
@@ -304,6 +313,10 @@ def _state(
     sizes = {value.block_size for value in moments.values() if isinstance(value, CodedMoment)}
     stored = f"{peer.codec} of {peer.name} in blocks of {min(sizes)}" if sizes else None
     return floats._replace(coded=State(in_codes, step, read) if taken else None, stored=stored)
+
+
+def _scaled(floats: LazyTensor, factor: float) -> LazyTensor:
+    return floats._replace(read=lambda first, end: floats.read(first, end) * factor)
 
 
 def _in_floats(moment: LazyTensor | CodedMoment) -> LazyTensor:

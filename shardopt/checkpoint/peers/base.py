@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.checkpoint.peers.coded import CodedMoment
+from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.wording import few
 from shardopt.codec import Moment
 
 #: The moments of one parameter under shardopt's names, in float or in codes.
-Moments = dict[str, "Tensor | CodedMoment"]
+Moments = dict[str, "Tensor | CodedMoment | ScaledMoment"]
 
 #: Entries of torch.optim's state that follow from the step count.
 DERIVED = frozenset(["mu_product"])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.peers.base import Peer
-from shardopt.checkpoint.peers.structure import are_floats
-from shardopt.checkpoint.wording import few, kind_of, shown
+from shardopt.checkpoint.peers.coded import ScaledMoment
+from shardopt.checkpoint.wording import few, shown
 
 _STEP = "step_dev"
 _ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
@@ -24,18 +24,19 @@ class Dion(Peer):
 
     def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
-        if "variance" in state:
+        if {"momentum", "variance"} <= state.keys():
             return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
+        if "momentum" not in state:  # of another package, refused by its entries
+            return state
         if group.get("algorithm") == "lion":
             return {**step, "exp_avg": state["momentum"]}
         momentum = group.get("mu")
-        if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0 or not are_floats(state["momentum"]):
+        if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0:
             raise ValueError(
-                f"{name}: got mu={shown(momentum)} and momentum as {kind_of(state['momentum'])}, expected a decay rate "
-                "below 1 and floats; save the state dict again"
+                f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again"
             )
         # A sum of gradients; ours is their average.
-        return {**step, "momentum_buffer": state["momentum"] * (1.0 - momentum)}
+        return {**step, "momentum_buffer": ScaledMoment(state["momentum"], 1.0 - momentum)}
 
     def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
         algorithms = {group.get("algorithm") for group in groups}

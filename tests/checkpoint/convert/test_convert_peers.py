@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardopt
@@ -151,6 +153,35 @@ def test_dion(tmp_path: Path, own: dict[str, Any]) -> None:
     assert_same(snapshot_of(*runs[1]), snapshot_of(*runs[0]))
     for ours, theirs in zip(runs[1][1].param_groups, runs[0][1].param_groups, strict=True):
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+
+
+def test_dion_in_a_folder_of_dcp(tmp_path: Path) -> None:
+    """The folder has the values of the file, and its moments are read, and scaled, in pieces."""
+    model = Net()
+    state = {"p0": {"momentum": made_up(SHAPES[0], 0).signed}}
+    group = {"params": ["p0"], "algorithm": "muon", "mu": 0.95, "lr": 0.02, "weight_decay": 0.01, "step": 3}
+    content = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": [group]}}
+    torch.save(content, tmp_path / "run.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(content, checkpoint_id=tmp_path / "folder")
+    for source, target in (("run.pt", "of file"), ("folder", "of folder")):
+        convert(tmp_path / source, tmp_path / target, piece_numel=PIECE)
+    runs = [(Net(), target) for target in ("of file", "of folder")]
+    snapshots = []
+    for model, target in runs:
+        optimizer = shardopt.Muon([model.p0], momentum=0.5)
+        checkpoint.load(tmp_path / target, model, optimizer)
+        snapshots.append(snapshot_of(model, optimizer))
+    assert_same(*snapshots)
+
+
+def test_packages_that_do_not_belong_together(tmp_path: Path) -> None:
+    states = {0: flashoptim_state(made_up(SHAPES[0], 0))[0], 1: {"momentum": made_up(SHAPES[1], 1).signed}}
+    optimizer = {"state": states, "param_groups": [{"params": list(range(len(SHAPES)))}]}
+    torch.save({"model": Net().state_dict(), "optimizer": optimizer}, tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match="got the state of flashoptim and dion, expected that of one"):
+        convert(tmp_path / "run.pt", tmp_path / "converted", piece_numel=PIECE)
 
 
 def _quant(state_dict: dict[str, Any]) -> dict[str, Any]:
