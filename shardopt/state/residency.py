@@ -246,7 +246,8 @@ class StateResidency:
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
             nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
-        nbytes[_CPU] = nbytes.get(_CPU, 0) + self._sleep.nbytes
+        if self._sleep.nbytes:
+            nbytes[_CPU] = nbytes.get(_CPU, 0) + self._sleep.nbytes
         return nbytes
 
     def synchronize(self) -> None:

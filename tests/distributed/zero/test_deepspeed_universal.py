@@ -307,7 +307,7 @@ def _tool_refuses(path: Path, settings: dict[str, Any], error: type[Exception], 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_the_tool_cannot_convert(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
     deepspeed_ranks.run(
-        1, _tool_refuses, tmp_path / "lion", config(stage, "Lion8bit"), KeyError, "exp_avg_sq too.*Adam"
+        1, _tool_refuses, tmp_path / "lion", config(stage, "Lion8bit"), KeyError, "exp_avg_sq, too.*Adam"
     )
     settings = config(stage, params={"master_weight_bits": 24}, bf16=WITHOUT_MASTERS)
-    deepspeed_ranks.run(1, _tool_refuses, tmp_path / "bits", settings, RuntimeError, "8 bits stand in the optimizer's")
+    deepspeed_ranks.run(1, _tool_refuses, tmp_path / "bits", settings, RuntimeError, "8 bits are in the optimizer's")
