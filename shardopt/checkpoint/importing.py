@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
-from shardopt.checkpoint.peers import OTHERS, TORCH
+from shardopt.checkpoint.peers import OTHERS, TORCH, package_of
 from shardopt.checkpoint.peers.base import Moments, Peer
 from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
@@ -234,21 +234,17 @@ def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _recognized(states: Sequence[Mapping[str, Any]]) -> Peer:
     """Finds the package that wrote the state."""
-    peers: dict[Peer, None] = {}
-    for state in filter(None, states):
-        peer = next((peer for peer in (*OTHERS, TORCH) if peer.recognizes(state)), None)
-        if peer is None:
+    given = [state for state in states if state]
+    for state in given:
+        if not any(peer.recognizes(state) for peer in (*OTHERS, TORCH)):
             forms = "; ".join(f"{peer.name} has {peer.form}" for peer in (*OTHERS, TORCH))
             raise ValueError(
                 f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
                 f"{forms}. Load shardopt's own with load_state_dict"
             )
-        peers[peer] = None
-    packages = [peer for peer in peers if peer is not TORCH] or list(peers)  # others keep some state as torch does
-    if len(packages) != 1:
-        got = f"the state of {' and '.join(peer.name for peer in packages)}" if packages else "no state at all"
-        raise ValueError(f"got {got}, expected that of one optimizer which has taken a step")
-    return packages[0]
+    if not given:
+        raise ValueError("got no state at all, expected that of an optimizer which has taken a step")
+    return package_of(given)
 
 
 def taken_hyper(

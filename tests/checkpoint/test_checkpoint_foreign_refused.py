@@ -50,7 +50,7 @@ def wrong_state_dicts() -> dict[str, tuple[dict[str, Any], str]]:
         "Adagrad": (broken(lambda s: s["state"].update({3: {"step": 1, "sum": torch.ones(3)}})), "with step, sum"),
         "two packages": (
             broken(lambda s: s["state"].update({0: flashoptim_state(made_up((16, 512), 0))[0]})),
-            "got the state of flashoptim and bitsandbytes",
+            "got the state of bitsandbytes and flashoptim",
         ),
         "a scale per tensor": (broken(lambda s: inner(s).update(max1=torch.ones(1))), "scale per tensor"),
         "AdEMAMix": (broken(lambda s: s["param_groups"][0].update(ademamix)), "another optimizer of bitsandbytes"),

@@ -22,7 +22,7 @@ def coded(numel: int) -> messages.Layout:
 
 
 def round_trip(floats: Tensor) -> Tensor:
-    """What a row of floats becomes on the wire."""
+    """A row of floats in the form of the wire."""
     layout, out = coded(floats.numel()), torch.empty(floats.numel())
     messages.add_up(messages.encode(floats[None], layout), layout, out=[out])
     return out

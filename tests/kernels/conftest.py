@@ -15,7 +15,7 @@ SOURCE = ("source", {})
 
 
 def _kinds() -> Iterator[object]:
-    """What nvcc makes of the kernels for sm_90, or their source where there is no nvcc; --all runs every kind."""
+    """The kernels as nvcc compiles them for sm_90, or their source where there is no nvcc; --all runs every kind."""
     yield pytest.param(SOURCE, id="source", marks=[pytest.mark.slow] if _NVCC else [])
     for name, kind in cuda_interpreted.KINDS.items():
         yield pytest.param(kind, id=name, marks=[] if name == "ptx90" else [pytest.mark.slow])

@@ -69,7 +69,7 @@ def known_spectrum(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
-    """What exact arithmetic makes of singular values."""
+    """Singular values after the iteration in exact arithmetic."""
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return s

@@ -120,7 +120,7 @@ def test_as_torch(recorded: Recorded, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("steps", [3, len(POLAR_EXPRESS)])
 def test_spectral_norm_and_polar_express(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """What torch does not have: its class with another scale per matrix, and coefficients per step."""
+    """Torch's class with the additions that it lacks: another scale per matrix, and coefficients per step."""
     monkeypatch.setattr(
         muon,
         "_zeropower_via_newtonschulz",

@@ -1,4 +1,4 @@
-"""What the package declares, and what it says where it is not built, cannot be loaded or has no CUDA kernels."""
+"""The package's declarations, and its errors where it is not built, cannot be loaded or has no CUDA kernels."""
 
 import ast
 import re

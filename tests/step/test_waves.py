@@ -55,7 +55,7 @@ def parameters(draw: st.DrawFn) -> list[Matrix]:
 
 
 def bytes_by_rank(wave: Wave) -> list[int]:
-    """What the directions of a wave take: each rank's own in units of 16 bytes, and again all that an owner gathers."""
+    """Bytes of the directions of a wave: each rank's own in units of 16 bytes, and again all that an owner gathers."""
     taken = [0] * len(wave.matrices[0].regions)
     for one, owner in zip(wave.matrices, wave.owners, strict=True):
         sizes = [-(-2 * region.rows * region.cols // 256) * 256 for region in one.regions]

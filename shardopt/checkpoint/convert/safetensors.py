@@ -125,15 +125,15 @@ def _lazy(path: str, file: BufferedReader, data_begin: int, name: str, described
 
 def _read(path: str, file: BufferedReader, dtype: torch.dtype, begin: int, first: int, end: int) -> Tensor:
     """The elements ``[first, end)`` of a flattened tensor that begins at a position of the file."""
-    found = torch.empty(end - first, dtype=dtype, device="cpu")
+    elements = torch.empty(end - first, dtype=dtype, device="cpu")
     try:
         file.seek(begin + first * dtype.itemsize)
-        count = file.readinto(memoryview_of(found))
+        count = file.readinto(memoryview_of(elements))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; write it again") from error
-    if count < found.nbytes:
+    if count < elements.nbytes:
         raise CheckpointError(f"{path}: ended while it was read, expected {_WHOLE}")
-    return found
+    return elements
 
 
 def _saved_options(path: str, metadata: Mapping[str, str]) -> tuple[bool, list[dict[str, Any]], str | None]:

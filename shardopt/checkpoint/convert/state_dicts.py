@@ -26,7 +26,7 @@ from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, State, la
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import SavedGroup, describe
 from shardopt.checkpoint.importing import is_ours, taken_hyper
-from shardopt.checkpoint.peers import OTHERS, TORCH
+from shardopt.checkpoint.peers import package_of
 from shardopt.checkpoint.peers.base import DERIVED, Peer
 from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import check_structure, is_dense
@@ -213,15 +213,9 @@ def _take_foreign(
 ) -> None:
     """Adds another package's state, by the parameters' names, to a checkpoint that has the model's tensors."""
     path = checkpoint.path
-    peers = [peer for peer in OTHERS if any(map(peer.recognizes, states.values()))]
-    if len(peers) > 1:
-        raise CheckpointError(
-            f"{path}: got the state of {' and '.join(peer.name for peer in peers)}, expected that of one optimizer; "
-            "save it again"
-        )
-    peer = peers[0] if peers else TORCH
     group_of = {name: group for group, of_group in zip(groups, names, strict=True) for name in of_group}
     with _naming(path):
+        peer = package_of(states.values())
         for name, state in states.items():
             _check_whole(state, f"{path}: {name}", may_be_lazy=peer.codec is None)
         states = {name: peer.unwrapped(state, group_of[name], name) for name, state in states.items()}

@@ -43,15 +43,15 @@ def read_torch(path: PathLike, optimizer: str | None) -> Checkpoint:
         CheckpointError: the file is damaged, has anything else, or has no model or optimizer whose names can be told.
     """
     text = os.fspath(path)
-    found = loaded(path, CLASSES)
-    model, states = (_first(found, keys) for keys in (_MODEL, _OPTIMIZER))
-    if not isinstance(found, Mapping) or not isinstance(model, Mapping) or not isinstance(states, Mapping | None):
-        got = few(found) if isinstance(found, Mapping) else type(found).__name__
+    content = loaded(path, CLASSES)
+    model, states = (_first(content, keys) for keys in (_MODEL, _OPTIMIZER))
+    if not isinstance(content, Mapping) or not isinstance(model, Mapping) or not isinstance(states, Mapping | None):
+        got = few(content) if isinstance(content, Mapping) else type(content).__name__
         raise CheckpointError(
             f'{text}: got {got}, expected {{"model": ..., "optimizer": ...}} with the state dicts of both; save them so'
         )
     checkpoint = Checkpoint(text)
-    for key, value in found.items():
+    for key, value in content.items():
         if key not in (*_MODEL, *_OPTIMIZER):
             _take_extra(checkpoint, key, value)
     tensors = lazy_tensors(text, model, "the model")
@@ -148,13 +148,13 @@ def _optimizer_state(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> d
     states: dict[int, dict[str, Tensor]] = {}
     groups = []
     number = 0
-    for group, own in zip(checkpoint.groups, optimizer.param_groups, strict=True):
+    for group, made_group in zip(checkpoint.groups, optimizer.param_groups, strict=True):
         ids = list(range(number, number + len(group["parameters"])))
         number += len(ids)
         for index, name in zip(ids, group["parameters"], strict=True):
             state = checkpoint.states.get(name)
             if state is not None:
-                scalars = {"step": state.step.clone(), **optimizer.derived_state(own, state.step)}
+                scalars = {"step": state.step.clone(), **optimizer.derived_state(made_group, state.step)}
                 moments = {moment.name: tensors[state_key(name, moment.name)] for moment in state.form.moments}
                 states[index] = {**scalars, **moments}
         options = {key: value for key, value in group["options"].items() if key not in STATE_FORMAT}
@@ -163,8 +163,8 @@ def _optimizer_state(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> d
     return {"state": states, "param_groups": groups}
 
 
-def _first(found: Any, keys: tuple[str, ...]) -> Any:
-    return next((found[key] for key in keys if key in found), None) if isinstance(found, Mapping) else None
+def _first(content: Any, keys: tuple[str, ...]) -> Any:
+    return next((content[key] for key in keys if key in content), None) if isinstance(content, Mapping) else None
 
 
 def _take_extra(checkpoint: Checkpoint, key: Any, value: Any) -> None:
