@@ -9,8 +9,8 @@
 #include <string>
 
 #include "core/exact_sum.h"
-#include "entries.h"
 #include "inputs.h"
+#include "kernel_rows.h"
 #include "norm/clip.h"
 #include "norm/cpu.h"
 #include "step/cpu.h"
@@ -67,20 +67,20 @@ py::dict describe_codecs(generic::List<Codec...>) {
 // CpuStep with its tables.
 class CpuStepOfTables {
  public:
-  CpuStepOfTables(Table<KernelRow> entries, Table<uint64_t> steps, Table<uint64_t> tables)
-      : entries_(std::move(entries)),
+  CpuStepOfTables(Table<KernelRow> kernel_rows, Table<uint64_t> steps, Table<uint64_t> tables)
+      : kernel_rows_(std::move(kernel_rows)),
         steps_(std::move(steps)),
         tables_(std::move(tables)),
-        step_(entries_.data(), entries_.size()) {
+        step_(kernel_rows_.data(), kernel_rows_.size()) {
     if (tables_.size() != generic::Codecs::kCount) {
       throw std::invalid_argument("got " + std::to_string(tables_.size()) + " codec tables, expected " +
                                   std::to_string(generic::Codecs::kCount));
     }
-    check_cut_blocks(entries_.data(), entries_.size());
+    check_cut_blocks(kernel_rows_.data(), kernel_rows_.size());
   }
 
   void prepare(py::array groups, int threads, const std::string& target) {
-    if (!is_column<GroupEntry>(groups)) throw py::type_error("got groups of another dtype than group_entry");
+    if (!is_column<GroupRow>(groups)) throw py::type_error("got groups of another dtype than group_row");
     step_.prepare(threads, target);
     groups_ = std::move(groups);
   }
@@ -90,7 +90,7 @@ class CpuStepOfTables {
     if (phase == Phase::kStep) count_steps();  // nothing after this can fail
     const auto tables = reinterpret_cast<const float* const*>(tables_.data());
     py::gil_scoped_release release;
-    return step_.run(static_cast<const GroupEntry*>(groups_->data()), tables, phase);
+    return step_.run(static_cast<const GroupRow*>(groups_->data()), tables, phase);
   }
 
  private:
@@ -99,7 +99,7 @@ class CpuStepOfTables {
     for (py::ssize_t i = 0; i < steps_.size(); ++i) *reinterpret_cast<float*>(steps[i]) += 1.0f;
   }
 
-  const Table<KernelRow> entries_;
+  const Table<KernelRow> kernel_rows_;
   const Table<uint64_t> steps_, tables_;
   std::optional<py::array> groups_;
   CpuStep step_;
@@ -129,9 +129,9 @@ PYBIND11_MODULE(_C, m) {
   PYBIND11_NUMPY_DTYPE(KernelRow, param, gradient, step, low_bits, codes, scales, extremes, sums, numel, rows, cols,
                        row_stride, scales_row_stride, first_element, global_row_numel, noise_key, block_size,
                        weight_format, gradient_dtype, codec, group, cut);
-  PYBIND11_NUMPY_DTYPE(GroupEntry, hyper, lr, gradient_scale, rule, nonfinite);
-  m.attr("tensor_entry") = py::dtype::of<KernelRow>();
-  m.attr("group_entry") = py::dtype::of<GroupEntry>();
+  PYBIND11_NUMPY_DTYPE(GroupRow, hyper, lr, gradient_scale, rule, nonfinite);
+  m.attr("kernel_row") = py::dtype::of<KernelRow>();
+  m.attr("group_row") = py::dtype::of<GroupRow>();
   m.attr("rules") = describe_rules(generic::Rules{});
   m.attr("codecs") = describe_codecs(generic::Codecs{});
   m.attr("max_block_size") = kMaxBlock;
@@ -146,13 +146,14 @@ PYBIND11_MODULE(_C, m) {
       .value("scale", NormPass::kScale);
   m.def(
       "norm",
-      [](const py::array& entries, NormPass pass, float factor, int threads, const std::string& target) {
-        if (!is_column<KernelRow>(entries)) throw py::type_error("got entries of another dtype than tensor_entry");
-        const NormCall call{static_cast<const KernelRow*>(entries.data()), entries.size(), pass};
+      [](const py::array& kernel_rows, NormPass pass, float factor, int threads, const std::string& target) {
+        if (!is_column<KernelRow>(kernel_rows))
+          throw py::type_error("got kernel rows of another dtype than kernel_row");
+        const NormCall call{static_cast<const KernelRow*>(kernel_rows.data()), kernel_rows.size(), pass};
         const py::gil_scoped_release release;
         norm_cpu(call, factor, threads, target);
       },
-      py::arg("entries"), py::arg("norm_pass"), py::arg("factor"), py::arg("threads"), py::arg("target"),
+      py::arg("kernel_rows"), py::arg("norm_pass"), py::arg("factor"), py::arg("threads"), py::arg("target"),
       "Takes one pass over gradients.");
   m.def(
       "clip",
@@ -184,13 +185,13 @@ PYBIND11_MODULE(_C, m) {
       .value("finish", Phase::kFinish);
   py::enum_<NonFinite>(m, "NonFinite").value("skip", NonFinite::kSkip).value("propagate", NonFinite::kPropagate);
   m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
-  py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same entries on the CPU.")
-      .def(py::init<Table<KernelRow>, Table<uint64_t>, Table<uint64_t>>(), py::arg("entries").noconvert(),
+  py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same kernel rows on the CPU.")
+      .def(py::init<Table<KernelRow>, Table<uint64_t>, Table<uint64_t>>(), py::arg("kernel_rows").noconvert(),
            py::arg("steps"), py::arg("tables"))
       .def("prepare", &CpuStepOfTables::prepare, py::arg("groups"), py::arg("threads"), py::arg("target"),
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
-           "Steps the entries; returns the number of elements that were skipped.");
+           "Steps the kernel rows; returns the number of elements that were skipped.");
   m.def(
       "copy_ranges",
       [](const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes, int threads) {

@@ -8,7 +8,7 @@
 
 #include "bindings_comm.h"
 #include "comm/cuda.h"
-#include "entries.h"
+#include "kernel_rows.h"
 #include "norm/cuda.h"
 #include "step/cuda.h"
 
@@ -27,23 +27,23 @@ T* pointer(uint64_t address) {
 
 using Batch = std::tuple<int, int, int, int64_t, int64_t, int64_t>;  // CudaBatch
 
-py::tuple make_tasks(const Table<KernelRow>& entries, const Table<GroupEntry>& groups, bool aligned) {
-  check_cut_blocks(entries.data(), entries.size());
-  const CudaTasks made = make_cuda_tasks(entries.data(), entries.size(), groups.data(), aligned);
+py::tuple make_tasks(const Table<KernelRow>& kernel_rows, const Table<GroupRow>& groups, bool aligned) {
+  check_cut_blocks(kernel_rows.data(), kernel_rows.size());
+  const CudaTasks made = make_cuda_tasks(kernel_rows.data(), kernel_rows.size(), groups.data(), aligned);
   py::list batches;
   for (const CudaBatch& b : made.batches)
     batches.append(py::make_tuple(b.rule, b.codec, b.format, b.begin, b.staged, b.end));
   return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
-void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps,
+void step_on_cuda(int device, uint64_t kernel_rows, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps,
                   uint64_t tables, uint64_t prepared, uint64_t grad_scale, uint64_t factor, uint64_t found_inf,
-                  uint64_t nonfinite, int64_t entry_count, int64_t step_count, Phase phase,
+                  uint64_t nonfinite, int64_t row_count, int64_t step_count, Phase phase,
                   const std::vector<Batch>& batches, uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  const CudaCall call{pointer<KernelRow>(entries),
-                      pointer<GroupEntry>(groups),
+  const CudaCall call{pointer<KernelRow>(kernel_rows),
+                      pointer<GroupRow>(groups),
                       pointer<CudaTask>(tasks),
                       pointer<float* const>(steps),
                       pointer<const float* const>(tables),
@@ -52,7 +52,7 @@ void step_on_cuda(int device, uint64_t entries, uint64_t gradients, uint64_t gro
                       pointer<float>(factor),
                       pointer<float>(found_inf),
                       pointer<unsigned long long>(nonfinite),
-                      entry_count,
+                      row_count,
                       step_count,
                       phase};
   if (phase == Phase::kStep || phase == Phase::kSums)
@@ -99,11 +99,11 @@ void sum_on_cuda(const LayoutArguments& layout, uint64_t message, DType raw, int
   sum_cuda(call, pointer<void>(stream));
 }
 
-void norm_on_cuda(uint64_t entries, uint64_t tasks, int64_t task_count, NormPass pass, uint64_t factor, int device,
+void norm_on_cuda(uint64_t kernel_rows, uint64_t tasks, int64_t task_count, NormPass pass, uint64_t factor, int device,
                   uint64_t stream) {
   const py::gil_scoped_release release;
   const CudaDeviceGuard guard(device);
-  norm_cuda({pointer<KernelRow>(entries), task_count, pass}, pointer<NormTask>(tasks), task_count,
+  norm_cuda({pointer<KernelRow>(kernel_rows), task_count, pass}, pointer<NormTask>(tasks), task_count,
             pointer<float>(factor), pointer<void>(stream));
 }
 
@@ -116,23 +116,25 @@ void clip_on_cuda(uint64_t words, bool is_magnitude, float max_norm, uint64_t cl
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  PYBIND11_NUMPY_DTYPE(CudaTask, first_block, entry, blocks);
+  PYBIND11_NUMPY_DTYPE(CudaTask, first_block, kernel_row, blocks);
   m.attr("cuda_prepared_bytes") = kPreparedBytes;
   m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");
-  m.def("cuda_tasks", &make_tasks, py::arg("entries"), py::arg("groups"), py::arg("aligned") = true,
-        "The entries cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, staged, end.");
-  m.def("step_cuda", &step_on_cuda, py::arg("device"), py::arg("entries"), py::arg("gradients"), py::arg("groups"),
-        py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"),
-        py::arg("factor"), py::arg("found_inf"), py::arg("nonfinite"), py::arg("entry_count"), py::arg("step_count"),
-        py::arg("phase"), py::arg("batches"), py::arg("stream"),
-        "Steps the entries in a stream, without synchronization. Arguments without an _C type are addresses on the "
-        "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients entries and steps.");
+  m.def(
+      "cuda_tasks", &make_tasks, py::arg("kernel_rows"), py::arg("groups"), py::arg("aligned") = true,
+      "The kernel rows cut into the tasks of warps, and the tasks' batches: rule, codec, format, begin, staged, end.");
+  m.def(
+      "step_cuda", &step_on_cuda, py::arg("device"), py::arg("kernel_rows"), py::arg("gradients"), py::arg("groups"),
+      py::arg("tasks"), py::arg("steps"), py::arg("tables"), py::arg("prepared"), py::arg("grad_scale"),
+      py::arg("factor"), py::arg("found_inf"), py::arg("nonfinite"), py::arg("row_count"), py::arg("step_count"),
+      py::arg("phase"), py::arg("batches"), py::arg("stream"),
+      "Steps the kernel rows in a stream, without synchronization. Arguments without an _C type are addresses on the "
+      "device; of the gradients' addresses, too, on the host for up to cuda_launched_gradients kernel rows and steps.");
   m.def("copy_cuda", &copy_on_cuda, py::arg("device"), py::arg("to"), py::arg("source"), py::arg("nbytes"),
         py::arg("stream"), "Copies ranges between host and device in a stream: addresses, and bytes.");
   m.attr("cuda_norm_task") = kNormTask;
-  m.def("norm_cuda", &norm_on_cuda, py::arg("entries"), py::arg("tasks"), py::arg("task_count"), py::arg("norm_pass"),
-        py::arg("factor"), py::arg("device"), py::arg("stream"),
+  m.def("norm_cuda", &norm_on_cuda, py::arg("kernel_rows"), py::arg("tasks"), py::arg("task_count"),
+        py::arg("norm_pass"), py::arg("factor"), py::arg("device"), py::arg("stream"),
         "Takes one pass over gradients, in a stream. Tables and factor are addresses on the device.");
   m.def("clip_cuda", &clip_on_cuda, py::arg("words"), py::arg("is_magnitude"), py::arg("max_norm"), py::arg("clip"),
         py::arg("device"), py::arg("stream"), "clip of addresses on the device, in a stream.");

@@ -285,17 +285,17 @@ bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& el
     throw std::invalid_argument("got columns of other lengths than the table");
   const auto* tensor = static_cast<const int64_t*>(tensors.data());
   const auto* element = static_cast<const int64_t*>(elements.data());
-  auto* entries = static_cast<KernelRow*>(rows.mutable_data());
+  auto* kernel_rows = static_cast<KernelRow*>(rows.mutable_data());
   bool changed = false;
   for (py::ssize_t i = 0; i < rows.size(); ++i) {
     const Input& input = inputs_.at(tensor[i]);
     const uint8_t dtype = input.gradient.format.dtype;
     const int64_t bytes = dtype == static_cast<uint8_t>(DType::kFloat32) ? 4 : 2;
     const uint64_t address = input.gradient.address + element[i] * bytes;
-    KernelRow& entry = entries[i];
-    if (entry.gradient == address && entry.gradient_dtype == dtype) continue;
-    entry.gradient = address;
-    entry.gradient_dtype = dtype;
+    KernelRow& kernel_row = kernel_rows[i];
+    if (kernel_row.gradient == address && kernel_row.gradient_dtype == dtype) continue;
+    kernel_row.gradient = address;
+    kernel_row.gradient_dtype = dtype;
     changed = true;
   }
   return changed;

@@ -57,8 +57,8 @@ class NonFinite(enum.IntEnum):
 
 rules: dict[str, _Rule]
 codecs: dict[str, _Codec]
-tensor_entry: np.dtype[Any]
-group_entry: np.dtype[Any]
+kernel_row: np.dtype[Any]
+group_row: np.dtype[Any]
 max_block_size: int
 max_moments: int
 max_hyper: int
@@ -74,7 +74,7 @@ cuda_norm_task: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
-    entries: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
+    kernel_rows: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
 ) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int, int]]]: ...
 def copy_cuda(
     device: int,
@@ -85,7 +85,7 @@ def copy_cuda(
 ) -> None: ...
 def step_cuda(
     device: int,
-    entries: int,
+    kernel_rows: int,
     gradients: int,
     groups: int,
     tasks: int,
@@ -96,14 +96,14 @@ def step_cuda(
     factor: int,
     found_inf: int,
     nonfinite: int,
-    entry_count: int,
+    row_count: int,
     step_count: int,
     phase: Phase,
     batches: list[tuple[int, int, int, int, int, int]],
     stream: int,
 ) -> None: ...
 def norm_cuda(
-    entries: int, tasks: int, task_count: int, norm_pass: NormPass, factor: int, device: int, stream: int
+    kernel_rows: int, tasks: int, task_count: int, norm_pass: NormPass, factor: int, device: int, stream: int
 ) -> None: ...
 def clip_cuda(words: int, is_magnitude: bool, max_norm: float, clip: int, device: int, stream: int) -> None: ...
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
@@ -163,14 +163,14 @@ def sum_message(
 def cpu_targets() -> list[str]: ...
 def power(base: float, exponent: float) -> float: ...
 def sum_value(words: npt.NDArray[np.int64]) -> float: ...
-def norm(entries: npt.NDArray[Any], norm_pass: NormPass, factor: float, threads: int, target: str) -> None: ...
+def norm(kernel_rows: npt.NDArray[Any], norm_pass: NormPass, factor: float, threads: int, target: str) -> None: ...
 def clip(words: int, is_magnitude: bool, max_norm: float, clip: int) -> None: ...
 
 class CpuStep:
-    """Steps of the same entries on the CPU."""
+    """Steps of the same kernel rows on the CPU."""
 
     def __init__(
-        self, entries: npt.NDArray[Any], steps: npt.NDArray[np.uint64], tables: npt.NDArray[np.uint64]
+        self, kernel_rows: npt.NDArray[Any], steps: npt.NDArray[np.uint64], tables: npt.NDArray[np.uint64]
     ) -> None: ...
     def prepare(self, groups: npt.NDArray[Any], threads: int, target: str) -> None: ...
     def run(self, phase: Phase) -> int: ...

@@ -41,12 +41,12 @@ struct Dynamic8 {
     static constexpr bool kMeasuresSmallest = false;
     float inverse;
 
-    SHARDOPT_HD static const float* entries(const float* table) {
+    SHARDOPT_HD static const float* values_in(const float* table) {
       return kUnsigned ? table + DynamicMap::kSize : table;
     }
     SHARDOPT_HD Coder(const float* scales, const float* t) : Coder(scales, t, reciprocal(inverted(scales))) {}
     SHARDOPT_HD Coder(const float* scales, const float* t, float inverse_scale)
-        : CodedByTable(scales, entries(t)), inverse(inverse_scale) {}
+        : CodedByTable(scales, values_in(t)), inverse(inverse_scale) {}
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x) const {

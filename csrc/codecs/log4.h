@@ -63,7 +63,7 @@ struct Log4 {
   };
 
   // c stands for T[|c|] with the sign of c, in units of the block's maximum; T inverts z = 2 y / (1 + |y|). The table
-  // has c mod 15 in order, and one more entry.
+  // has c mod 15 in order, and one more value.
   struct Signed : ScaledByMaximum<> {
     static constexpr bool kIsRandom = true;
 

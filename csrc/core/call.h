@@ -37,7 +37,7 @@ enum class NonFinite : int32_t { kSkip = 0, kPropagate = 1 };
 
 // A cut block is shared by several ranks: its extremes are exchanged between the phases.
 enum class Phase : int32_t {
-  kSums = -1,     // before the step is counted, entries with sums: adds to them and changes nothing else
+  kSums = -1,     // before the step is counted, kernel rows with sums: adds to them and changes nothing else
   kStep = 0,      // whole blocks: everything. Cut blocks: the first extremes
   kRelative = 1,  // cut blocks of a relative codec: the extremes of the signed moments in units of the coded root
   kFinish = 2,    // cut blocks: update, encode, store
@@ -60,7 +60,7 @@ struct KernelRow {
   uint64_t codes[kMaxMoments];
   uint64_t scales[kMaxMoments];
   uint64_t extremes[kMaxMoments];  // cut blocks only
-  uint64_t sums;                   // an ExactSum per sum of the rule, which other entries share; or 0
+  uint64_t sums;                   // an ExactSum per sum of the rule, which other kernel rows share; or 0
   double numel;                    // of the whole parameter, where there are sums
   int64_t rows;
   int64_t cols;
@@ -77,7 +77,7 @@ struct KernelRow {
   int32_t cut;
 };
 
-struct GroupEntry {
+struct GroupRow {
   double hyper[kMaxHyper];  // in the order of the rule's kHyper, of which the first is the learning rate
   uint64_t lr;              // CUDA: a float32 scalar that stands for hyper[0], or 0
   float gradient_scale;     // the gradient is multiplied by it: sign of `maximize`, inverse of the loss scale

@@ -103,16 +103,16 @@ struct ScaledByRange {
   SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
 };
 
-// The base of a coder by table: a code stands for its entry times the scale. Either all 256 codes have an entry, or,
-// kSignMagnitude, 128 magnitudes have, and codes are signed.
+// The base of a coder by table: a code stands for its value in the table times the scale. Either all 256 codes have a
+// value there, or, kSignMagnitude, 128 magnitudes have, and codes are signed.
 template <bool kSignMagnitude>
 struct CodedByTable : ScaledByMaximum<> {
   static constexpr int kTable = kSignMagnitude ? 128 : 256;
 
   const float* table;
 
-  // Where this coder's entries stand in the codec's table.
-  SHARDOPT_HD static const float* entries(const float* t) { return t; }
+  // Where this coder's values stand in the codec's table.
+  SHARDOPT_HD static const float* values_in(const float* t) { return t; }
 
   SHARDOPT_HD CodedByTable(const float* scales, const float* t) : ScaledByMaximum(scales), table(t) {}
 

@@ -96,7 +96,7 @@ SHARDOPT_HD Floats lookup(const float* table, Ints index) {
   } else if constexpr (kSize == 16) {
     return (Floats)_mm512_permutexvar_ps(at, _mm512_loadu_ps(table));
   } else {
-    // Five bits of the index choose within 32 entries, each further bit between two halves of what was found.
+    // Five bits of the index choose within 32 values, each further bit between two halves of what was found.
     constexpr int kParts = kSize / 32;
     __m512 found[kParts];
 #pragma GCC unroll 8
@@ -117,16 +117,16 @@ SHARDOPT_HD Floats lookup(const float* table, Ints index) {
 #define SHARDOPT_BYTE_TABLES
 
 // A table of floats as four tables of bytes, in each of which one or two instructions look up 64 codes. With 128
-// entries they are those of magnitudes, and the codes are signed.
+// values they are those of magnitudes, and the codes are signed.
 template <int kSize>
 struct ByteTable {
   alignas(64) uint8_t plane[4][kSize];
 
   SHARDOPT_HD explicit ByteTable(const float* table) {
     for (int i = 0; i < kSize; ++i) {
-      int32_t entry;
-      __builtin_memcpy(&entry, table + i, sizeof entry);
-      for (int j = 0; j < 4; ++j) plane[j][i] = static_cast<uint8_t>(entry >> (8 * j));
+      int32_t value;
+      __builtin_memcpy(&value, table + i, sizeof value);
+      for (int j = 0; j < 4; ++j) plane[j][i] = static_cast<uint8_t>(value >> (8 * j));
     }
   }
 
@@ -138,7 +138,7 @@ struct ByteTable {
                                   _mm512_permutex2var_epi8(part[kSize / 64 - 2], index, part[kSize / 64 - 1]));
   }
 
-  // The entries of 64 codes, which lie four by four in the quarters of `code`: first those of to[0], then of to[1], ...
+  // The values of 64 codes, which lie four by four in the quarters of `code`: first those of to[0], then of to[1], ...
   SHARDOPT_HD void look_up(__m512i code, Floats* to) const {
     __m512i index = code, byte[4];
     if constexpr (kSize == 128) index = _mm512_min_epu8(_mm512_abs_epi8(code), _mm512_set1_epi8(127));
@@ -168,7 +168,7 @@ struct ByteTable {
     look_up(_mm512_permutexvar_epi32(order, some), to);
   }
 
-  // The entries at 64 indices in four vectors.
+  // The values at 64 indices in four vectors.
   SHARDOPT_HD void look_up(const Ints* index, Floats* to) const {
     const __m512i low = _mm512_packus_epi32((__m512i)index[0], (__m512i)index[1]);
     const __m512i high = _mm512_packus_epi32((__m512i)index[2], (__m512i)index[3]);

@@ -29,7 +29,7 @@ struct Work {
   const NormCall& call;
   const float factor;
   const NormKernels kernels;
-  std::vector<int64_t> ends;  // per entry, the tasks of all entries up to it
+  std::vector<int64_t> ends;  // per kernel row, the tasks of all kernel rows up to it
   std::atomic<int64_t> next{0};
 };
 
@@ -73,16 +73,16 @@ void run_tasks(void* context, int) {
     // Gradients are multiplied from the last one on: the norm's pass has left that in the cache.
     const int64_t task = work.call.pass == NormPass::kScale ? ends.back() - 1 - next : next;
     const auto i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
-    const KernelRow& entry = work.call.entries[i];
-    const auto dtype = static_cast<DType>(entry.gradient_dtype);
-    const int64_t begin = (task - (i == 0 ? 0 : ends[i - 1])) * kTask, n = std::min(entry.cols - begin, kTask);
-    char* const gradient = reinterpret_cast<char*>(entry.gradient) + begin * (dtype == DType::kFloat32 ? 4 : 2);
+    const KernelRow& kernel_row = work.call.kernel_rows[i];
+    const auto dtype = static_cast<DType>(kernel_row.gradient_dtype);
+    const int64_t begin = (task - (i == 0 ? 0 : ends[i - 1])) * kTask, n = std::min(kernel_row.cols - begin, kTask);
+    char* const gradient = reinterpret_cast<char*>(kernel_row.gradient) + begin * (dtype == DType::kFloat32 ? 4 : 2);
     switch (work.call.pass) {
       case NormPass::kSquares:
-        work.kernels.squares(gathered.at(entry.sums), gradient, dtype, n);
+        work.kernels.squares(gathered.at(kernel_row.sums), gradient, dtype, n);
         break;
       case NormPass::kLargest:
-        raise_to(reinterpret_cast<int64_t*>(entry.sums), work.kernels.largest(gradient, dtype, n));
+        raise_to(reinterpret_cast<int64_t*>(kernel_row.sums), work.kernels.largest(gradient, dtype, n));
         break;
       case NormPass::kScale:
         work.kernels.scale(gradient, dtype, n, work.factor);
@@ -98,8 +98,8 @@ void norm_cpu(const NormCall& call, float factor, int threads, const std::string
   Work work{call, factor, kernels_of(target), {}};
   int64_t tasks = 0, elements = 0;
   for (int64_t i = 0; i < call.count; ++i) {
-    tasks += (call.entries[i].cols + kTask - 1) / kTask;
-    elements += call.entries[i].cols;
+    tasks += (call.kernel_rows[i].cols + kTask - 1) / kTask;
+    elements += call.kernel_rows[i].cols;
     work.ends.push_back(tasks);
   }
   const int64_t worth = std::clamp<int64_t>(elements / kWorthThread, 1, threads);

@@ -21,8 +21,8 @@ void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, 
   if (task_count == 0) return;
   constexpr int64_t kWarps = cuda::kNormThreads / cuda::kWarp;
   const auto blocks = static_cast<unsigned>((task_count + kWarps - 1) / kWarps);
-  cuda::kernel_of(call.pass)<<<blocks, cuda::kNormThreads, 0, static_cast<cudaStream_t>(stream)>>>(call.entries, tasks,
-                                                                                                   task_count, factor);
+  cuda::kernel_of(call.pass)<<<blocks, cuda::kNormThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      call.kernel_rows, tasks, task_count, factor);
   check_launch();
 }
 

@@ -6,10 +6,10 @@
 
 namespace shardopt {
 
-// Elements of an entry from `first` on, at most kNormTask of them: the work of one warp.
+// Elements of a kernel row from `first` on, at most kNormTask of them: the work of one warp.
 struct NormTask {
   int64_t first;
-  int64_t entry;
+  int64_t kernel_row;
 };
 constexpr int64_t kNormTask = 8192;
 

@@ -11,13 +11,13 @@ constexpr int kNormThreads = 128;
 
 template <NormPass kPass>
 __global__ void __launch_bounds__(kNormThreads)
-    pass_over(const KernelRow* entries, const NormTask* tasks, int64_t task_count, const float* factor) {
+    pass_over(const KernelRow* kernel_rows, const NormTask* tasks, int64_t task_count, const float* factor) {
   const int64_t warp = blockIdx.x * int64_t{kNormThreads / kWarp} + threadIdx.x / kWarp;
   if (warp >= task_count) return;
   const NormTask task = tasks[warp];
-  const KernelRow& entry = entries[task.entry];
-  const Streams streams(entry);
-  const int64_t left = entry.cols - task.first, end = task.first + (left < kNormTask ? left : kNormTask);
+  const KernelRow& kernel_row = kernel_rows[task.kernel_row];
+  const Streams streams(kernel_row);
+  const int64_t left = kernel_row.cols - task.first, end = task.first + (left < kNormTask ? left : kNormTask);
   const bool is_aligned = streams.gradient % 16 == 0;  // and so are tasks and lanes
   const float by = kPass == NormPass::kScale ? *factor : 1.0f;
   if (kPass == NormPass::kScale && by == 1.0f) return;
@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(kNormThreads)
     }
     if constexpr (kPass == NormPass::kScale) store_gradients(x, streams, span);
   }
-  if constexpr (kPass == NormPass::kSquares) sum.add_to<true>(reinterpret_cast<ExactSum*>(entry.sums));
+  if constexpr (kPass == NormPass::kSquares) sum.add_to<true>(reinterpret_cast<ExactSum*>(kernel_row.sums));
   if constexpr (kPass == NormPass::kLargest) {
     largest = warp_max(largest);
     if (threadIdx.x % kWarp == 0 && largest != 0)
-      atomicMax(reinterpret_cast<unsigned long long*>(entry.sums), static_cast<unsigned long long>(largest));
+      atomicMax(reinterpret_cast<unsigned long long*>(kernel_row.sums), static_cast<unsigned long long>(largest));
   }
 }
 

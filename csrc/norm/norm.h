@@ -11,10 +11,10 @@ enum class NormPass : int32_t {
   kScale = 2,    // multiplies the gradients by a factor, rounding once
 };
 
-// Of an entry are used: gradient and gradient_dtype; cols, the number of elements; sums, where the result goes, which
-// entries share.
+// Of a kernel row are used: gradient and gradient_dtype; cols, the number of elements; sums, where the result goes,
+// which kernel rows share.
 struct NormCall {
-  const KernelRow* entries;
+  const KernelRow* kernel_rows;
   int64_t count;
   NormPass pass;
 };

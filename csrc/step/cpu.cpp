@@ -26,13 +26,13 @@ KernelOf kernels_of(const std::string& target) {
 }
 
 // Small tensors lie anywhere: the processor does not see them coming.
-void fetch(const KernelRow& entry) {
+void fetch(const KernelRow& kernel_row) {
   const auto one = [](uint64_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 1); };
-  one(entry.param);
-  one(entry.gradient);
+  one(kernel_row.param);
+  one(kernel_row.gradient);
   for (int k = 0; k < kMaxMoments; ++k) {
-    one(entry.codes[k]);
-    one(entry.scales[k]);
+    one(kernel_row.codes[k]);
+    one(kernel_row.scales[k]);
   }
 }
 
@@ -67,20 +67,21 @@ struct CpuStep::Work {
   std::atomic<int64_t> nonfinite{0};
 };
 
-CpuStep::CpuStep(const KernelRow* entries, int64_t count) : entries_(entries), count_(count) {}
+CpuStep::CpuStep(const KernelRow* kernel_rows, int64_t count) : kernel_rows_(kernel_rows), count_(count) {}
 
 void CpuStep::deal_out(int threads) {
   int64_t elements = 0;
-  for (int64_t i = 0; i < count_; ++i) elements += entries_[i].rows * entries_[i].cols;
+  for (int64_t i = 0; i < count_; ++i) elements += kernel_rows_[i].rows * kernel_rows_[i].cols;
   const int64_t useful = std::min<int64_t>((elements + kWorthAThread - 1) / kWorthAThread, std::max(threads, 1));
   const auto workers = static_cast<size_t>(std::max<int64_t>(useful, 1));
   const int64_t task_elements = std::min(kTaskElements, elements / (4 * static_cast<int64_t>(workers)) + 1);
   tasks_.clear();
-  for (const KernelRow* entry = entries_; entry < entries_ + count_; ++entry) {
-    const int64_t blocks = entry->rows * ((entry->cols + entry->block_size - 1) / entry->block_size);
-    const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / entry->block_size);
+  for (const KernelRow* kernel_row = kernel_rows_; kernel_row < kernel_rows_ + count_; ++kernel_row) {
+    const int64_t blocks =
+        kernel_row->rows * ((kernel_row->cols + kernel_row->block_size - 1) / kernel_row->block_size);
+    const int64_t blocks_per_task = std::max<int64_t>(1, task_elements / kernel_row->block_size);
     for (int64_t begin = 0; begin < blocks; begin += blocks_per_task) {
-      tasks_.push_back({entry, begin, std::min(begin + blocks_per_task, blocks)});
+      tasks_.push_back({kernel_row, begin, std::min(begin + blocks_per_task, blocks)});
     }
   }
   shares_ = std::vector<Share>(workers);
@@ -99,10 +100,10 @@ void CpuStep::run_tasks(void* context, int worker) {
   for (size_t offset = 0; offset < step.shares_.size(); ++offset) {
     Share& share = work.step.shares_[(static_cast<size_t>(worker) + offset) % step.shares_.size()];
     for (size_t i; (i = share.next.fetch_add(1)) < share.end;) {
-      if (i + kFetchedAhead < share.end) fetch(*step.tasks_[i + kFetchedAhead].entry);
+      if (i + kFetchedAhead < share.end) fetch(*step.tasks_[i + kFetchedAhead].kernel_row);
       const Task& task = step.tasks_[i];
-      const CpuKernel kernel = step.kernel_of_(task.entry->codec, work.call.groups[task.entry->group].rule);
-      nonfinite += kernel(work.call, *task.entry, task.begin, task.end);
+      const CpuKernel kernel = step.kernel_of_(task.kernel_row->codec, work.call.groups[task.kernel_row->group].rule);
+      nonfinite += kernel(work.call, *task.kernel_row, task.begin, task.end);
     }
   }
   work.nonfinite += nonfinite;
@@ -116,9 +117,9 @@ void CpuStep::prepare(int threads, const std::string& target) {
   if (shares_.empty() || threads != threads_) deal_out(threads);
 }
 
-int64_t CpuStep::run(const GroupEntry* groups, const float* const* tables, Phase phase) noexcept {
+int64_t CpuStep::run(const GroupRow* groups, const float* const* tables, Phase phase) noexcept {
   for (Share& share : shares_) share.next = share.begin;
-  Work work{*this, {entries_, groups, tables, phase}};
+  Work work{*this, {kernel_rows_, groups, tables, phase}};
   run_on_threads(static_cast<int>(shares_.size()), run_tasks, &work);
   return work.nonfinite;
 }

@@ -17,22 +17,22 @@ void check_target(const std::string& target);
 
 using KernelOf = CpuKernel (*)(int codec, int rule);
 
-// Steps of the same entries, which are cut into tasks once.
+// Steps of the same kernel rows, which are cut into tasks once.
 class CpuStep {
  public:
-  // The entries stay the caller's; their sizes must not change.
-  CpuStep(const KernelRow* entries, int64_t count);
+  // The kernel rows stay the caller's; their sizes must not change.
+  CpuStep(const KernelRow* kernel_rows, int64_t count);
 
   // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on
   // neither.
   void prepare(int threads, const std::string& target);
 
-  // Steps all entries and returns the number of elements that were skipped. Cannot fail.
-  int64_t run(const GroupEntry* groups, const float* const* tables, Phase phase) noexcept;
+  // Steps all kernel rows and returns the number of elements that were skipped. Cannot fail.
+  int64_t run(const GroupRow* groups, const float* const* tables, Phase phase) noexcept;
 
  private:
   struct Task {
-    const KernelRow* entry;
+    const KernelRow* kernel_row;
     int64_t begin, end;  // blocks
   };
   // The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
@@ -45,7 +45,7 @@ class CpuStep {
   void deal_out(int threads);
   static void run_tasks(void* work, int worker);
 
-  const KernelRow* const entries_;
+  const KernelRow* const kernel_rows_;
   const int64_t count_;
   int threads_ = 0;
   std::vector<Task> tasks_;

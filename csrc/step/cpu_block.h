@@ -10,8 +10,8 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Steps blocks of one entry, several of one length together: the processor works on one while another waits for its
-// maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
+// Steps blocks of one kernel row, several of one length together: the processor works on one while another waits for
+// its maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
 template <class Rule, class Codec, class Format, int kPack, int kMost, int kTogether, bool kExact>
 class BlockStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
@@ -48,13 +48,13 @@ class BlockStepper {
   };
 
  public:
-  BlockStepper(const StepCall& call, const KernelRow& entry)
-      : entry_(entry),
-        propagates_(call.groups[entry.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
-        rule_(rule_of<Rule>(call.groups[entry.group].hyper, *reinterpret_cast<const float*>(entry.step))),
-        gradient_scale_(call.groups[entry.group].gradient_scale),
-        table_(call.tables[entry.codec]),
-        format_(entry),
+  BlockStepper(const StepCall& call, const KernelRow& kernel_row)
+      : kernel_row_(kernel_row),
+        propagates_(call.groups[kernel_row.group].nonfinite == static_cast<int32_t>(NonFinite::kPropagate)),
+        rule_(rule_of<Rule>(call.groups[kernel_row.group].hyper, *reinterpret_cast<const float*>(kernel_row.step))),
+        gradient_scale_(call.groups[kernel_row.group].gradient_scale),
+        table_(call.tables[kernel_row.codec]),
+        format_(kernel_row),
         signed_table_(table_),
         unsigned_table_(table_) {}
 
@@ -121,7 +121,7 @@ class BlockStepper {
 
   template <class Coder>
   SHARDOPT_HD float* scales(int moment, const Block& block) const {
-    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * block.scale_index;
+    return reinterpret_cast<float*>(kernel_row_.scales[moment]) + Coder::kScales * block.scale_index;
   }
 
   // Whether updates may overflow. A master weight is at most twice its rounded parameter, which is looked at: hence the
@@ -383,7 +383,7 @@ class BlockStepper {
   // For the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 
-  const KernelRow& entry_;
+  const KernelRow& kernel_row_;
   const bool propagates_;
   const Rule rule_;
   const float gradient_scale_;

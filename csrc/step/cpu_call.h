@@ -6,15 +6,15 @@
 namespace shardopt {
 
 struct StepCall {
-  const KernelRow* entries;
-  const GroupEntry* groups;
+  const KernelRow* kernel_rows;
+  const GroupRow* groups;
   const float* const* tables;  // per codec, nullptr where it needs none
   Phase phase;
 };
 
-// Steps blocks [begin, end) of an entry, counted along its rows. Returns the number of elements whose gradient was not
-// finite.
-using CpuKernel = int64_t (*)(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end);
+// Steps blocks [begin, end) of a kernel row, counted along its rows. Returns the number of elements whose gradient was
+// not finite.
+using CpuKernel = int64_t (*)(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end);
 
 // The kernel of a codec and a rule, by their places in the lists of step/instances.h.
 namespace portable {

@@ -1,5 +1,5 @@
 // The step of a run of blocks on the CPU, compiled once per instruction set (step/cpu_<target>.cpp), and the choice of
-// a kernel for an entry.
+// a kernel for a row of the table.
 #pragma once
 
 #include "step/cpu_block.h"
@@ -9,24 +9,25 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Calls step(block) for blocks [begin, end) of an entry, counted along its rows.
+// Calls step(block) for blocks [begin, end) of a kernel row, counted along its rows.
 template <class Rule, class Codec, class Format, class Step>
-SHARDOPT_HD void each_block(const KernelRow& entry, int64_t begin, int64_t end, Step step) {
+SHARDOPT_HD void each_block(const KernelRow& kernel_row, int64_t begin, int64_t end, Step step) {
   using Code = typename Codec::Code;
   constexpr int kMoments = Rule::Kept::kCount;
-  const Format format(entry);
-  const int64_t blocks_per_row = (entry.cols + entry.block_size - 1) / entry.block_size;
+  const Format format(kernel_row);
+  const int64_t blocks_per_row = (kernel_row.cols + kernel_row.block_size - 1) / kernel_row.block_size;
   int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t col = in_row * entry.block_size, left = entry.cols - col, offset = row * entry.row_stride + col;
+    const int64_t col = in_row * kernel_row.block_size, left = kernel_row.cols - col,
+                  offset = row * kernel_row.row_stride + col;
     Block<Code, kMoments> block;
-    block.weights = format.weights(entry, row, col, offset);
-    block.gradient = reinterpret_cast<const char*>(entry.gradient) + bytes_of(format.gradient()) * offset;
+    block.weights = format.weights(kernel_row, row, col, offset);
+    block.gradient = reinterpret_cast<const char*>(kernel_row.gradient) + bytes_of(format.gradient()) * offset;
     for (int k = 0; k < kMoments; ++k) {
-      block.codes[k] = reinterpret_cast<Code*>(entry.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
+      block.codes[k] = reinterpret_cast<Code*>(kernel_row.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
     }
-    block.scale_index = row * entry.scales_row_stride + in_row;
-    block.n = static_cast<int>(left < entry.block_size ? left : entry.block_size);
+    block.scale_index = row * kernel_row.scales_row_stride + in_row;
+    block.n = static_cast<int>(left < kernel_row.block_size ? left : kernel_row.block_size);
     step(block);
     if (++in_row == blocks_per_row) {
       in_row = 0;
@@ -37,42 +38,42 @@ SHARDOPT_HD void each_block(const KernelRow& entry, int64_t begin, int64_t end, 
 
 // Blocks of any size, one after the other.
 template <class Rule, class Codec, class Format, int kPack>
-int64_t step_each(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
-  BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, entry);
+int64_t step_each(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
+  BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, kernel_row);
   int64_t nonfinite = 0;
-  each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
+  each_block<Rule, Codec, Format>(kernel_row, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
   return nonfinite;
 }
 
 // Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
 // where memory is masked, the usual codecs' longer ones by packs, too.
 template <class Rule, class Codec, class Format>
-int64_t step_blocks_of_128(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+int64_t step_blocks_of_128(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
-  const auto rest_of_row = static_cast<int>(entry.cols % kWhole);
-  BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, entry);
+  const auto rest_of_row = static_cast<int>(kernel_row.cols % kWhole);
+  BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, kernel_row);
   const auto step_all = [&](auto&& rest) __attribute__((always_inline)) {
     int64_t nonfinite = 0;
-    each_block<Rule, Codec, Format>(entry, begin, end, [&](const auto& block) __attribute__((always_inline)) {
+    each_block<Rule, Codec, Format>(kernel_row, begin, end, [&](const auto& block) __attribute__((always_inline)) {
       nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
     });
     return nonfinite + whole.step_waiting() + rest.step_waiting();
   };
   if constexpr (kMasksMemory && is_usual<Rule, Codec>()) {
     if (rest_of_row > kFew) {
-      return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, entry));
+      return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, kernel_row));
     }
-    return step_all(BlockStepper<Rule, Codec, Format, kOne, kFew, 8, false>(call, entry));
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kFew, 8, false>(call, kernel_row));
   } else {
-    return step_all(BlockStepper<Rule, Codec, Format, kOne, kWhole, 4, false>(call, entry));
+    return step_all(BlockStepper<Rule, Codec, Format, kOne, kWhole, 4, false>(call, kernel_row));
   }
 }
 
-// The kernel of an entry in these formats, which are known when compiling; nullptr for another entry.
+// The kernel of a kernel row in these formats, which are known when compiling; nullptr for another kernel row.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-CpuKernel kernel_of_format(const KernelRow& entry) {
-  const bool is_it =
-      entry.weight_format == static_cast<int32_t>(kWeight) && entry.gradient_dtype == static_cast<int32_t>(kGradient);
+CpuKernel kernel_of_format(const KernelRow& kernel_row) {
+  const bool is_it = kernel_row.weight_format == static_cast<int32_t>(kWeight) &&
+                     kernel_row.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
   using Format = FixedFormat<kWeight, kGradient, kRoundsAtRandom<typename Codec::Unsigned>>;
   if constexpr (Codec::Signed::kScales > 0) {
@@ -84,16 +85,17 @@ CpuKernel kernel_of_format(const KernelRow& entry) {
 
 // Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, others run by run.
 template <class Rule, class Codec>
-int64_t step_usual(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
+int64_t step_usual(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   CpuKernel kernel = nullptr;
   // Codecs without blocks fill rows up to packs: shorter rows are better stepped as runs.
-  const bool fits = Codec::Signed::kScales > 0 ? entry.block_size == 128 : entry.cols >= SHARDOPT_PACK * kLanes;
-  if (!entry.cut && fits && call.phase == Phase::kStep) {
-    kernel = kernel_of_format<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(entry);
-    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(entry);
-    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(entry);
+  const bool fits =
+      Codec::Signed::kScales > 0 ? kernel_row.block_size == 128 : kernel_row.cols >= SHARDOPT_PACK * kLanes;
+  if (!kernel_row.cut && fits && call.phase == Phase::kStep) {
+    kernel = kernel_of_format<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(kernel_row);
+    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(kernel_row);
+    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(kernel_row);
   }
-  return (kernel ? kernel : step_runs)(call, entry, begin, end);
+  return (kernel ? kernel : step_runs)(call, kernel_row, begin, end);
 }
 
 template <class Rule, class Codec>

@@ -202,9 +202,9 @@ struct Weights {
 };
 
 // The random bits of what begins at a column of a row.
-SHARDOPT_HD Noise noise_at(const KernelRow& entry, int64_t row, int64_t col) {
-  const float step = *reinterpret_cast<const float*>(entry.step);
-  return Noise(entry.noise_key, step, entry.first_element + row * entry.global_row_numel + col);
+SHARDOPT_HD Noise noise_at(const KernelRow& kernel_row, int64_t row, int64_t col) {
+  const float step = *reinterpret_cast<const float*>(kernel_row.step);
+  return Noise(kernel_row.noise_key, step, kernel_row.first_element + row * kernel_row.global_row_numel + col);
 }
 
 // The formats of weights and gradients, known when compiling or only when running. kIsRandom: codes are rounded at
@@ -215,10 +215,10 @@ struct FixedFormat {
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
 
-  SHARDOPT_HD Weights weights(const KernelRow& entry, int64_t row, int64_t col, int64_t offset) const {
-    return {reinterpret_cast<char*>(entry.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(kWeight) * offset,
-            kIsRandom ? noise_at(entry, row, col) : Noise{}};
+  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
+    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(kWeight) * offset,
+            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(kWeight) * offset,
+            kIsRandom ? noise_at(kernel_row, row, col) : Noise{}};
   }
 };
 
@@ -226,15 +226,16 @@ struct AnyFormat {
   WeightFormat weight_format;
   DType gradient_dtype;
 
-  SHARDOPT_HD explicit AnyFormat(const KernelRow& entry)
-      : weight_format(static_cast<WeightFormat>(entry.weight_format)),
-        gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
+  SHARDOPT_HD explicit AnyFormat(const KernelRow& kernel_row)
+      : weight_format(static_cast<WeightFormat>(kernel_row.weight_format)),
+        gradient_dtype(static_cast<DType>(kernel_row.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
 
-  SHARDOPT_HD Weights weights(const KernelRow& entry, int64_t row, int64_t col, int64_t offset) const {
-    return {reinterpret_cast<char*>(entry.param) + bytes_of(weight_format) * offset,
-            reinterpret_cast<char*>(entry.low_bits) + low_bytes_of(weight_format) * offset, noise_at(entry, row, col)};
+  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
+    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(weight_format) * offset,
+            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(weight_format) * offset,
+            noise_at(kernel_row, row, col)};
   }
 };
 
@@ -284,7 +285,7 @@ template <class Coder>
 struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
   native::ByteTable<Coder::kTable> table;
 
-  SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::entries(t)) {}
+  SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::values_in(t)) {}
 
   SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
     Floats<4> found;

@@ -215,8 +215,8 @@ void repay_run(const void* scalars, float* param, const float* in_units, const f
   }
 }
 
-// The rule's scalars. Entries mostly share them with the one before, and to make them takes longer than to step a small
-// entry, so that each thread keeps the last ones.
+// The rule's scalars. Kernel rows mostly share them with the one before, and to make them takes longer than to step a
+// small kernel row, so that each thread keeps the last ones.
 template <class Rule>
 Rule rule_of(const double* hyper, float step) {
   struct Made {

@@ -1,4 +1,4 @@
-// The step of any entry on the CPU, run by run: consecutive blocks of a row, whose operands pass through the
+// The step of any kernel row on the CPU, run by run: consecutive blocks of a row, whose operands pass through the
 // first-level cache as floats (step/cpu_passes.h). Serves all rules, codecs, formats, and cut blocks.
 #pragma once
 
@@ -33,20 +33,20 @@ const RulePasses& passes_of_rule(int rule, List<Rule...>) {
 
 class RunStepper {
  public:
-  RunStepper(const StepCall& call, const KernelRow& entry)
-      : entry_(entry),
-        group_(call.groups[entry.group]),
+  RunStepper(const StepCall& call, const KernelRow& kernel_row)
+      : kernel_row_(kernel_row),
+        group_(call.groups[kernel_row.group]),
         phase_(call.phase),
-        stores_(call.phase == Phase::kFinish || (call.phase == Phase::kStep && !entry.cut)),
-        format_(entry),
+        stores_(call.phase == Phase::kFinish || (call.phase == Phase::kStep && !kernel_row.cut)),
+        format_(kernel_row),
         rule_(passes_of_rule(group_.rule, Rules{})),
-        codec_(passes_of_codec(entry.codec, Codecs{})) {
-    const float counted = *reinterpret_cast<const float*>(entry.step);
+        codec_(passes_of_codec(kernel_row.codec, Codecs{})) {
+    const float counted = *reinterpret_cast<const float*>(kernel_row.step);
     rule_.make(scalars_, group_.hyper, phase_ == Phase::kSums ? counted + 1.0f : counted);
-    if (entry.sums && phase_ != Phase::kSums && rule_.with_sums) {
+    if (kernel_row.sums && phase_ != Phase::kSums && rule_.with_sums) {
       double sums[kMaxSums];
       for (int j = 0; j < rule_.sums; ++j) sums[j] = value_of(shared_sums()[j]);
-      rule_.with_sums(scalars_, sums, entry.numel);
+      rule_.with_sums(scalars_, sums, kernel_row.numel);
     }
     for (int k = 0; k < rule_.moments; ++k) {
       const CodecPasses& of = codec_of(rule_.kinds[k]);
@@ -56,9 +56,9 @@ class RunStepper {
     }
   }
 
-  // Steps blocks [begin, end) of the entry, counted along its rows. Returns how many elements were skipped.
+  // Steps blocks [begin, end) of the kernel row, counted along its rows. Returns how many elements were skipped.
   int64_t step(int64_t begin, int64_t end) {
-    const int64_t size = entry_.block_size, per_row = (entry_.cols + size - 1) / size;
+    const int64_t size = kernel_row_.block_size, per_row = (kernel_row_.cols + size - 1) / size;
     const int64_t longest = size < kRun ? kRun / size : 1;
     int64_t skipped = 0;
     while (begin < end) {
@@ -73,7 +73,7 @@ class RunStepper {
   }
 
  private:
-  ExactSum* shared_sums() const { return reinterpret_cast<ExactSum*>(entry_.sums); }
+  ExactSum* shared_sums() const { return reinterpret_cast<ExactSum*>(kernel_row_.sums); }
 
   // Other threads add theirs.
   void share_sums() {
@@ -98,11 +98,11 @@ class RunStepper {
   }
 
   __attribute__((noinline)) int64_t step_run(int64_t row, int64_t in_row, int64_t blocks) {
-    const int64_t col = in_row * entry_.block_size, left = entry_.cols - col;
-    n_ = static_cast<int>(left < blocks * entry_.block_size ? left : blocks * entry_.block_size);
+    const int64_t col = in_row * kernel_row_.block_size, left = kernel_row_.cols - col;
+    n_ = static_cast<int>(left < blocks * kernel_row_.block_size ? left : blocks * kernel_row_.block_size);
     blocks_ = static_cast<int>(blocks);
-    offset_ = row * entry_.row_stride + col;
-    scale_index_ = row * entry_.scales_row_stride + in_row;
+    offset_ = row * kernel_row_.row_stride + col;
+    scale_index_ = row * kernel_row_.scales_row_stride + in_row;
     const int padded = (n_ + kEach - 1) / kEach * kEach;
     float* free = floats_;
     const auto take = [&] {
@@ -110,13 +110,13 @@ class RunStepper {
       free += padded;
       return taken;
     };
-    const Weights weights = format_.weights(entry_, row, col, offset_);
+    const Weights weights = format_.weights(kernel_row_, row, col, offset_);
     const bool in_place = format_.weight() == WeightFormat::kFloat32 && n_ == padded && stores_;
     run_.param = in_place ? reinterpret_cast<float*>(weights.words) : take();
     run_.gradient = take();
     for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
     if (!in_place) load_weights(run_.param, weights, format_.weight(), n_);
-    const char* gradient = reinterpret_cast<const char*>(entry_.gradient) + bytes_of(format_.gradient()) * offset_;
+    const char* gradient = reinterpret_cast<const char*>(kernel_row_.gradient) + bytes_of(format_.gradient()) * offset_;
     const Gains gains = rule_.gains(scalars_);
     const bool has_large = load_gradients(run_, gradient, format_.gradient(), group_.gradient_scale, gains, n_);
     decode(padded);
@@ -148,12 +148,14 @@ class RunStepper {
     return skipped;
   }
 
-  char* codes(int k) const { return reinterpret_cast<char*>(entry_.codes[k]) + code_bytes_[k] * offset_; }
-  float* scales(int k) const { return reinterpret_cast<float*>(entry_.scales[k]) + coders_[k]->scales * scale_index_; }
+  char* codes(int k) const { return reinterpret_cast<char*>(kernel_row_.codes[k]) + code_bytes_[k] * offset_; }
+  float* scales(int k) const {
+    return reinterpret_cast<float*>(kernel_row_.scales[k]) + coders_[k]->scales * scale_index_;
+  }
 
   void decode(int padded) {
     for (int k = 0; k < rule_.moments; ++k) {
-      coders_[k]->decode(run_.moments[k], codes(k), scales(k), tables_[k], n_, entry_.block_size);
+      coders_[k]->decode(run_.moments[k], codes(k), scales(k), tables_[k], n_, kernel_row_.block_size);
     }
     for (int k = 0; k < rule_.moments; ++k) {
       if (is_relative(k)) multiply(run_.moments[k], run_.moments[rule_.first_unsigned], padded);
@@ -167,7 +169,7 @@ class RunStepper {
       const bool is_unit = codec_.relative && k == rule_.first_unsigned;
       if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit, noise);
     }
-    if (entry_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
+    if (kernel_row_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     for (int k = 0; k < rule_.moments; ++k) {
       if (!is_relative(k)) continue;
       divide_by_unit(run_.moments[k], run_.moments[rule_.first_unsigned], unit, padded);
@@ -179,21 +181,21 @@ class RunStepper {
   void encode_moment(int k, Phase measured_in, float* unit, const Noise& noise) {
     const CoderPasses& coder = *coders_[k];
     const float* x = run_.moments[k];
-    const int size = entry_.block_size;
+    const int size = kernel_row_.block_size;
     float new_scales[kMaxScales * kRunBlocks];
     for (int b = 0; coder.scales > 0 && b < blocks_; ++b) {
       const int begin = b * size, n = n_ - begin < size ? n_ - begin : size;
       Extremes extremes;
-      Extremes* shared = reinterpret_cast<Extremes*>(entry_.extremes[k]) + scale_index_ + b;
-      if (entry_.cut && phase_ != measured_in) {
+      Extremes* shared = reinterpret_cast<Extremes*>(kernel_row_.extremes[k]) + scale_index_ + b;
+      if (kernel_row_.cut && phase_ != measured_in) {
         extremes = *shared;
       } else {
         extremes = extremes_of(x + begin, n, !is_unsigned(rule_.kinds[k]), coder.measures_smallest);
-        if (entry_.cut) *shared = extremes;
+        if (kernel_row_.cut) *shared = extremes;
       }
       coder.measure(extremes, new_scales + b * coder.scales);
     }
-    if (entry_.cut && phase_ == Phase::kStep) return;
+    if (kernel_row_.cut && phase_ == Phase::kStep) return;
     const bool is_unit = codec_.relative && k == rule_.first_unsigned;
     if (!stores_ && !is_unit) return;
     coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size, noise);
@@ -206,13 +208,13 @@ class RunStepper {
     float* coded = run_.moments[rule_.first_unsigned];
     for (int k = 0; k < rule_.moments; ++k) {
       if (!is_relative(k)) continue;
-      coders_[k]->decode(coded, codes(k), scales(k), tables_[k], n_, entry_.block_size);
+      coders_[k]->decode(coded, codes(k), scales(k), tables_[k], n_, kernel_row_.block_size);
       rule_.repay(scalars_, run_.param, run_.moments[k], coded, unit, padded);
     }
   }
 
-  const KernelRow& entry_;
-  const GroupEntry& group_;
+  const KernelRow& kernel_row_;
+  const GroupRow& group_;
   const Phase phase_;
   const bool stores_;
   const AnyFormat format_;
@@ -229,10 +231,10 @@ class RunStepper {
   alignas(64) float floats_[(kMaxMoments + 2 + 2 * kMaxSums) * kMaxBlock];
 };
 
-// Steps blocks [begin, end) of an entry; see CpuKernel.
-inline int64_t step_runs(const StepCall& call, const KernelRow& entry, int64_t begin, int64_t end) {
-  if (call.phase == Phase::kSums ? !entry.sums : call.phase != Phase::kStep && !entry.cut) return 0;
-  return RunStepper(call, entry).step(begin, end);
+// Steps blocks [begin, end) of a kernel row; see CpuKernel.
+inline int64_t step_runs(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
+  if (call.phase == Phase::kSums ? !kernel_row.sums : call.phase != Phase::kStep && !kernel_row.cut) return 0;
+  return RunStepper(call, kernel_row).step(begin, end);
 }
 
 SHARDOPT_END_NAMESPACE

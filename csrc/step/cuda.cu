@@ -28,14 +28,13 @@ void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream)
   const auto grid = [](int64_t threads) {
     return static_cast<unsigned>((threads + cuda::kPrepareThreads - 1) / cuda::kPrepareThreads);
   };
-  if (call.entry_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
+  if (call.row_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
     cuda::LaunchedGradients launched;
-    std::copy_n(gradients, call.entry_count, launched.address);
+    std::copy_n(gradients, call.row_count, launched.address);
     cuda::prepare<<<1, cuda::kPrepareThreads, 0, in>>>(call, launched);
   } else {
     if (call.step_count > 0) cuda::count_steps<<<grid(call.step_count), cuda::kPrepareThreads, 0, in>>>(call);
-    if (call.entry_count > 0)
-      cuda::prepare_entries<<<grid(call.entry_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
+    if (call.row_count > 0) cuda::prepare_rows<<<grid(call.row_count), cuda::kPrepareThreads, 0, in>>>(call, gradients);
   }
   cuda::check(cudaGetLastError(), "the kernel that prepares the step");
 }

@@ -1,6 +1,6 @@
-// The step on a CUDA device: one launch counts the steps and prepares the scalars of all entries; then one per rule,
-// codec and weight format steps the blocks that are whole and aligned, and those of rows of any length at any address;
-// one per rule steps all the others.
+// The step on a CUDA device: one launch counts the steps and prepares the scalars of all kernel rows; then one per
+// rule, codec and weight format steps the blocks that are whole and aligned, and those of rows of any length at any
+// address; one per rule steps all the others.
 #pragma once
 
 #include <vector>
@@ -9,29 +9,29 @@
 
 namespace shardopt {
 
-// Bytes of what is prepared per entry: the rule's scalars and its gradient's scale.
+// Bytes of what is prepared per kernel row: the rule's scalars and its gradient's scale.
 constexpr int kPreparedBytes = 64;
 
-// Blocks [first_block, first_block + blocks) of one entry, counted along its rows: the work of one warp.
+// Blocks [first_block, first_block + blocks) of one kernel row, counted along its rows: the work of one warp.
 struct CudaTask {
   int64_t first_block;
-  int32_t entry;
+  int32_t kernel_row;
   int32_t blocks;
 };
 
 // Everything that a call points to is in device memory.
 struct CudaCall {
-  KernelRow* entries;  // prepare_cuda puts the gradients' addresses in
-  const GroupEntry* groups;
+  KernelRow* kernel_rows;  // prepare_cuda puts the gradients' addresses in
+  const GroupRow* groups;
   const CudaTask* tasks;
   float* const* steps;
   const float* const* tables;  // per codec, nullptr where it needs none
-  void* prepared;              // kPreparedBytes per entry: filled in by prepare_cuda
+  void* prepared;              // kPreparedBytes per kernel row: filled in by prepare_cuda
   const float* grad_scale;     // the loss scale, or nullptr
   const float* factor;         // gradients are multiplied by it, or nullptr
   const float* found_inf;      // not zero: nothing is stepped. May be nullptr
   unsigned long long* nonfinite;
-  int64_t entry_count;
+  int64_t row_count;
   int64_t step_count;
   Phase phase;
 };
@@ -63,20 +63,20 @@ struct CudaBatch {
   int64_t begin, staged, end;
 };
 
-// The entries cut into tasks, and these by rule.
+// The kernel rows cut into tasks, and these by rule.
 struct CudaTasks {
   std::vector<CudaTask> tasks;
   std::vector<CudaBatch> batches;
 };
 // aligned: whether blocks that have kernels of their own go to these.
-CudaTasks make_cuda_tasks(const KernelRow* entries, int64_t entry_count, const GroupEntry* groups, bool aligned);
+CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups, bool aligned);
 
 // As many addresses as go with a kernel's launch: in 4 KiB beside the call itself.
 constexpr int kLaunchedGradients = 448;
 
-// Counts up the steps, computes the scalars of each entry and notes its gradient's address: at the beginning of
-// Phase::kStep. Phase::kSums, if there is one, begins with it, too, and counts nothing. gradients: one per entry, on
-// the host for up to kLaunchedGradients entries, else on the device.
+// Counts up the steps, computes the scalars of each kernel row and notes its gradient's address: at the beginning of
+// Phase::kStep. Phase::kSums, if there is one, begins with it, too, and counts nothing. gradients: one per kernel row,
+// on the host for up to kLaunchedGradients kernel rows, else on the device.
 void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void* stream);
 
 // Steps a batch. Both only launch, in the given stream of the current device, and throw std::runtime_error if that

@@ -69,29 +69,29 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using Ring = Stage[kStages];
   static_assert(kAlignedWarps * sizeof(Ring) + sizeof(Table) <= kSharedBytes, "too much shared memory");
 
-  SHARDOPT_DEVICE AlignedStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const Table& table,
+  SHARDOPT_DEVICE AlignedStepper(const KernelRow& kernel_row, const Prepared<Rule>& prepared, const Table& table,
                                  int64_t first_block, Ring& ring)
       : Arithmetic(prepared, table), lane_(static_cast<int>(threadIdx.x) % kWarp) {
     const int64_t block = first_block + lane_ / kBlockLanes;
     const int64_t element = block * kAlignedBlock + lane_ % kBlockLanes * kPart;
     for (int i = 0; i < kStages; ++i) inputs_[i] = ring[i].of(lane_);
-    high_ = at<High>(entry.param, element);
-    gradient_ = at<Gradient>(entry.gradient, element);
-    low_ = at<Low>(entry.low_bits, element);
-    for (int k = 0; k < kMoments; ++k) codes_[k] = at<uint8_t>(entry.codes[k], element);
-    if constexpr (kHasUnsigned) unsigned_scales_ = at<float>(entry.scales[kUnsigned], block * Unsigned::kScales);
-    signed_scales_ = at<float>(entry.scales[kSigned], block * Signed::kScales);
+    high_ = at<High>(kernel_row.param, element);
+    gradient_ = at<Gradient>(kernel_row.gradient, element);
+    low_ = at<Low>(kernel_row.low_bits, element);
+    for (int k = 0; k < kMoments; ++k) codes_[k] = at<uint8_t>(kernel_row.codes[k], element);
+    if constexpr (kHasUnsigned) unsigned_scales_ = at<float>(kernel_row.scales[kUnsigned], block * Unsigned::kScales);
+    signed_scales_ = at<float>(kernel_row.scales[kSigned], block * Signed::kScales);
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
-      noise_ = Noise(entry.noise_key, prepared.step, entry.first_element + element);
+      noise_ = Noise(kernel_row.noise_key, prepared.step, kernel_row.first_element + element);
     }
   }
 
-  // Whether an entry's addresses are as they have to be.
-  SHARDOPT_DEVICE static bool is_aligned(const KernelRow& entry) {
+  // Whether a kernel row's addresses are as they have to be.
+  SHARDOPT_DEVICE static bool is_aligned(const KernelRow& kernel_row) {
     uint64_t codes = 0;
-    for (int k = 0; k < kMoments; ++k) codes |= entry.codes[k];
-    bool aligned = (entry.param | entry.gradient | entry.low_bits) % 16 == 0 && codes % 8 == 0;
-    if constexpr (kHasUnsigned) aligned &= entry.scales[kUnsigned] % sizeof(UnsignedScales) == 0;
+    for (int k = 0; k < kMoments; ++k) codes |= kernel_row.codes[k];
+    bool aligned = (kernel_row.param | kernel_row.gradient | kernel_row.low_bits) % 16 == 0 && codes % 8 == 0;
+    if constexpr (kHasUnsigned) aligned &= kernel_row.scales[kUnsigned] % sizeof(UnsignedScales) == 0;
     return aligned;
   }
 
@@ -190,7 +190,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
               param, kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
         }
         this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
-                             values_.entry(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
+                             values_.value(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
                              moment[i]);
       }
     }

@@ -44,7 +44,7 @@ class BlockArithmetic {
 
     SHARDOPT_DEVICE void fill(const float* from) {
       for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x))
-        values[i] = Signed::value(Signed::entries(from), i);
+        values[i] = Signed::value(Signed::values_in(from), i);
       for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) codec[i] = from[i];
     }
   };

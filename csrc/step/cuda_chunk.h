@@ -1,5 +1,5 @@
-// How entries of blocks of kAlignedBlock elements, of rows of any length, are cut into chunks that StagedStepper takes
-// at a time: whole rows if some fit, else some blocks of a row.
+// How kernel rows of blocks of kAlignedBlock elements, of rows of any length, are cut into chunks that StagedStepper
+// takes at a time: whole rows if some fit, else some blocks of a row.
 #pragma once
 
 #include "core/call.h"
@@ -23,11 +23,11 @@ struct RowShape {
   int rows;    // of a chunk; 0 if a chunk is part of a row
   int long_blocks = 0;
 
-  SHARDOPT_HD explicit RowShape(const KernelRow& entry)
-      : blocks(static_cast<int>((entry.cols + kAlignedBlock - 1) / kAlignedBlock)), rows(0) {
-    if (entry.cols > kChunkElements) return;
-    const int cols = static_cast<int>(entry.cols);
-    const bool one_after_the_other = entry.row_stride == entry.cols && entry.scales_row_stride == blocks;
+  SHARDOPT_HD explicit RowShape(const KernelRow& kernel_row)
+      : blocks(static_cast<int>((kernel_row.cols + kAlignedBlock - 1) / kAlignedBlock)), rows(0) {
+    if (kernel_row.cols > kChunkElements) return;
+    const int cols = static_cast<int>(kernel_row.cols);
+    const bool one_after_the_other = kernel_row.row_stride == kernel_row.cols && kernel_row.scales_row_stride == blocks;
     rows = kChunkElements / cols < kChunkBlocks / blocks ? kChunkElements / cols : kChunkBlocks / blocks;
     if (!one_after_the_other) rows = 1;
     // As many as fill turns: an even number of rows with two long blocks, say.
@@ -55,10 +55,10 @@ class ChunkWalk {
  public:
   int blocks_left;
 
-  SHARDOPT_HD ChunkWalk(const KernelRow& entry, const CudaTask& task)
+  SHARDOPT_HD ChunkWalk(const KernelRow& kernel_row, const CudaTask& task)
       : blocks_left(task.blocks),
-        entry_(entry),
-        shape_(entry),
+        kernel_row_(kernel_row),
+        shape_(kernel_row),
         row_(task.first_block / shape_.blocks),
         block_(static_cast<int>(task.first_block - row_ * shape_.blocks)),
         rows_left_(task.blocks / shape_.blocks),
@@ -66,14 +66,14 @@ class ChunkWalk {
 
   SHARDOPT_HD Chunk next() {
     Chunk chunk;
-    chunk.element = row_ * entry_.row_stride + block_ * int64_t{kAlignedBlock};
-    chunk.scale = row_ * entry_.scales_row_stride + block_;
-    chunk.noise = static_cast<uint32_t>(entry_.first_element) +
-                  static_cast<uint32_t>(row_) * static_cast<uint32_t>(entry_.global_row_numel) +
+    chunk.element = row_ * kernel_row_.row_stride + block_ * int64_t{kAlignedBlock};
+    chunk.scale = row_ * kernel_row_.scales_row_stride + block_;
+    chunk.noise = static_cast<uint32_t>(kernel_row_.first_element) +
+                  static_cast<uint32_t>(row_) * static_cast<uint32_t>(kernel_row_.global_row_numel) +
                   static_cast<uint32_t>(block_) * kAlignedBlock;
     chunk.rows = 1;
     chunk.row_blocks = shape_.blocks;
-    chunk.row_elements = static_cast<int>(entry_.cols);
+    chunk.row_elements = static_cast<int>(kernel_row_.cols);
     chunk.inverse = 0;
     if (shape_.rows > 0) {
       chunk.inverse = inverse_;
@@ -84,8 +84,8 @@ class ChunkWalk {
       const int in_row = shape_.blocks - block_, most = in_row < kPartBlocks ? in_row : kPartBlocks;
       const bool is_last = most == in_row && most <= blocks_left;
       chunk.row_blocks = most < blocks_left ? most : blocks_left;
-      chunk.row_elements =
-          is_last ? static_cast<int>(entry_.cols - block_ * int64_t{kAlignedBlock}) : chunk.row_blocks * kAlignedBlock;
+      chunk.row_elements = is_last ? static_cast<int>(kernel_row_.cols - block_ * int64_t{kAlignedBlock})
+                                   : chunk.row_blocks * kAlignedBlock;
       block_ = is_last ? 0 : block_ + chunk.row_blocks;
       row_ += is_last;
     }
@@ -94,7 +94,7 @@ class ChunkWalk {
   }
 
  private:
-  const KernelRow& entry_;
+  const KernelRow& kernel_row_;
   const RowShape shape_;
   int64_t row_;
   int block_;  // in the row

@@ -9,7 +9,7 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Rule and scalars of an entry's tasks, from its group and its step count.
+// Rule and scalars of a kernel row's tasks, from its group and its step count.
 template <class Rule>
 struct Prepared {
   Rule rule;

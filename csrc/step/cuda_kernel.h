@@ -17,9 +17,9 @@ constexpr int kAlignedResident = 4;
 SHARDOPT_DEVICE bool is_off(const CudaCall& call) { return call.found_inf && *call.found_inf != 0.0f; }
 
 template <class Rule>
-SHARDOPT_DEVICE const Prepared<Rule>* prepared_of(const CudaCall& call, int64_t entry) {
+SHARDOPT_DEVICE const Prepared<Rule>* prepared_of(const CudaCall& call, int64_t kernel_row) {
   static_assert(sizeof(Prepared<Rule>) <= kPreparedBytes, "raise kPreparedBytes");
-  return reinterpret_cast<const Prepared<Rule>*>(static_cast<const char*>(call.prepared) + entry * kPreparedBytes);
+  return reinterpret_cast<const Prepared<Rule>*>(static_cast<const char*>(call.prepared) + kernel_row * kPreparedBytes);
 }
 
 SHARDOPT_DEVICE void count_skipped(const CudaCall& call, int skipped) {
@@ -28,9 +28,9 @@ SHARDOPT_DEVICE void count_skipped(const CudaCall& call, int skipped) {
 
 // Functions of their own, so that no codec takes registers from another, nor the rare kind of block from the usual one.
 template <class Rule, class Codec, bool kOnce>
-__device__ __noinline__ int step_task(const CudaTask task, const KernelRow& entry, const Prepared<Rule>& prepared,
+__device__ __noinline__ int step_task(const CudaTask task, const KernelRow& kernel_row, const Prepared<Rule>& prepared,
                                       const float* table, Phase phase) {
-  return WarpStepper<Rule, Codec>(entry, prepared, table, phase).template step<kOnce>(task);
+  return WarpStepper<Rule, Codec>(kernel_row, prepared, table, phase).template step<kOnce>(task);
 }
 
 // Whether blocks can be read once and stay in registers: not with a rule that has no kernels of its own, which the
@@ -39,37 +39,38 @@ template <class Rule, class Codec>
 constexpr bool kReadsOnce = is_usual<Rule, Codec>() && (Codec::Signed::kScales > 0);
 
 template <class Rule, class... Codec>
-SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const KernelRow& entry, List<Codec...>) {
-  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  const float* table = call.tables[entry.codec];
-  const bool once = entry.block_size <= kChunk && !entry.cut;
+SHARDOPT_DEVICE int step_task(const CudaCall& call, const CudaTask& task, const KernelRow& kernel_row, List<Codec...>) {
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
+  const float* table = call.tables[kernel_row.codec];
+  const bool once = kernel_row.block_size <= kChunk && !kernel_row.cut;
   int skipped = 0;
-  (((Rule::Kept::kCount == 0 || entry.codec == kCodecIndex<Codec>)
-        ? void(skipped = once
-                             ? step_task<Rule, Codec, kReadsOnce<Rule, Codec>>(task, entry, prepared, table, call.phase)
-                             : step_task<Rule, Codec, false>(task, entry, prepared, table, call.phase))
+  (((Rule::Kept::kCount == 0 || kernel_row.codec == kCodecIndex<Codec>)
+        ? void(skipped =
+                   once ? step_task<Rule, Codec, kReadsOnce<Rule, Codec>>(task, kernel_row, prepared, table, call.phase)
+                        : step_task<Rule, Codec, false>(task, kernel_row, prepared, table, call.phase))
         : void()),
    ...);
   return skipped;
 }
 
 template <class Rule, class Codec>
-__device__ __noinline__ void add_task_to_sums(const CudaTask task, const KernelRow& entry,
+__device__ __noinline__ void add_task_to_sums(const CudaTask task, const KernelRow& kernel_row,
                                               const Prepared<Rule>& prepared, const float* table) {
-  WarpStepper<Rule, Codec>(entry, prepared, table, Phase::kSums).add_to_sums(task);
+  WarpStepper<Rule, Codec>(kernel_row, prepared, table, Phase::kSums).add_to_sums(task);
 }
 
 template <class Rule, class... Codec>
-SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const KernelRow& entry,
+SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task, const KernelRow& kernel_row,
                                       List<Codec...>) {
-  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  ((entry.codec == kCodecIndex<Codec> ? add_task_to_sums<Rule, Codec>(task, entry, prepared, call.tables[entry.codec])
-                                      : void()),
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
+  ((kernel_row.codec == kCodecIndex<Codec>
+        ? add_task_to_sums<Rule, Codec>(task, kernel_row, prepared, call.tables[kernel_row.codec])
+        : void()),
    ...);
 }
 
-// The codecs that a rule's entries may have. A rule without moments has no use for codecs: any of them stands for all.
-// Shared ones are for few rules, and repaying rules take relative ones, beside the float32 of small parameters.
+// The codecs that a rule's kernel rows may have. A rule without moments has no use for codecs: any of them stands for
+// all. Shared ones are for few rules, and repaying rules take relative ones, beside the float32 of small parameters.
 template <class Rule>
 using CodecsOf =
     std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
@@ -82,26 +83,26 @@ __global__ void __launch_bounds__(kThreads, kResident) step_tasks(CudaCall call,
   const int64_t i = batch.begin + (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) / kWarp;
   if (i >= batch.end || is_off(call)) return;
   const CudaTask task = call.tasks[i];
-  const KernelRow& entry = call.entries[task.entry];
+  const KernelRow& kernel_row = call.kernel_rows[task.kernel_row];
   if (call.phase == Phase::kSums) {
     if constexpr (kSumsOf<Rule> > 0) {
-      if (entry.sums) add_task_to_sums<Rule>(call, task, entry, CodecsOf<Rule>{});
+      if (kernel_row.sums) add_task_to_sums<Rule>(call, task, kernel_row, CodecsOf<Rule>{});
     }
     return;
   }
-  if (call.phase != Phase::kStep && !entry.cut) return;
-  count_skipped(call, step_task<Rule>(call, task, entry, CodecsOf<Rule>{}));
+  if (call.phase != Phase::kStep && !kernel_row.cut) return;
+  count_skipped(call, step_task<Rule>(call, task, kernel_row, CodecsOf<Rule>{}));
 }
 
 template <class Rule, class Codec, class Stepper>
 SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
                                  typename Stepper::Ring& ring) {
-  const KernelRow& entry = call.entries[task.entry];
-  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  const int turns = Stepper::is_aligned(entry) ? task.blocks / kTurnBlocks : 0;
+  const KernelRow& kernel_row = call.kernel_rows[task.kernel_row];
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
+  const int turns = Stepper::is_aligned(kernel_row) ? task.blocks / kTurnBlocks : 0;
   static_assert(kMaxTaskBlocks <= 32 * kTurnBlocks, "a bit per turn");
   uint32_t left = 0;  // turns that were not taken
-  Stepper stepper(entry, prepared, table, task.first_block, ring);
+  Stepper stepper(kernel_row, prepared, table, task.first_block, ring);
   stepper.begin(turns);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
@@ -111,8 +112,8 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
   for (int turn = 0; turn * kTurnBlocks < task.blocks; ++turn) {
     const int first = turn * kTurnBlocks, blocks = min_int(kTurnBlocks, task.blocks - first);
     if (turn < turns && !(left >> turn & 1)) continue;
-    const CudaTask rest{task.first_block + first, task.entry, blocks};
-    skipped += step_task<Rule, Codec, true>(rest, entry, prepared, call.tables[entry.codec], Phase::kStep);
+    const CudaTask rest{task.first_block + first, task.kernel_row, blocks};
+    skipped += step_task<Rule, Codec, true>(rest, kernel_row, prepared, call.tables[kernel_row.codec], Phase::kStep);
   }
   return skipped;
 }
@@ -120,25 +121,25 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
 template <class Rule, class Codec, class Stepper>
 SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, const typename Stepper::Table& table,
                                 typename Stepper::Stage& stage) {
-  const KernelRow& entry = call.entries[task.entry];
-  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.entry);
-  Stepper stepper(entry, prepared, table, stage);
+  const KernelRow& kernel_row = call.kernel_rows[task.kernel_row];
+  const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
+  Stepper stepper(kernel_row, prepared, table, stage);
   uint32_t left = 0;  // chunks that were not taken
-  ChunkWalk walk(entry, task);
+  ChunkWalk walk(kernel_row, task);
 #pragma unroll 1
   for (int i = 0; walk.blocks_left > 0; ++i) {
     if (!stepper.step(walk.next())) left |= 1u << i;
   }
   if (left == 0) return 0;
   int skipped = 0;
-  ChunkWalk again(entry, task);
+  ChunkWalk again(kernel_row, task);
 #pragma unroll 1
   for (int i = 0; again.blocks_left > 0; ++i) {
     const int64_t first = task.first_block + task.blocks - again.blocks_left;
     const Chunk chunk = again.next();
     if (!(left >> i & 1)) continue;
-    const CudaTask rest{first, task.entry, chunk.rows * chunk.row_blocks};
-    skipped += step_task<Rule, Codec, true>(rest, entry, prepared, call.tables[entry.codec], Phase::kStep);
+    const CudaTask rest{first, task.kernel_row, chunk.rows * chunk.row_blocks};
+    skipped += step_task<Rule, Codec, true>(rest, kernel_row, prepared, call.tables[kernel_row.codec], Phase::kStep);
   }
   return skipped;
 }

@@ -111,19 +111,19 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   return v;
 }
 
-// Fields of an entry that every turn needs; the rest is seldom used, and read when it is.
+// Fields of a kernel row that every turn needs; the rest is seldom used, and read when it is.
 struct Streams {
-  const KernelRow& entry;
+  const KernelRow& kernel_row;
   uint64_t param, gradient;
   WeightFormat weight_format;
   DType gradient_dtype;
 
   SHARDOPT_DEVICE explicit Streams(const KernelRow& from)
-      : entry(from),
-        param(entry.param),
-        gradient(entry.gradient),
-        weight_format(static_cast<WeightFormat>(entry.weight_format)),
-        gradient_dtype(static_cast<DType>(entry.gradient_dtype)) {}
+      : kernel_row(from),
+        param(kernel_row.param),
+        gradient(kernel_row.gradient),
+        weight_format(static_cast<WeightFormat>(kernel_row.weight_format)),
+        gradient_dtype(static_cast<DType>(kernel_row.gradient_dtype)) {}
 };
 
 SHARDOPT_DEVICE void load_gradients(float (&to)[kLane], const Streams& streams, const Span& span) {
@@ -161,7 +161,7 @@ SHARDOPT_DEVICE void store_gradients(const float (&from)[kLane], const Streams& 
 template <DType kDType, class Low>
 SHARDOPT_DEVICE void load_split(float (&to)[kLane], const Vector<uint16_t>& high, const Streams& streams,
                                 const Span& span) {
-  const Vector<Low> low = load_lane<Low>(streams.entry.low_bits, span);
+  const Vector<Low> low = load_lane<Low>(streams.kernel_row.low_bits, span);
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
     to[i] = join_weight<kDType, 8 * sizeof(Low)>(as_number(high.x[i]), static_cast<int32_t>(low.x[i]));
@@ -179,7 +179,7 @@ SHARDOPT_DEVICE void store_split(const float (&from)[kLane], const Streams& stre
     low.x[i] = static_cast<Low>(split.low);
   }
   store_lane(streams.param, high, span);
-  store_lane(streams.entry.low_bits, low, span);
+  store_lane(streams.kernel_row.low_bits, low, span);
 }
 
 // The weights as the rule sees them.
@@ -210,20 +210,21 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
   }
 }
 
-// Random bits for the lane's elements. `row`, `col`: of the first one in the entry. The bits depend on the element's
-// place in its block of the global parameter alone, and a lane's elements may lie in two of these.
-SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const KernelRow& entry, float step, int64_t row,
+// Random bits for the lane's elements. `row`, `col`: of the first one in the kernel row. The bits depend on the
+// element's place in its block of the global parameter alone, and a lane's elements may lie in two of these.
+SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const KernelRow& kernel_row, float step, int64_t row,
                                 int64_t col) {
-  const int64_t first_col = entry.first_element % entry.global_row_numel;
+  const int64_t first_col = kernel_row.first_element % kernel_row.global_row_numel;
   const int64_t in_row = first_col + col;
-  const int index = static_cast<int>(in_row & (entry.block_size - 1));
-  const int64_t block = entry.first_element - first_col + row * entry.global_row_numel + in_row - index;
-  const Noise noise(entry.noise_key, step, block);
+  const int index = static_cast<int>(in_row & (kernel_row.block_size - 1));
+  const int64_t block = kernel_row.first_element - first_col + row * kernel_row.global_row_numel + in_row - index;
+  const Noise noise(kernel_row.noise_key, step, block);
   Noise next = noise;
-  if (index + kLane > entry.block_size) next = Noise(entry.noise_key, step, block + entry.block_size);
+  if (index + kLane > kernel_row.block_size) next = Noise(kernel_row.noise_key, step, block + kernel_row.block_size);
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    random[i] = index + i < entry.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - entry.block_size);
+    random[i] =
+        index + i < kernel_row.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - kernel_row.block_size);
   }
 }
 

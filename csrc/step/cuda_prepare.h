@@ -1,4 +1,4 @@
-// The kernels that begin a CUDA step: they count it and compute the scalars of all entries.
+// The kernels that begin a CUDA step: they count it and compute the scalars of all kernel rows.
 #pragma once
 
 #include "step/cuda_kernel.h"
@@ -8,9 +8,9 @@ SHARDOPT_BEGIN_NAMESPACE
 constexpr int kPrepareThreads = 256;
 
 template <class Rule>
-SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
-  const KernelRow& entry = call.entries[i];
-  const GroupEntry& group = call.groups[entry.group];
+SHARDOPT_DEVICE void prepare_row(const CudaCall& call, int64_t i) {
+  const KernelRow& kernel_row = call.kernel_rows[i];
+  const GroupRow& group = call.groups[kernel_row.group];
   double hyper[kMaxHyper];
   float scale = group.gradient_scale;
   for (int k = 0; k < kMaxHyper; ++k) hyper[k] = group.hyper[k];
@@ -18,13 +18,13 @@ SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
   if (call.grad_scale) scale *= static_cast<float>(1.0 / static_cast<double>(*call.grad_scale));  // as on the CPU
   if (call.factor) scale *= *call.factor;
   Prepared<Rule> prepared;
-  prepared.step = *reinterpret_cast<const float*>(entry.step) + (call.phase == Phase::kSums ? 1.0f : 0.0f);
+  prepared.step = *reinterpret_cast<const float*>(kernel_row.step) + (call.phase == Phase::kSums ? 1.0f : 0.0f);
   prepared.rule = Rule::make(hyper, prepared.step);
   if constexpr (kSumsOf<Rule> > 0 && !kHasTotals<Rule>) {
-    if (entry.sums && call.phase != Phase::kSums) {
+    if (kernel_row.sums && call.phase != Phase::kSums) {
       double sums[kSumsOf<Rule>];
-      for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j] = value_of(reinterpret_cast<const ExactSum*>(entry.sums)[j]);
-      prepared.rule.with_sums(sums, entry.numel);
+      for (int j = 0; j < kSumsOf<Rule>; ++j) sums[j] = value_of(reinterpret_cast<const ExactSum*>(kernel_row.sums)[j]);
+      prepared.rule.with_sums(sums, kernel_row.numel);
     }
   }
   prepared.gradient_scale = scale;
@@ -33,15 +33,15 @@ SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i) {
 }
 
 template <class... Rule>
-SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i, List<Rule...>) {
-  const int rule = call.groups[call.entries[i].group].rule;
+SHARDOPT_DEVICE void prepare_row(const CudaCall& call, int64_t i, List<Rule...>) {
+  const int rule = call.groups[call.kernel_rows[i].group].rule;
   int index = 0;
-  ((rule == index++ ? prepare_entry<Rule>(call, i) : void()), ...);
+  ((rule == index++ ? prepare_row<Rule>(call, i) : void()), ...);
 }
 
-SHARDOPT_DEVICE void prepare_entry(const CudaCall& call, int64_t i, uint64_t gradient) {
-  call.entries[i].gradient = gradient;
-  prepare_entry(call, i, Rules{});
+SHARDOPT_DEVICE void prepare_row(const CudaCall& call, int64_t i, uint64_t gradient) {
+  call.kernel_rows[i].gradient = gradient;
+  prepare_row(call, i, Rules{});
 }
 
 // The addresses of gradients as they go with a launch.
@@ -53,22 +53,22 @@ SHARDOPT_DEVICE void count_step(const CudaCall& call, int64_t i) {
   if (call.phase != Phase::kSums) *call.steps[i] += 1.0f;
 }
 
-// One thread block: the steps must be counted before an entry's is read.
+// One thread block: the steps must be counted before a kernel row's is read.
 __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const LaunchedGradients gradients) {
   if (is_off(call)) return;
   for (int64_t i = threadIdx.x; i < call.step_count; i += blockDim.x) count_step(call, i);
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < call.entry_count; i += blockDim.x) prepare_entry(call, i, gradients.address[i]);
+  for (int64_t i = threadIdx.x; i < call.row_count; i += blockDim.x) prepare_row(call, i, gradients.address[i]);
 }
 
-// For more entries than addresses go with a launch: two launches of many thread blocks do what prepare does.
+// For more kernel rows than addresses go with a launch: two launches of many thread blocks do what prepare does.
 __global__ void __launch_bounds__(kPrepareThreads) count_steps(CudaCall call) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
   if (i < call.step_count && !is_off(call)) count_step(call, i);
 }
-__global__ void __launch_bounds__(kPrepareThreads) prepare_entries(CudaCall call, const uint64_t* gradients) {
+__global__ void __launch_bounds__(kPrepareThreads) prepare_rows(CudaCall call, const uint64_t* gradients) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
-  if (i < call.entry_count && !is_off(call)) prepare_entry(call, i, gradients[i]);
+  if (i < call.row_count && !is_off(call)) prepare_row(call, i, gradients[i]);
 }
 
 SHARDOPT_END_NAMESPACE

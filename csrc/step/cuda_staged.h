@@ -62,21 +62,24 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using Stage = std::conditional_t<kHasLow, StageWithLow, StageWithoutLow>;
   static_assert(kAlignedWarps * sizeof(Stage) + sizeof(Table) <= kSharedBytes, "too much shared memory");
 
-  SHARDOPT_DEVICE StagedStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const Table& table,
+  SHARDOPT_DEVICE StagedStepper(const KernelRow& kernel_row, const Prepared<Rule>& prepared, const Table& table,
                                 Stage& stage)
-      : Arithmetic(prepared, table), entry_(entry), stage_(stage), lane_(static_cast<int>(threadIdx.x) % kWarp) {
-    if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_ = Noise(entry.noise_key, prepared.step, 0);
+      : Arithmetic(prepared, table),
+        kernel_row_(kernel_row),
+        stage_(stage),
+        lane_(static_cast<int>(threadIdx.x) % kWarp) {
+    if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_ = Noise(kernel_row.noise_key, prepared.step, 0);
   }
 
   // Steps a chunk; false if it was left as it is.
   SHARDOPT_DEVICE bool step(const Chunk& chunk) {
     const int count = chunk.rows * chunk.row_elements, blocks = chunk.rows * chunk.row_blocks;
-    high_ = copy_in<High>(stage_.high, entry_.param, chunk.element, count);
-    gradient_ = copy_in<Gradient>(stage_.gradient, entry_.gradient, chunk.element, count);
-    if constexpr (kHasLow) low_ = copy_in<Low>(stage_.low, entry_.low_bits, chunk.element, count);
+    high_ = copy_in<High>(stage_.high, kernel_row_.param, chunk.element, count);
+    gradient_ = copy_in<Gradient>(stage_.gradient, kernel_row_.gradient, chunk.element, count);
+    if constexpr (kHasLow) low_ = copy_in<Low>(stage_.low, kernel_row_.low_bits, chunk.element, count);
 #pragma unroll
     for (int k = 0; k < kMoments; ++k) {
-      codes_[k] = copy_in<uint8_t>(stage_.codes[k], entry_.codes[k], chunk.element, count);
+      codes_[k] = copy_in<uint8_t>(stage_.codes[k], kernel_row_.codes[k], chunk.element, count);
     }
     const auto copy_scale = [](float* staged, float* kept) { __pipeline_memcpy_async(staged, kept, sizeof *kept); };
     for_scales(chunk.scale, blocks, copy_scale);
@@ -86,10 +89,10 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     const bool stepped = step_blocks(chunk);
     __syncwarp();
     if (stepped) {
-      copy_out<High>(stage_.high, entry_.param, chunk.element, count);
-      if constexpr (kHasLow) copy_out<Low>(stage_.low, entry_.low_bits, chunk.element, count);
+      copy_out<High>(stage_.high, kernel_row_.param, chunk.element, count);
+      if constexpr (kHasLow) copy_out<Low>(stage_.low, kernel_row_.low_bits, chunk.element, count);
 #pragma unroll
-      for (int k = 0; k < kMoments; ++k) copy_out<uint8_t>(stage_.codes[k], entry_.codes[k], chunk.element, count);
+      for (int k = 0; k < kMoments; ++k) copy_out<uint8_t>(stage_.codes[k], kernel_row_.codes[k], chunk.element, count);
       for_scales(chunk.scale, blocks, [](float* staged, float* kept) { *kept = *staged; });
       __syncwarp();  // before the next chunk is copied into the stage
     }
@@ -150,9 +153,9 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   template <class Do>
   SHARDOPT_DEVICE void for_scales(int64_t first, int blocks, Do run) const {
     if constexpr (kHasUnsigned) {
-      of_moment<Unsigned::kScales>(stage_.unsigned_scales, entry_.scales[kUnsigned], first, blocks, run);
+      of_moment<Unsigned::kScales>(stage_.unsigned_scales, kernel_row_.scales[kUnsigned], first, blocks, run);
     }
-    of_moment<Signed::kScales>(stage_.signed_scales, entry_.scales[kSigned], first, blocks, run);
+    of_moment<Signed::kScales>(stage_.signed_scales, kernel_row_.scales[kSigned], first, blocks, run);
   }
 
   template <int kScales, class Do>
@@ -244,7 +247,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
           const int32_t unsigned_code = unsigned_codes[at];
           if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) least_code = min_int(least_code, unsigned_code);
           this->update_element(found, param, number_of(gradient[at]), unsigned_code, unsigned_coder,
-                               values_.entry(signed_codes[at], 0) * signed_coder.scale, weight[i], root[i], moment[i]);
+                               values_.value(signed_codes[at], 0) * signed_coder.scale, weight[i], root[i], moment[i]);
         }
       });
     }
@@ -259,7 +262,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
     Noise noise = noise_;
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
-      noise.first += chunk.noise + static_cast<uint32_t>(row) * static_cast<uint32_t>(entry_.global_row_numel) +
+      noise.first += chunk.noise + static_cast<uint32_t>(row) * static_cast<uint32_t>(kernel_row_.global_row_numel) +
                      static_cast<uint32_t>(in_row * kAlignedBlock + in_block);
     }
     const Unsigned coder(new_scales, table_, kHasUnsigned ? quick_reciprocal(Unsigned::inverted(new_scales)) : 0.0f);
@@ -310,7 +313,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  const KernelRow& entry_;
+  const KernelRow& kernel_row_;
   Stage& stage_;
   const int lane_;
   High* high_;  // the chunk's first elements in the stage

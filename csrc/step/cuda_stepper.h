@@ -27,18 +27,19 @@ class WarpStepper {
   using Moment = KeptMoment<Rule, Codec, k>;
 
  public:
-  SHARDOPT_DEVICE WarpStepper(const KernelRow& entry, const Prepared<Rule>& prepared, const float* table, Phase phase)
-      : entry_(entry),
-        streams_(entry),
+  SHARDOPT_DEVICE WarpStepper(const KernelRow& kernel_row, const Prepared<Rule>& prepared, const float* table,
+                              Phase phase)
+      : kernel_row_(kernel_row),
+        streams_(kernel_row),
         prepared_(prepared),
         rule_(prepared.rule),
         gradient_scale_(prepared.gradient_scale),
         table_(table),
         phase_(phase) {
-    const uint64_t rest = entry.param | entry.gradient | entry.low_bits;
-    aligned_ = rest % 16 == 0 && (entry.rows == 1 || entry.row_stride % kLane == 0);
+    const uint64_t rest = kernel_row.param | kernel_row.gradient | kernel_row.low_bits;
+    aligned_ = rest % 16 == 0 && (kernel_row.rows == 1 || kernel_row.row_stride % kLane == 0);
     each_of<kMoments>([&](auto k) {
-      codes_[k()] = entry.codes[k()];
+      codes_[k()] = kernel_row.codes[k()];
       aligned_ &= codes_[k()] % alignof(Vector<typename Moment<k()>::Code>) == 0;
     });
   }
@@ -60,7 +61,7 @@ class WarpStepper {
   SHARDOPT_DEVICE void add_to_sums(const CudaTask& task) {
     WarpSum sums[kSumsOf<Rule>];
     each_turn(task, [&] {
-      for (int begin = 0; begin < entry_.block_size; begin += kChunk) {
+      for (int begin = 0; begin < kernel_row_.block_size; begin += kChunk) {
         float terms[kSumsOf<Rule>][kLane], factors[kSumsOf<Rule>][kLane];
         compute_terms(terms, factors, begin);
         for (int j = 0; j < kSumsOf<Rule>; ++j) {
@@ -73,7 +74,7 @@ class WarpStepper {
       }
     });
     for (int j = 0; j < kSumsOf<Rule>; ++j) {
-      sums[j].template add_to<kHasTotals<Rule>>(reinterpret_cast<ExactSum*>(entry_.sums) + j);
+      sums[j].template add_to<kHasTotals<Rule>>(reinterpret_cast<ExactSum*>(kernel_row_.sums) + j);
     }
   }
 
@@ -82,16 +83,16 @@ class WarpStepper {
   template <class Take>
   SHARDOPT_DEVICE void each_turn(const CudaTask& task, Take take) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int block_size = entry_.block_size;
+    const int block_size = kernel_row_.block_size;
     lanes_ = block_size < kChunk ? block_size / kLane : kWarp;
     lane_ = lane % lanes_;
     const int groups = kWarp / lanes_, group = lane / lanes_;
-    const int64_t blocks_per_row = (entry_.cols + block_size - 1) / block_size;
+    const int64_t blocks_per_row = (kernel_row_.cols + block_size - 1) / block_size;
     const int64_t row = (task.first_block + group) / blocks_per_row;
     const int64_t block = task.first_block + group - row * blocks_per_row;
-    left_ = entry_.cols - block * block_size;
-    element_ = row * entry_.row_stride + block * block_size + lane_ * kLane;
-    scale_index_ = row * entry_.scales_row_stride + block;
+    left_ = kernel_row_.cols - block * block_size;
+    element_ = row * kernel_row_.row_stride + block * block_size + lane_ * kLane;
+    scale_index_ = row * kernel_row_.scales_row_stride + block;
     for (int i = group; i < task.blocks + group; i += groups) {  // every lane takes every turn, to exchange extremes
       n_ = i >= task.blocks ? 0 : static_cast<int>(left_ < block_size ? left_ : block_size);
       take();
@@ -99,10 +100,10 @@ class WarpStepper {
       element_ += groups * block_size;
       scale_index_ += groups;
       while (left_ <= 0) {
-        const int64_t blocks = (entry_.cols + block_size - 1) / block_size;
+        const int64_t blocks = (kernel_row_.cols + block_size - 1) / block_size;
         left_ += blocks * block_size;
-        element_ += entry_.row_stride - blocks * block_size;
-        scale_index_ += entry_.scales_row_stride - blocks;
+        element_ += kernel_row_.row_stride - blocks * block_size;
+        scale_index_ += kernel_row_.scales_row_stride - blocks;
       }
     }
   }
@@ -110,7 +111,7 @@ class WarpStepper {
   // A codec without blocks.
   SHARDOPT_DEVICE void step_plain() {
     const float no_scales[2] = {};
-    for (int begin = 0; begin < entry_.block_size; begin += kChunk) {
+    for (int begin = 0; begin < kernel_row_.block_size; begin += kChunk) {
       compute(begin, true);
       store_params();
       each_of<kMoments>([&](auto k) { store_codes<k()>(no_scales); });
@@ -121,8 +122,8 @@ class WarpStepper {
   template <bool kOnce>
   SHARDOPT_DEVICE void step_block() {
     const int first = kOnce || phase_ == Phase::kStep ? kMeasure : phase_ == Phase::kRelative ? kRelate : kEncode;
-    const int last = kOnce || !entry_.cut ? kEncode : first;
-    const int end = kOnce ? 1 : entry_.block_size;
+    const int last = kOnce || !kernel_row_.cut ? kEncode : first;
+    const int end = kOnce ? 1 : kernel_row_.block_size;
     Extremes found[kMoments + 1] = {};
     each_of<kMoments>([&](auto k) {  // extremes that the owners of a cut block have agreed on
       if (!kOnce && first > Moment<k()>::kPass && n_ > 0) found[k()] = *shared_extremes(k());
@@ -148,7 +149,7 @@ class WarpStepper {
       each_of<kMoments>([&](auto k) {
         if (pass != Moment<k()>::kPass) return;
         agree<k()>(found[k()]);
-        if (!kOnce && entry_.cut && lane_ == 0 && n_ > 0) *shared_extremes(k()) = found[k()];
+        if (!kOnce && kernel_row_.cut && lane_ == 0 && n_ > 0) *shared_extremes(k()) = found[k()];
       });
     }
     if (last == kEncode) store_scales(found);
@@ -312,8 +313,9 @@ class WarpStepper {
   }
 
   SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane]) const {
-    const int64_t row = (element_ - lane_ * kLane - (entry_.cols - left_)) / entry_.row_stride;
-    shardopt::SHARDOPT_TARGET::load_noise(random, entry_, prepared_.step, row, span_.element - row * entry_.row_stride);
+    const int64_t row = (element_ - lane_ * kLane - (kernel_row_.cols - left_)) / kernel_row_.row_stride;
+    shardopt::SHARDOPT_TARGET::load_noise(random, kernel_row_, prepared_.step, row,
+                                          span_.element - row * kernel_row_.row_stride);
   }
 
   SHARDOPT_DEVICE void store_scales(const Extremes* found) const {
@@ -353,7 +355,7 @@ class WarpStepper {
 
   template <class Coder>
   SHARDOPT_DEVICE float* scales_of(int moment) const {
-    return reinterpret_cast<float*>(entry_.scales[moment]) + Coder::kScales * scale_index_;
+    return reinterpret_cast<float*>(kernel_row_.scales[moment]) + Coder::kScales * scale_index_;
   }
 
   template <class Coder>
@@ -371,10 +373,10 @@ class WarpStepper {
   }
 
   SHARDOPT_DEVICE Extremes* shared_extremes(int moment) const {
-    return reinterpret_cast<Extremes*>(entry_.extremes[moment]) + scale_index_;
+    return reinterpret_cast<Extremes*>(kernel_row_.extremes[moment]) + scale_index_;
   }
 
-  const KernelRow& entry_;
+  const KernelRow& kernel_row_;
   const Streams streams_;
   const Prepared<Rule>& prepared_;
   const Rule rule_;

@@ -26,35 +26,38 @@ bool has_kernels(int rule, int codec, tasks::List<Codec...>) {
   return has[codec];
 }
 
-// The entry's format in kAlignedFormats if its blocks have kernels of their own; -1 otherwise.
-int format_of(const KernelRow& entry, int rule) {
-  if (entry.cut || entry.block_size != kAlignedBlock || entry.rows == 0 || entry.cols == 0) return -1;
-  if (!has_kernels(rule, entry.codec, tasks::Codecs{})) return -1;
+// The kernel row's format in kAlignedFormats if its blocks have kernels of their own; -1 otherwise.
+int format_of(const KernelRow& kernel_row, int rule) {
+  if (kernel_row.cut || kernel_row.block_size != kAlignedBlock || kernel_row.rows == 0 || kernel_row.cols == 0)
+    return -1;
+  if (!has_kernels(rule, kernel_row.codec, tasks::Codecs{})) return -1;
   // Short blocks that do not lie one after the other would be staged one by one.
-  if (entry.row_stride != entry.cols && entry.rows > 1 && entry.cols < kAlignedBlock) return -1;
+  if (kernel_row.row_stride != kernel_row.cols && kernel_row.rows > 1 && kernel_row.cols < kAlignedBlock) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {
-    if (entry.weight_format == static_cast<int32_t>(kAlignedFormats[i].weight) &&
-        entry.gradient_dtype == static_cast<int32_t>(kAlignedFormats[i].gradient))
+    if (kernel_row.weight_format == static_cast<int32_t>(kAlignedFormats[i].weight) &&
+        kernel_row.gradient_dtype == static_cast<int32_t>(kAlignedFormats[i].gradient))
       return i;
   }
   return -1;
 }
 
-// Whether the entry is whole blocks, one after the other, and begins where vectors may. Addresses may change from step
-// to step: the kernels look at them again.
-bool is_aligned(const KernelRow& entry) {
-  const bool contiguous = entry.rows == 1 || (entry.row_stride == entry.cols && entry.global_row_numel == entry.cols &&
-                                              entry.scales_row_stride * kAlignedBlock == entry.cols);
-  const uint64_t codes = entry.codes[0] | entry.codes[1], scales = entry.scales[0] | entry.scales[1];
-  return contiguous && entry.cols % kAlignedBlock == 0 && (entry.param | entry.gradient | entry.low_bits) % 16 == 0 &&
-         codes % 8 == 0 && scales % 8 == 0;
+// Whether the kernel row is whole blocks, one after the other, and begins where vectors may. Addresses may change from
+// step to step: the kernels look at them again.
+bool is_aligned(const KernelRow& kernel_row) {
+  const bool contiguous = kernel_row.rows == 1 ||
+                          (kernel_row.row_stride == kernel_row.cols && kernel_row.global_row_numel == kernel_row.cols &&
+                           kernel_row.scales_row_stride * kAlignedBlock == kernel_row.cols);
+  const uint64_t codes = kernel_row.codes[0] | kernel_row.codes[1],
+                 scales = kernel_row.scales[0] | kernel_row.scales[1];
+  return contiguous && kernel_row.cols % kAlignedBlock == 0 &&
+         (kernel_row.param | kernel_row.gradient | kernel_row.low_bits) % 16 == 0 && codes % 8 == 0 && scales % 8 == 0;
 }
 
 // Whole chunks and, where a task has room for some, whole rows.
-int64_t staged_task_blocks(const KernelRow& entry, int64_t elements) {
-  const tasks::RowShape shape(entry);
+int64_t staged_task_blocks(const KernelRow& kernel_row, int64_t elements) {
+  const tasks::RowShape shape(kernel_row);
   const int64_t chunk = shape.chunk_blocks();
-  const int64_t chunk_elements = shape.rows > 0 ? shape.rows * entry.cols : chunk * kAlignedBlock;
+  const int64_t chunk_elements = shape.rows > 0 ? shape.rows * kernel_row.cols : chunk * kAlignedBlock;
   const int64_t chunks = std::clamp<int64_t>(elements / chunk_elements, 1, tasks::kTaskChunks);
   if (shape.rows > 0) return chunks * chunk;
   const int64_t blocks = chunks * chunk;
@@ -63,17 +66,17 @@ int64_t staged_task_blocks(const KernelRow& entry, int64_t elements) {
 
 }  // namespace
 
-CudaTasks make_cuda_tasks(const KernelRow* entries, int64_t entry_count, const GroupEntry* groups, bool aligned) {
+CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups, bool aligned) {
   CudaTasks made;
   int64_t elements = 0;
-  for (int64_t i = 0; i < entry_count; ++i) elements += entries[i].rows * entries[i].cols;
+  for (int64_t i = 0; i < row_count; ++i) elements += kernel_rows[i].rows * kernel_rows[i].cols;
   const int64_t per_task = task_elements(elements);
   const auto made_count = [&] { return static_cast<int64_t>(made.tasks.size()); };
   const auto add = [&](int64_t i, bool staged) {
-    const KernelRow& entry = entries[i];
-    const int64_t blocks = entry.rows * ((entry.cols + entry.block_size - 1) / entry.block_size);
+    const KernelRow& kernel_row = kernel_rows[i];
+    const int64_t blocks = kernel_row.rows * ((kernel_row.cols + kernel_row.block_size - 1) / kernel_row.block_size);
     const int64_t blocks_per_task =
-        staged ? staged_task_blocks(entry, per_task) : std::max<int64_t>(1, per_task / entry.block_size);
+        staged ? staged_task_blocks(kernel_row, per_task) : std::max<int64_t>(1, per_task / kernel_row.block_size);
     for (int64_t first = 0; first < blocks; first += blocks_per_task) {
       const int64_t count = std::min(blocks_per_task, blocks - first);
       made.tasks.push_back({first, static_cast<int32_t>(i), static_cast<int32_t>(count)});
@@ -82,10 +85,10 @@ CudaTasks make_cuda_tasks(const KernelRow* entries, int64_t entry_count, const G
   for (int rule = 0; rule < tasks::Rules::kCount; ++rule) {
     const auto batch = [&](int codec, int format) {
       const auto add_all = [&](bool staged) {
-        for (int64_t i = 0; i < entry_count; ++i) {
-          if (groups[entries[i].group].rule != rule) continue;
-          if ((aligned ? format_of(entries[i], rule) : -1) != format) continue;
-          if (format < 0 || (entries[i].codec == codec && is_aligned(entries[i]) != staged)) add(i, staged);
+        for (int64_t i = 0; i < row_count; ++i) {
+          if (groups[kernel_rows[i].group].rule != rule) continue;
+          if ((aligned ? format_of(kernel_rows[i], rule) : -1) != format) continue;
+          if (format < 0 || (kernel_rows[i].codec == codec && is_aligned(kernel_rows[i]) != staged)) add(i, staged);
         }
       };
       const int64_t begin = made_count();

@@ -112,8 +112,8 @@ struct SharedTable {
   explicit SharedTable(const float* table) : values(table) {}
 #endif
 
-  // The entry whose index is byte k of the word.
-  SHARDOPT_DEVICE float entry(uint32_t word, int k) const {
+  // The value whose index is byte k of the word.
+  SHARDOPT_DEVICE float value(uint32_t word, int k) const {
 #if defined(__CUDA_ARCH__)
     float x;
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), address)));

@@ -57,12 +57,12 @@ class Tables(NamedTuple):
     """Arguments of the kernels for the steps of some parameters.
 
     Attributes:
-        entries: rows of ``_C.tensor_entry``, which point to memory of one device.
+        kernel_rows: rows of ``_C.kernel_row``, which point to memory of one device.
         steps: addresses of float32 scalars, one per parameter; the phase ``step`` counts each up by one.
         codec_tables: the codecs' lookup tables (``Codec.table``), by the codecs' index.
     """
 
-    entries: npt.NDArray[np.void]
+    kernel_rows: npt.NDArray[np.void]
     steps: npt.NDArray[np.uint64]
     codec_tables: Sequence[Tensor | None]
 
@@ -70,12 +70,12 @@ class Tables(NamedTuple):
 class Call(Protocol):
     """Steps of the same tables on one device: made once, then updated and run for each step."""
 
-    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+    def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step.
 
         Args:
-            entries_changed: whether rows of ``Tables.entries`` were changed in place.
-            groups: rows of ``_C.group_entry``.
+            rows_changed: whether rows of ``Tables.kernel_rows`` were changed in place.
+            groups: rows of ``_C.group_row``.
             scaling: the loss scale.
         """
 
@@ -84,7 +84,7 @@ class Call(Protocol):
 
 
 def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
-    """Whether a phase concerns entries: ``sums`` those with sums, ``step`` all, later phases those of cut blocks."""
+    """Whether a phase has rows to take: ``sums`` rows with sums, ``step`` all, later phases rows of cut blocks."""
     if phase == _C.Phase.sums:
         return has_sums
     return phase == _C.Phase.step or has_cut
@@ -118,12 +118,12 @@ class CpuCall:
     """
 
     def __init__(self, tables: Tables, skipped: SkippedElements | None = None) -> None:
-        self._step = _C.CpuStep(tables.entries, tables.steps, addresses(tables.codec_tables))
+        self._step = _C.CpuStep(tables.kernel_rows, tables.steps, addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of these arrays
         self._off = False
         self.skipped = skipped or SkippedElements()
 
-    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+    def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
         scale, found_inf, coefficient = scaling
         self._off = found_inf is not None and bool(found_inf.item())

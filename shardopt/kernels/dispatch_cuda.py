@@ -42,13 +42,13 @@ class CudaCall:
         self._counter = self.skipped.counter(device)
         self._rules: bytes | None = None
         self._groups: bytes | None = None  # as uploaded, None for stale tables
-        self._entries: bytes | None = None  # as uploaded, without gradients, None for stale tables
+        self._kernel_rows: bytes | None = None  # as uploaded, without gradients, None for stale tables
         self._scaling = LossScaling(None, None)
         self._spare: Tensor | None = None  # pinned memory for a capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
         self._captured_scaling: list[LossScaling] = []
 
-    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+    def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`shardopt.kernels.dispatch.Call`.
 
         Raises:
@@ -62,10 +62,10 @@ class CudaCall:
             _demand(not capturing)
             self._make_tables(groups)
             self._rules = rules
-        entries = self._entries
-        if entries_changed or entries is None:
-            self._gradients = np.ascontiguousarray(self._tables.entries["gradient"])
-            entries = _without_gradients(self._tables.entries)
+        kernel_rows = self._kernel_rows
+        if rows_changed or kernel_rows is None:
+            self._gradients = np.ascontiguousarray(self._tables.kernel_rows["gradient"])
+            kernel_rows = _without_gradients(self._tables.kernel_rows)
         if capturing:
             self._head = self._offsets.captured
             self._upload_in_graph(groups)
@@ -73,14 +73,14 @@ class CudaCall:
         if self._spare is None:
             self._spare = _pinned(self._offsets.head_bytes)
         self._head = 0
-        if entries != self._entries or self._groups is None:
+        if kernel_rows != self._kernel_rows or self._groups is None:
             self._upload(0, _pinned(self._offsets.head_bytes), *self._head_tables(groups))
         else:
             if packed != self._groups:
                 self._upload(0, _pinned(len(packed)), groups)
-            if entries_changed and self._offsets.uploads_gradients:
+            if rows_changed and self._offsets.uploads_gradients:
                 self._upload(self._offsets.gradients, _pinned(self._gradients.nbytes), self._gradients)
-        self._groups, self._entries = packed, entries
+        self._groups, self._kernel_rows = packed, kernel_rows
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
@@ -92,7 +92,7 @@ class CudaCall:
                 tensor.record_stream(stream)
         _C.step_cuda(
             groups=head,
-            entries=head + self._offsets.entries,
+            kernel_rows=head + self._offsets.kernel_rows,
             gradients=head + self._offsets.gradients if self._offsets.uploads_gradients else _address(self._gradients),
             grad_scale=0 if scale is None else scale.data_ptr(),
             factor=0 if coefficient is None else coefficient.data_ptr(),
@@ -104,15 +104,15 @@ class CudaCall:
 
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
         """Allocates the tables, and uploads the constant ones."""
-        entries = self._tables.entries
-        tasks, batches = _C.cuda_tasks(entries, groups, ALIGNED_KERNELS)
+        kernel_rows = self._tables.kernel_rows
+        tasks, batches = _C.cuda_tasks(kernel_rows, groups, ALIGNED_KERNELS)
         fixed = {
             "steps": self._tables.steps,
             "tables": addresses(self._codec_tables),
             "tasks": tasks,
-            "prepared": np.zeros(len(entries) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
+            "prepared": np.zeros(len(kernel_rows) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
         }
-        self._offsets = _Offsets.of(groups, entries, len(self._tables.steps))
+        self._offsets = _Offsets.of(groups, kernel_rows, len(self._tables.steps))
         begin = end = self._offsets.captured + self._offsets.head_bytes
         offsets = {}
         for name, table in fixed.items():
@@ -127,18 +127,18 @@ class CudaCall:
             **{name: self._start + offset for name, offset in offsets.items()},
             "device": self._memory.device.index or 0,
             "nonfinite": self._counter.data_ptr(),
-            "entry_count": len(entries),
+            "row_count": len(kernel_rows),
             "step_count": len(self._tables.steps),
             "batches": batches,
         }
         self._head = 0
         self._spare = None
-        self._groups = self._entries = None
+        self._groups = self._kernel_rows = None
 
     def _head_tables(self, groups: npt.NDArray[np.void]) -> list[npt.NDArray[Any]]:
         """The tables that change, in the order of their offsets."""
         gradients = [self._gradients] if self._offsets.uploads_gradients else []
-        return [groups, self._tables.entries, *gradients]
+        return [groups, self._tables.kernel_rows, *gradients]
 
     def _upload(self, offset: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
         """Copies tables to an offset in the device's memory, one after the other."""
@@ -158,7 +158,7 @@ class CudaCall:
             self._spare = None
         self._captured_scaling.append(self._scaling)
         self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
-        self._groups = self._entries = None  # stale: the capture uploaded to another offset than other steps read
+        self._groups = self._kernel_rows = None  # stale: the capture uploaded to another offset than other steps read
 
 
 def _demand(ready: bool) -> None:
@@ -181,27 +181,27 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
 
 
 class _Offsets(NamedTuple):
-    """Offsets of the tables that change, in bytes: groups (at 0), entries, gradients, and copies for captures."""
+    """Offsets of the tables that change, in bytes: groups (at 0), kernel rows, gradients, and copies for captures."""
 
-    entries: int
+    kernel_rows: int
     gradients: int
     head_bytes: int
     captured: int
     uploads_gradients: bool  # False: the launch carries the addresses
 
     @classmethod
-    def of(cls, groups: npt.NDArray[np.void], entries: npt.NDArray[np.void], steps: int) -> _Offsets:
+    def of(cls, groups: npt.NDArray[np.void], kernel_rows: npt.NDArray[np.void], steps: int) -> _Offsets:
         first = _aligned(groups.nbytes)
-        second = first + _aligned(entries.nbytes)
-        uploads = max(len(entries), steps) > _C.cuda_launched_gradients
-        end = second + (_aligned(8 * len(entries)) if uploads else 0)
+        second = first + _aligned(kernel_rows.nbytes)
+        uploads = max(len(kernel_rows), steps) > _C.cuda_launched_gradients
+        end = second + (_aligned(8 * len(kernel_rows)) if uploads else 0)
         return cls(first, second, end, end, uploads)
 
 
-def _without_gradients(entries: npt.NDArray[np.void]) -> bytes:
-    entries = entries.copy()
-    entries["gradient"] = 0
-    return entries.tobytes()
+def _without_gradients(kernel_rows: npt.NDArray[np.void]) -> bytes:
+    kernel_rows = kernel_rows.copy()
+    kernel_rows["gradient"] = 0
+    return kernel_rows.tobytes()
 
 
 def _address(array: npt.NDArray[np.uint64]) -> int:

@@ -15,7 +15,7 @@ from shardopt.kernels.dispatch import cpu_target
 
 
 class NormCall(Protocol):
-    """Passes over gradients on one device, by rows of ``_C.tensor_entry`` (csrc/norm/norm.h names the columns)."""
+    """Passes over gradients on one device, by rows of ``_C.kernel_row`` (csrc/norm/norm.h names the columns)."""
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         """Takes a pass.
@@ -27,18 +27,18 @@ class NormCall(Protocol):
         """
 
 
-def make_norm_call(device: torch.device, entries: npt.NDArray[np.void]) -> NormCall:
+def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> NormCall:
     """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
-    return _CpuNormCall(entries) if device.type == "cpu" else CudaNormCall(device, entries)
+    return _CpuNormCall(kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows)
 
 
 class _CpuNormCall:
-    def __init__(self, entries: npt.NDArray[np.void]) -> None:
-        self._entries = entries
+    def __init__(self, kernel_rows: npt.NDArray[np.void]) -> None:
+        self._kernel_rows = kernel_rows
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         by = 1.0 if factor is None else float(factor)
-        _C.norm(self._entries[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
+        _C.norm(self._kernel_rows[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
 
 
 class CudaNormCall:
@@ -46,18 +46,18 @@ class CudaNormCall:
 
     Args:
         device: the gradients' device.
-        entries: the rows, in host memory.
+        kernel_rows: the rows, in host memory.
     """
 
-    def __init__(self, device: torch.device, entries: npt.NDArray[np.void]) -> None:
-        self._device, self._entries = device, entries
-        counts = -(-entries["cols"] // _C.cuda_norm_task)
+    def __init__(self, device: torch.device, kernel_rows: npt.NDArray[np.void]) -> None:
+        self._device, self._kernel_rows = device, kernel_rows
+        counts = -(-kernel_rows["cols"] // _C.cuda_norm_task)
         self._ends = np.cumsum([0, *counts.tolist()])  # number of tasks, by number of leading rows
-        entry = np.repeat(np.arange(len(entries)), counts)
-        first = (np.arange(len(entry)) - self._ends[entry]) * _C.cuda_norm_task
-        tasks = np.stack([first, entry], 1)
+        row_of_task = np.repeat(np.arange(len(kernel_rows)), counts)
+        first = (np.arange(len(row_of_task)) - self._ends[row_of_task]) * _C.cuda_norm_task
+        tasks = np.stack([first, row_of_task], 1)
         self._tasks, self._table = (
-            torch.empty(table.nbytes, dtype=torch.uint8, device=device) for table in (tasks, entries)
+            torch.empty(table.nbytes, dtype=torch.uint8, device=device) for table in (tasks, kernel_rows)
         )
         self._tasks.copy_(_pinned(tasks), non_blocking=True)
         self._uploaded: bytes | None = None  # addresses
@@ -76,9 +76,9 @@ class CudaNormCall:
         if factor is not None:
             factor = factor.to(self._device)
         use_in_current_stream(self._device, (self._tasks, self._table))
-        addresses = self._entries["gradient"].tobytes()
+        addresses = self._kernel_rows["gradient"].tobytes()
         if addresses != self._uploaded:
-            self._table.copy_(_pinned(self._entries), non_blocking=True)
+            self._table.copy_(_pinned(self._kernel_rows), non_blocking=True)
             self._uploaded = addresses
         _C.norm_cuda(
             self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
 
-#: Bytes of memory behind each address in a row of ``_C.tensor_entry``. For the gradient elements instead of bytes, as
+#: Bytes of memory behind each address in a row of ``_C.kernel_row``. For the gradient elements instead of bytes, as
 #: its dtype may change from step to step.
 EXTENT = np.dtype(
     [
@@ -44,7 +44,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Moves(NamedTuple):
-    """Operands of the tables that are copied: fields of ``_C.tensor_entry``."""
+    """Operands of the tables that are copied: fields of ``_C.kernel_row``."""
 
     there: tuple[str, ...]  # to the kernels' device
     back: tuple[str, ...]
@@ -134,8 +134,8 @@ class StreamedTables(NamedTuple):
 
     Attributes:
         tables: with the operands' home addresses.
-        extents: rows of ``EXTENT``, one per entry.
-        units: number of the transfer unit per entry, ascending: entries of a transfer unit move together.
+        extents: rows of ``EXTENT``, one per kernel row.
+        units: number of the transfer unit per kernel row, ascending: rows of a transfer unit move together.
     """
 
     tables: Tables
@@ -163,18 +163,18 @@ class StreamedCall:
         chunk_bytes: int,
         make: Callable[[Tables], Call],
     ) -> None:
-        self._entries = streamed.tables.entries
+        self._kernel_rows = streamed.tables.kernel_rows
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._slots: Sequence[Slot] = []
         rows = _chunk_rows(streamed, moves, chunk_bytes)
         self._chunks = [_Chunk(streamed, moves, chunk, first=i == 0, make=make) for i, chunk in enumerate(rows)]
 
-    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+    def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
-        if entries_changed:
+        if rows_changed:
             for chunk in self._chunks:
-                chunk.find_copies(self._entries)
+                chunk.find_copies(self._kernel_rows)
                 assert chunk.nbytes <= self._chunk_bytes, "a chunk that no slot has room for"
             if not self._slots:
                 self._slots = self._transfers.slots(len(self._chunks))
@@ -212,7 +212,7 @@ class _Chunk:
     Args:
         streamed: all tables.
         moves: the operands that move.
-        rows: indices of the entries that belong to the chunk.
+        rows: indices of the kernel rows that belong to the chunk.
         first: whether this is the chunk that counts up the steps.
         make: makes the call of the kernels.
     """
@@ -230,8 +230,10 @@ class _Chunk:
         self._rows = rows
         self._moves = moves
         self._extents = streamed.extents[rows]
-        self._tables = tables._replace(entries=tables.entries[rows], steps=tables.steps if first else tables.steps[:0])
-        self._home = tables.entries[rows]
+        self._tables = tables._replace(
+            kernel_rows=tables.kernel_rows[rows], steps=tables.steps if first else tables.steps[:0]
+        )
+        self._home = tables.kernel_rows[rows]
         self._there = self._back = _no_copies()
         self._changed = True
         self._last: object = None
@@ -244,9 +246,9 @@ class _Chunk:
         ends = self._there.offset + self._there.nbytes
         return int(ends.max()) if len(ends) else 0
 
-    def find_copies(self, entries: npt.NDArray[np.void]) -> None:
-        """Computes the copies from the operands' home addresses in ``entries``."""
-        self._home = entries[self._rows]
+    def find_copies(self, kernel_rows: npt.NDArray[np.void]) -> None:
+        """Computes the copies from the operands' home addresses in ``kernel_rows``."""
+        self._home = kernel_rows[self._rows]
         only_there = [field for field in self._moves.there if field not in self._moves.back]
         self._back = _copies(self._home, self._extents, self._moves.back, 0, self._moves.together)
         end = int(self._back.offset[-1] + self._back.nbytes[-1]) if len(self._back.offset) else 0
@@ -266,8 +268,8 @@ class _Chunk:
             at = np.searchsorted(starts, addresses[moved], side="right") - 1
             inside = addresses[moved] - starts[at]
             addresses[moved] = np.uint64(slot.address) + offsets[at].astype(np.uint64) + inside
-        if not np.array_equal(rebased, self._tables.entries):
-            self._tables.entries[...] = rebased
+        if not np.array_equal(rebased, self._tables.kernel_rows):
+            self._tables.kernel_rows[...] = rebased
             self._changed = True
 
     def update(self, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
@@ -285,10 +287,10 @@ class _Chunk:
 
 
 def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """The indices of each chunk's entries: whole transfer units, cut blocks apart from others."""
+    """The indices of each chunk's kernel rows: whole transfer units, cut blocks apart from others."""
     extents, units = streamed.extents, streamed.units
-    sizes = sum(_per_entry(extents[field], field) for field in moves.there)
-    cut = streamed.tables.entries["cut"] != 0
+    sizes = sum(_per_row(extents[field], field) for field in moves.there)
+    cut = streamed.tables.kernel_rows["cut"] != 0
     chunk_rows: list[npt.NDArray[np.int64]] = []
     for of_kind in (~cut, cut):
         rows = np.flatnonzero(of_kind)
@@ -304,11 +306,11 @@ def _chunk_rows(streamed: StreamedTables, moves: Moves, chunk_bytes: int) -> lis
             filled += size
         of_row = np.repeat(chunks, np.diff(begins, append=len(rows)))
         chunk_rows += [rows[of_row == index] for index in range(chunk + 1)]
-    return chunk_rows or [np.zeros(0, np.int64)]  # the first chunk counts the steps, even without entries
+    return chunk_rows or [np.zeros(0, np.int64)]  # the first chunk counts the steps, even without kernel rows
 
 
-def _per_entry(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
-    """Bytes per entry; for gradients, of their widest dtype."""
+def _per_row(extents: npt.NDArray[np.int64], field: str) -> npt.NDArray[np.int64]:
+    """Bytes per kernel row; for gradients, of their widest dtype."""
     sizes: npt.NDArray[np.int64] = extents if extents.ndim == 1 else extents.sum(1)
     return sizes * MAX_GRADIENT_BYTES if field == "gradient" else sizes
 
@@ -318,19 +320,19 @@ def _no_copies() -> Copies:
 
 
 def _copies(
-    entries: npt.NDArray[np.void],
+    kernel_rows: npt.NDArray[np.void],
     extents: npt.NDArray[np.void],
     fields: Sequence[str],
     first_offset: int,
     together: bool,
 ) -> Copies:
-    """The memory behind some fields of entries, each byte once, and its offsets in a slot, from ``first_offset`` on."""
+    """The memory behind some fields of kernel rows, each byte once; its offsets in a slot, from ``first_offset`` on."""
     starts_of, lengths_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for field in fields:
         lengths = extents[field]
         if field == "gradient":
-            lengths = lengths * _GRADIENT_BYTES[entries["gradient_dtype"]]
-        starts_of.append(entries[field].reshape(-1))
+            lengths = lengths * _GRADIENT_BYTES[kernel_rows["gradient_dtype"]]
+        starts_of.append(kernel_rows[field].reshape(-1))
         lengths_of.append(lengths.reshape(-1))
     starts, lengths = np.concatenate(starts_of), np.concatenate(lengths_of)
     used = (starts > 0) & (lengths > 0)

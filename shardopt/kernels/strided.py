@@ -21,20 +21,20 @@ class StridedCall:
 
     Args:
         tables: the parameter's tables. Addresses of the parameter and its gradient are filled in here.
-        first_elements: index of the parameter's first element, per entry.
+        first_elements: index of the parameter's first element, per kernel row.
         call: steps these tables.
     """
 
     def __init__(self, tables: Tables, first_elements: npt.NDArray[np.int64], call: Call) -> None:
-        self._entries = tables.entries
+        self._kernel_rows = tables.kernel_rows
         self._first_elements = first_elements.astype(np.uint64)
         self._call = call
-        self._has_cut, self._has_sums = bool(tables.entries["cut"].any()), bool(tables.entries["sums"].any())
+        self._has_cut, self._has_sums = bool(tables.kernel_rows["cut"].any()), bool(tables.kernel_rows["sums"].any())
         self._last: tuple[int, int] | None = None  # addresses that the call knows
         #: This rank's parts of the parameter and its gradient, during a step.
         self.operands: tuple[Tensor, Tensor] | None = None
 
-    def update(self, entries_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
+    def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`. The first one has the inner call allocate its memory."""
         self._groups, self._scaling = groups, scaling
         if self._last is None:
@@ -54,7 +54,7 @@ class StridedCall:
         # No copies of contiguous tensors.
         param_copy, gradient_copy = param.contiguous(), gradient.resolve_neg().contiguous()
         for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
-            self._entries[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
+            self._kernel_rows[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
         addresses = param_copy.data_ptr(), gradient_copy.data_ptr()
         self._call.update(addresses != self._last, self._groups, self._scaling)
         self._last = addresses

@@ -139,14 +139,14 @@ class Roll:
     Args:
         plan: the description that the ranks agreed on.
         ranks: the ranks that exchange the message.
-        entries: the view, integers, (1 + parameters, 2).
+        answers: the view, integers, (1 + parameters, 2).
         indices: the parameters whose gradients the roll names.
     """
 
-    def __init__(self, plan: Plan, ranks: Exchange, entries: Tensor, indices: Sequence[int]) -> None:
-        self._plan, self._ranks, self._entries, self._indices = plan, ranks, entries, indices
+    def __init__(self, plan: Plan, ranks: Exchange, answers: Tensor, indices: Sequence[int]) -> None:
+        self._plan, self._ranks, self._answers, self._indices = plan, ranks, answers, indices
         #: This rank's answers, on the device of the message.
-        self.own = entries.new_zeros(entries.shape)
+        self.own = answers.new_zeros(answers.shape)
         self._is_new = False
 
     def step(self) -> None:
@@ -156,7 +156,7 @@ class Roll:
 
     def enter(self) -> None:
         """Writes this rank's answers into the message."""
-        self._entries.copy_(self.own)
+        self._answers.copy_(self.own)
 
     def check(self) -> None:
         """Reads all ranks' answers. On a GPU, whose stream the host must wait for, only if this rank's are new.
@@ -165,8 +165,8 @@ class Roll:
             RuntimeError: answers differ.
         """
         is_new, self._is_new = self._is_new, False
-        if not self._entries.is_cuda or (is_new and not torch.cuda.is_current_stream_capturing()):
-            yes, no = self._entries.cpu().numpy().T
+        if not self._answers.is_cuda or (is_new and not torch.cuda.is_current_stream_capturing()):
+            yes, no = self._answers.cpu().numpy().T
             if np.any((yes != 0) & (no != 0)):
                 self._plan.refuse(self._ranks)
 

@@ -39,7 +39,7 @@ class Batch:
     def __init__(
         self, device: torch.device, offload: Offload, rows: npt.NDArray[np.void], steps: list[int], strided: int | None
     ) -> None:
-        self.tables = Tables(rows["entry"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
+        self.tables = Tables(rows["kernel_row"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
         self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
         self.kernels = kernels_of(device, offload)
         self.call: Call | None = None
@@ -48,11 +48,11 @@ class Batch:
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Fills in the gradients' addresses; returns whether one is new."""
-        return watched.fill(self.tables.entries, self.tensors, self.elements)
+        return watched.fill(self.tables.kernel_rows, self.tensors, self.elements)
 
     def update(
         self,
-        entries_changed: bool,
+        rows_changed: bool,
         groups: npt.NDArray[np.void],
         scaling: LossScaling,
         skipped: SkippedElements,
@@ -61,16 +61,16 @@ class Batch:
         """Prepares a step; makes the call in the first one.
 
         Args:
-            entries_changed: whether the tables' entries were changed.
-            groups: rows of ``_C.group_entry``.
+            rows_changed: whether the tables' kernel rows were changed.
+            groups: rows of ``_C.group_row``.
             scaling: the loss scale.
             skipped: the counter of skipped elements.
             residency: where the state of each parameter lives.
         """
         if self.call is None:
             self.call = self._make_call(residency, skipped)
-            entries_changed = True
-        self.call.update(entries_changed, groups, scaling)
+            rows_changed = True
+        self.call.update(rows_changed, groups, scaling)
 
     @property
     def copied_bytes(self) -> int:

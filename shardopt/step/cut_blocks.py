@@ -174,12 +174,12 @@ class CutBlocks:
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in parameters:
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
-        self._entries: list[Tensor] = []  # of rolls without gradients, as their absence changes the messages' shape
+        self._answers: list[Tensor] = []  # of rolls without gradients, as their absence changes the messages' shape
         self._rolls: list[Roll] = []
         for exchange, cuts in self._by_exchange.items():
-            entries = torch.zeros((1, 2), dtype=torch.int32, device=cuts[0].extremes[0].device)
-            self._entries.append(entries)
-            self._rolls.append(Roll(plan, exchange, entries, ()))
+            answers = torch.zeros((1, 2), dtype=torch.int32, device=cuts[0].extremes[0].device)
+            self._answers.append(answers)
+            self._rolls.append(Roll(plan, exchange, answers, ()))
             self._rolls[-1].step()
         flat.step()
         self.relative = flat.relative or any(cut.spec.relative for cut in parameters)
@@ -199,7 +199,7 @@ class CutBlocks:
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
         of_cuts = (tensor for cut in self._parameters for tensor in cut.memory)
-        return [*self._flat.memory, *self._entries, *(roll.own for roll in self._rolls), *of_cuts]
+        return [*self._flat.memory, *self._answers, *(roll.own for roll in self._rolls), *of_cuts]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces, before the kernels read them."""
@@ -222,12 +222,12 @@ class CutBlocks:
             RuntimeError: the ranks' descriptions differ.
         """
         rolls = [*self._flat.exchange(), *self._rolls]
-        for (exchange, cuts), entries in zip(self._by_exchange.items(), self._entries, strict=True):
+        for (exchange, cuts), answers in zip(self._by_exchange.items(), self._answers, strict=True):
             every = [extremes for cut in cuts for extremes in cut.extremes]
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
-            _all_reduce_max(exchange, [entries, *(extremes[0] for extremes in every)])
+            _all_reduce_max(exchange, [answers, *(extremes[0] for extremes in every)])
             for extremes in every:
                 extremes[1:] = extremes[0]
         for roll in rolls:

@@ -19,7 +19,7 @@ from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
 
 #: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
-_ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("entry", _C.tensor_entry)])
+_ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("kernel_row", _C.kernel_row)])
 
 
 class GradientNorm:
@@ -52,7 +52,7 @@ class GradientNorm:
                 rows.append((index, first, self._devices.index(param.device), numel, sums[param.device].data_ptr()))
         self._rows = np.zeros(len(rows), _ROW)
         columns = [self._rows[name] for name in ("tensor", "element", "device")]
-        columns += [self._rows["entry"][name] for name in ("cols", "sums")]
+        columns += [self._rows["kernel_row"][name] for name in ("cols", "sums")]
         for column, values in zip(columns, zip(*rows, strict=True), strict=False):
             column[:] = values
         entries = [None if shard is None else frozenset[str]() for shard in self._shards]
@@ -159,19 +159,19 @@ class _Batch:
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
-        self._entries, self._elements = rows["entry"].copy(), rows["element"].copy()
+        self._kernel_rows, self._elements = rows["kernel_row"].copy(), rows["element"].copy()
         self.tensors, self.in_place = rows["tensor"].copy(), in_place
         self.others: list[int] = list(dict.fromkeys(self.tensors[in_place:].tolist()))
-        self.call = make_norm_call(device, self._entries)
+        self.call = make_norm_call(device, self._kernel_rows)
         self.contiguous: dict[int, Tensor] = {}
 
     def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:
         """Fills in the gradients' addresses."""
-        watched.fill(self._entries, self.tensors, self._elements)
+        watched.fill(self._kernel_rows, self.tensors, self._elements)
         self.contiguous = {index: parts[index].contiguous() for index in self.others}
         for row in range(self.in_place, len(self.tensors)):
             copy = self.contiguous[int(self.tensors[row])]
-            self._entries["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
+            self._kernel_rows["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
 
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:

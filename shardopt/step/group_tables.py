@@ -27,7 +27,7 @@ class Scaled(NamedTuple):
 
 
 class GroupTables:
-    """Tables of ``_C.group_entry``, cached until the options change.
+    """Tables of ``_C.group_row``, cached until the options change.
 
     Args:
         groups: the param groups.
@@ -65,7 +65,7 @@ class GroupTables:
         key = (kernels, applied)
         if key not in self._tables:
             which: Sequence[Scaled | int] = range(len(self.groups)) if applied is None else applied
-            self._tables[key] = np.array([self._row(kernels, one) for one in which], _C.group_entry)
+            self._tables[key] = np.array([self._row(kernels, one) for one in which], _C.group_row)
         return self._tables[key]
 
     def _row(self, kernels: torch.device, which: Scaled | int) -> GroupRow:

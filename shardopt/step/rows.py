@@ -28,12 +28,12 @@ _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time for codecs witho
 
 #: A step's table: the columns of :class:`Row`.
 ROW = np.dtype(
-    [("entry", _C.tensor_entry), ("extent", EXTENT), ("tensor", np.int64), ("element", np.int64), ("unit", np.int64)]
+    [("kernel_row", _C.kernel_row), ("extent", EXTENT), ("tensor", np.int64), ("element", np.int64), ("unit", np.int64)]
 )
 
 
 class KernelRow(NamedTuple):
-    """A row of ``_C.tensor_entry``, whose columns csrc/core/call.h describes. Lists have a value per moment."""
+    """A row of ``_C.kernel_row``, whose columns csrc/core/call.h describes. Lists have a value per moment."""
 
     param: int
     gradient: int
@@ -73,14 +73,14 @@ class Row(NamedTuple):
     """A row of a step's table, in the order of :data:`ROW`.
 
     Attributes:
-        entry: the kernels' part, with the gradient's address and dtype yet to be filled in.
-        extent: memory behind each address of the entry: elements for the gradient, else bytes.
+        kernel_row: the kernels' part, with the gradient's address and dtype yet to be filled in.
+        extent: memory behind each address of the kernel row: elements for the gradient, else bytes.
         tensor: index of the optimizer's parameter.
         element: index of the row's first element in the parameter's local tensor, and in its gradient.
         unit: number of the transfer unit within the parameter: rows of a transfer unit are copied together.
     """
 
-    entry: KernelRow
+    kernel_row: KernelRow
     extent: Extent
     tensor: int
     element: int
@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 
 class GroupRow(NamedTuple):
-    """A row of ``_C.group_entry``, which csrc/core/call.h describes."""
+    """A row of ``_C.group_row``, which csrc/core/call.h describes."""
 
     hyper: list[float]
     lr: int
@@ -123,7 +123,7 @@ class Group(NamedTuple):
         return cls(rule, table_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
 
     def row(self, lr: Tensor | None) -> GroupRow:
-        """The group as a row of ``_C.group_entry``.
+        """The group as a row of ``_C.group_row``.
 
         Args:
             lr: a float32 scalar on the kernels' device that replaces the learning rate in ``hyper``; or None.

@@ -210,7 +210,7 @@ def test_a_table_with_a_cut_block_of_two_blocks_is_refused(
 ) -> None:
     cuda_emulated.use(emulated, monkeypatch)
     problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"entry 0: got a cut block of 45 columns from 168, .* one block of 32"):
+    with pytest.raises(ValueError, match=r"kernel row 0: got a cut block of 45 columns from 168, .* one block of 32"):
         problem.run(CudaCall, steps=1)
 
 

@@ -35,7 +35,7 @@ from step_tables import Piece, Problem
 rows, cols, short = map(int, sys.argv[1:])
 problem = Problem("adam", "log8", "bf16", Piece(rows, cols), 128, torch.device("cpu"))
 gradient = torch.zeros(2 * rows * cols - short, dtype=torch.uint8)
-problem.entries[0]["gradient"] = gradient.data_ptr()
+problem.kernel_rows[0]["gradient"] = gradient.data_ptr()
 with pytest.MonkeyPatch.context() as monkeypatch:
     cuda_emulated.use(cuda_emulated.build(Path()), monkeypatch)
     print("skipped elements:", problem.run(CudaCall, steps=1))

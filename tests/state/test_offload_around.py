@@ -130,11 +130,11 @@ def test_state_that_was_loaded_later_moves_in() -> None:
 def test_steps_of_nothing_are_counted() -> None:
     """A rank may hold nothing of its parameters."""
     steps = torch.zeros(())
-    tables = Tables(np.zeros(0, dtype=_C.tensor_entry), addresses([steps]), [None] * len(CODECS))
+    tables = Tables(np.zeros(0, dtype=_C.kernel_row), addresses([steps]), [None] * len(CODECS))
     streamed = StreamedTables(tables, np.zeros(0, dtype=EXTENT), np.zeros(0, dtype=np.int64))
     call = StreamedCall(streamed, STATE_MOVES, HostTransfers(CHUNK), CHUNK, CpuCall)
     for _ in range(2):
-        call.update(True, np.zeros(0, dtype=_C.group_entry), LossScaling(None, None))
+        call.update(True, np.zeros(0, dtype=_C.group_row), LossScaling(None, None))
         call.run(_C.Phase.step)
     assert steps == 2
 

@@ -69,10 +69,10 @@ def test_exact(target: str, dtype: torch.dtype) -> None:
 def sum_of(gradient: Tensor) -> Fraction:
     """The sum of squares of a gradient, before its root is taken."""
     words = torch.zeros(_C.sum_words, dtype=torch.int64)
-    entry = np.zeros(1, _C.tensor_entry)
-    entry["cols"], entry["gradient"], entry["sums"] = gradient.numel(), gradient.data_ptr(), words.data_ptr()
-    entry["gradient_dtype"] = DTYPES.index(gradient.dtype)
-    make_norm_call(gradient.device, entry).run(_C.NormPass.squares, 1)
+    row = np.zeros(1, _C.kernel_row)
+    row["cols"], row["gradient"], row["sums"] = gradient.numel(), gradient.data_ptr(), words.data_ptr()
+    row["gradient_dtype"] = DTYPES.index(gradient.dtype)
+    make_norm_call(gradient.device, row).run(_C.NormPass.squares, 1)
     total = sum(digit << (32 * i) for i, digit in enumerate(words[:-1].tolist()))
     return Fraction(total) * Fraction(2) ** _C.sum_lowest_bit
 

@@ -209,7 +209,7 @@ def test_padding_with_a_strided_gradient_counts_steps() -> None:
 
 
 def test_typed_rows_have_the_tables_columns() -> None:
-    assert rows.KernelRow._fields == _C.tensor_entry.names
-    assert rows.GroupRow._fields == _C.group_entry.names
+    assert rows.KernelRow._fields == _C.kernel_row.names
+    assert rows.GroupRow._fields == _C.group_row.names
     assert rows.Extent._fields == EXTENT.names
     assert rows.Row._fields == rows.ROW.names

@@ -1,7 +1,7 @@
 """A stand-in for a CUDA device whose work comes as late, as early or in as odd an order as streams and events allow.
 
 Tensors on ``cuda:0`` have memory of the CPU (:mod:`late_memory`). Operations, kernels and asynchronous copies only
-queue their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to an entry of
+queue their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to one of
 :attr:`LateDevice.faults`:
 
 - A stream's work is in order. Streams know of each other by events only.
@@ -130,32 +130,34 @@ class LateDevice(Device):
 
     # shardopt's kernels
 
-    def step_cuda(self, *, gradients: int, entry_count: int, stream: int, **call: Any) -> None:
+    def step_cuda(self, *, gradients: int, row_count: int, stream: int, **call: Any) -> None:
         launched = None
         if self._memory.at(gradients) is None:  # read by the host
-            launched = bytes_at(gradients, 8 * entry_count).copy() if entry_count else np.zeros(0, np.uint8)
+            launched = bytes_at(gradients, 8 * row_count).copy() if row_count else np.zeros(0, np.uint8)
         else:
-            assert call["entries"] <= gradients
+            assert call["kernel_rows"] <= gradients
 
         def run() -> None:
-            table = bytes_at(gradients, 8 * entry_count) if launched is None else launched
-            self._step(SimpleNamespace(**call), table.view(np.uint64), entry_count)
+            table = bytes_at(gradients, 8 * row_count) if launched is None else launched
+            self._step(SimpleNamespace(**call), table.view(np.uint64), row_count)
 
         self.put(self.streams[stream], run)
 
-    def _step(self, call: SimpleNamespace, gradients: Any, entry_count: int) -> None:
-        entries = np.frombuffer(bytes_at(call.entries, entry_count * _C.tensor_entry.itemsize), _C.tensor_entry).copy()
+    def _step(self, call: SimpleNamespace, gradients: Any, row_count: int) -> None:
+        kernel_rows = np.frombuffer(
+            bytes_at(call.kernel_rows, row_count * _C.kernel_row.itemsize), _C.kernel_row
+        ).copy()
         steps = bytes_at(call.steps, 8 * call.step_count).view(np.uint64)
         tables = bytes_at(call.tables, 8 * len(_C.codecs)).view(np.uint64)
-        entries["gradient"] = gradients
+        kernel_rows["gradient"] = gradients
         fields = ("param", "gradient", "step", "low_bits", "codes", "scales", "extremes", "sums")
-        used = np.concatenate([steps, tables, *(entries[field].reshape(-1) for field in fields)])
+        used = np.concatenate([steps, tables, *(kernel_rows[field].reshape(-1) for field in fields)])
         used = used[used != 0].tolist()
         if not self._memory.all_at(used):
             self.faults.append("a kernel read tables that were not there")
             return
-        count = int(entries["group"].max()) + 1 if entry_count else 0
-        groups = np.frombuffer(bytes_at(call.groups, count * _C.group_entry.itemsize), _C.group_entry).copy()
+        count = int(kernel_rows["group"].max()) + 1 if row_count else 0
+        groups = np.frombuffer(bytes_at(call.groups, count * _C.group_row.itemsize), _C.group_row).copy()
         for group in groups:
             if group["lr"]:
                 group["hyper"][0] = bytes_at(int(group["lr"]), 4).view(np.float32)[0]
@@ -165,7 +167,7 @@ class LateDevice(Device):
             groups["gradient_scale"] *= np.float32(1.0 / float(bytes_at(call.grad_scale, 4).view(np.float32)[0]))
         if call.factor:
             groups["gradient_scale"] *= bytes_at(call.factor, 4).view(np.float32)[0]
-        step = _C.CpuStep(entries, steps.copy(), tables.copy())
+        step = _C.CpuStep(kernel_rows, steps.copy(), tables.copy())
         step.prepare(groups, 1, cpu_target())
         bytes_at(call.nonfinite, 8).view(np.int64)[0] += step.run(call.phase)
 
@@ -192,11 +194,18 @@ class LateDevice(Device):
             stream.synchronize()
 
     def norm_cuda(
-        self, entries: int, tasks: int, task_count: int, norm_pass: _C.NormPass, factor: int, device: int, stream: int
+        self,
+        kernel_rows: int,
+        tasks: int,
+        task_count: int,
+        norm_pass: _C.NormPass,
+        factor: int,
+        device: int,
+        stream: int,
     ) -> None:
         def run() -> None:
             rows = int(bytes_at(tasks, 16 * task_count).view(np.int64)[1::2].max(initial=-1)) + 1
-            table = np.frombuffer(bytes_at(entries, rows * _C.tensor_entry.itemsize), _C.tensor_entry).copy()
+            table = np.frombuffer(bytes_at(kernel_rows, rows * _C.kernel_row.itemsize), _C.kernel_row).copy()
             if not self._memory.all_at([*table["gradient"].tolist(), *table["sums"].tolist()]):
                 self.faults.append("a kernel read tables that were not there")
                 return
@@ -302,7 +311,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
-    def tasks(entries: Any, groups: Any, aligned: bool = True) -> tuple[Any, list[Any]]:
+    def tasks(kernel_rows: Any, groups: Any, aligned: bool = True) -> tuple[Any, list[Any]]:
         return np.zeros(16, np.uint8), []
 
     for name, value in {

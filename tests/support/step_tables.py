@@ -95,7 +95,7 @@ class Problem:
         def address(name: str) -> int:
             return self.tensors[name].data_ptr() if name in self.tensors else 0
 
-        entry: dict[str, Any] = {
+        kernel_row: dict[str, Any] = {
             "param": address("param"),
             "gradient": self.gradient.data_ptr(),
             "step": address("step"),
@@ -117,10 +117,10 @@ class Problem:
             "group": 0,
             "cut": int(cut),
         }
-        self.entries = np.zeros(1, dtype=_C.tensor_entry)
-        for field, value in entry.items():
-            self.entries[0][field] = value
-        self.groups = np.zeros(1, dtype=_C.group_entry)
+        self.kernel_rows = np.zeros(1, dtype=_C.kernel_row)
+        for field, value in kernel_row.items():
+            self.kernel_rows[0][field] = value
+        self.groups = np.zeros(1, dtype=_C.group_row)
         self.groups[0]["hyper"][: len(HYPER[rule])] = HYPER[rule]
         self.groups[0]["gradient_scale"] = 1.0
         self.groups[0]["rule"] = _C.rules[rule]["index"]
@@ -148,7 +148,7 @@ class Problem:
     def run(self, make_call: Callable[[torch.device, Tables], Call], steps: int) -> int:
         """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
         ordered = sorted(CODECS.values(), key=lambda codec: codec.index)
-        tables = Tables(self.entries, addresses([self.tensors["step"]]), [codec.table for codec in ordered])
+        tables = Tables(self.kernel_rows, addresses([self.tensors["step"]]), [codec.table for codec in ordered])
         call = make_call(self.gradient.device, tables)
         for t in range(1, steps + 1):
             gradient = (values(tuple(self.gradient.shape), 100 + t) * 1e-2).to(self._gradient_dtype)

@@ -56,18 +56,18 @@ class Passes:
         scaled = [Scaled(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()
-        momentum["entry"]["low_bits"] = momentum["extent"]["low_bits"] = 0
-        momentum["entry"]["weight_format"] = _DIRECTION.index
+        momentum["kernel_row"]["low_bits"] = momentum["extent"]["low_bits"] = 0
+        momentum["kernel_row"]["weight_format"] = _DIRECTION.index
         for field in ("codes", "scales"):
-            apply["entry"][field] = apply["extent"][field] = 0
-        apply["entry"]["extremes"] = apply["entry"]["cut"] = 0
-        apply["entry"]["gradient_dtype"] = DTYPES[torch.bfloat16]
-        apply["entry"]["group"] = [self._scaled.index(one) for one in scaled]
+            apply["kernel_row"][field] = apply["extent"][field] = 0
+        apply["kernel_row"]["extremes"] = apply["kernel_row"]["cut"] = 0
+        apply["kernel_row"]["gradient_dtype"] = DTYPES[torch.bfloat16]
+        apply["kernel_row"]["group"] = [self._scaled.index(one) for one in scaled]
         self.tensors = set(rows["tensor"].tolist())
         self._operands: tuple[Tensor, Tensor] | None = None
         self._gradient: Tensor | None = None
         self._momentum = Batch(device, offload, momentum, [], None)
-        self._apply = Batch(device, offload if apply["entry"]["low_bits"].any() else None, apply, [], None)
+        self._apply = Batch(device, offload if apply["kernel_row"]["low_bits"].any() else None, apply, [], None)
 
     @property
     def calls(self) -> list[Call]:
@@ -104,25 +104,25 @@ class Passes:
 
     def momentum_into(self, memory: Tensor) -> Call:
         """The call of the momentum's pass, which writes its directions to memory."""
-        entries = self._momentum.tables.entries
-        changed = self._new_gradients | _point(entries["param"], memory, self._offsets)
+        kernel_rows = self._momentum.tables.kernel_rows
+        changed = self._new_gradients | _point(kernel_rows["param"], memory, self._offsets)
         if self._operands is not None:
             _, gradient = self._operands
             self._gradient = gradient.resolve_neg().contiguous()
             in_gradient = (self._momentum.elements * gradient.itemsize).astype(np.uint64)
-            changed |= _point(entries["gradient"], self._gradient, in_gradient)
+            changed |= _point(kernel_rows["gradient"], self._gradient, in_gradient)
         self._prepare_momentum(changed)
         assert self._momentum.call is not None
         return self._momentum.call
 
     def apply(self, directions: Tensor) -> None:
         """Takes the pass over the parameters."""
-        entries = self._apply.tables.entries
-        changed = _point(entries["gradient"], directions, self._offsets)
+        kernel_rows = self._apply.tables.kernel_rows
+        changed = _point(kernel_rows["gradient"], directions, self._offsets)
         if self._operands is not None:
             param = self._operands[0].detach()
             copy = param.contiguous()
-            changed |= _point(entries["param"], copy, (self._apply.elements * copy.itemsize).astype(np.uint64))
+            changed |= _point(kernel_rows["param"], copy, (self._apply.elements * copy.itemsize).astype(np.uint64))
         self._prepare_apply(changed)
         assert self._apply.call is not None
         self._apply.call.run(_C.Phase.step)

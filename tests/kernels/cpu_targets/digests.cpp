@@ -201,12 +201,12 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
                                      : DType::kBFloat16;
       for (size_t i = 0; i < n; ++i)
         put(param.data() + i * format.bytes, static_cast<float>(i % 37) / 40.0f - 0.4f, weight_dtype);
-      KernelRow entry{};
+      KernelRow kernel_row{};
       float step = 0.0f;
-      entry.param = param.address();
-      entry.gradient = gradient.address();
-      entry.step = reinterpret_cast<uint64_t>(&step);
-      entry.low_bits = low_bits.address();
+      kernel_row.param = param.address();
+      kernel_row.gradient = gradient.address();
+      kernel_row.step = reinterpret_cast<uint64_t>(&step);
+      kernel_row.low_bits = low_bits.address();
       for (int k = 0; k < kMoments; ++k) {
         const Coding coding = coding_of<Codec>(Rule::Kept::kKinds[k]);
         const int shared = generic::kSharesCodes<Codec> ? 0 : k;
@@ -214,29 +214,29 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
         std::memset(codes[shared].data(), coding.zero, codes[shared].size());  // zero bytes, where a code has several
         scales[k].make(blocks * sizeof(float) * static_cast<size_t>(coding.scales));
         extremes[k].make(blocks * sizeof(Extremes));
-        entry.codes[k] = codes[shared].address();
-        entry.scales[k] = scales[k].address();
-        entry.extremes[k] = extremes[k].address();
+        kernel_row.codes[k] = codes[shared].address();
+        kernel_row.scales[k] = scales[k].address();
+        kernel_row.extremes[k] = extremes[k].address();
       }
       constexpr int kSums = generic::kSumsOf<Rule>;
       Buffer sums(kSums * sizeof(ExactSum));
-      entry.sums = kSums > 0 ? sums.address() : 0;
-      entry.numel = static_cast<double>(n);
-      entry.rows = shape.rows;
-      entry.cols = entry.row_stride = entry.global_row_numel = shape.cols;
-      entry.scales_row_stride = static_cast<int64_t>(blocks) / shape.rows;
-      entry.noise_key = 0x123456789abcdef;
-      entry.block_size = shape.block_size;
-      entry.weight_format = static_cast<int32_t>(format.weight);
-      entry.gradient_dtype = static_cast<int32_t>(format.gradient);
-      entry.codec = codec;
-      entry.cut = shape.cut;
-      GroupEntry group{};
+      kernel_row.sums = kSums > 0 ? sums.address() : 0;
+      kernel_row.numel = static_cast<double>(n);
+      kernel_row.rows = shape.rows;
+      kernel_row.cols = kernel_row.row_stride = kernel_row.global_row_numel = shape.cols;
+      kernel_row.scales_row_stride = static_cast<int64_t>(blocks) / shape.rows;
+      kernel_row.noise_key = 0x123456789abcdef;
+      kernel_row.block_size = shape.block_size;
+      kernel_row.weight_format = static_cast<int32_t>(format.weight);
+      kernel_row.gradient_dtype = static_cast<int32_t>(format.gradient);
+      kernel_row.codec = codec;
+      kernel_row.cut = shape.cut;
+      GroupRow group{};
       int h = 0;
       for (const char* name : Rule::kHyper) group.hyper[h++] = kHyper.at(name);
       group.gradient_scale = 1.0f;
       group.rule = rule;
-      const StepCall call{&entry, &group, tables.data(), Phase::kStep};
+      const StepCall call{&kernel_row, &group, tables.data(), Phase::kStep};
       int64_t skipped = 0;
       Digest digest;
       for (int steps = 0; steps < 4; ++steps) {
@@ -248,7 +248,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
           if (phase == Phase::kStep) step += 1.0f;
           StepCall now = call;
           now.phase = phase;
-          skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, entry, 0, static_cast<int64_t>(blocks));
+          skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, kernel_row, 0, static_cast<int64_t>(blocks));
         }
         digest.add(param);
         digest.add(low_bits);
@@ -258,7 +258,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
         }
       }
       std::printf("%s %s weights %d gradients %d, %lld rows of %lld in blocks of %d%s: %016llx, %lld skipped\n",
-                  Rule::kName, Codec::kName, entry.weight_format, entry.gradient_dtype,
+                  Rule::kName, Codec::kName, kernel_row.weight_format, kernel_row.gradient_dtype,
                   static_cast<long long>(shape.rows), static_cast<long long>(shape.cols), shape.block_size,
                   shape.cut ? ", cut" : "", digest.value(), static_cast<long long>(skipped));
     }

@@ -26,15 +26,15 @@ int64_t blocks_of(int64_t count, int64_t each) { return (count + each - 1) / eac
 
 void prepare_cuda(const CudaCall& call, const uint64_t* gradients, void*) {
   constexpr unsigned kThreads = emulated::kPrepareThreads;
-  if (call.entry_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
+  if (call.row_count <= kLaunchedGradients && call.step_count <= kLaunchedGradients) {
     emulated::LaunchedGradients launched;
-    std::memcpy(launched.address, gradients, sizeof(uint64_t) * static_cast<size_t>(call.entry_count));
+    std::memcpy(launched.address, gradients, sizeof(uint64_t) * static_cast<size_t>(call.row_count));
     return run_grid(1, kThreads, [&] { emulated::prepare(call, launched); });
   }
   if (call.step_count > 0)
     run_grid(blocks_of(call.step_count, kThreads), kThreads, [&] { emulated::count_steps(call); });
-  if (call.entry_count > 0)
-    run_grid(blocks_of(call.entry_count, kThreads), kThreads, [&] { emulated::prepare_entries(call, gradients); });
+  if (call.row_count > 0)
+    run_grid(blocks_of(call.row_count, kThreads), kThreads, [&] { emulated::prepare_rows(call, gradients); });
 }
 
 void step_cuda(const CudaCall& call, const CudaBatch& batch, void*) {
@@ -68,7 +68,7 @@ void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, 
   const emulated::NormKernel kernel = emulated::kernel_of(call.pass);
   if (task_count == 0) return;
   run_grid(blocks_of(task_count, kThreads / emulated::kWarp), kThreads,
-           [&] { kernel(call.entries, tasks, task_count, factor); });
+           [&] { kernel(call.kernel_rows, tasks, task_count, factor); });
 }
 void clip_cuda(const int64_t* words, bool is_magnitude, float max_norm, float* clip, void*) {
   run_grid(1, 1, [&] { emulated::clip_by(words, is_magnitude, max_norm, clip); });
