@@ -1,9 +1,13 @@
-"""torchtitan: an ``OptimizersContainer`` whose config names shardopt's optimizers, and clipping by the exact norm."""
+"""torchtitan: configs of its ``OptimizersContainer`` that name shardopt's optimizers, and clipping by the exact norm.
+
+torchtitan 0.3 selects an optimizer by its name in a ``ParamGroupConfig``, later ones by the type of a config
+(``BaseOptimizer.Config``): :func:`param_group` and :func:`container_config` write either.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,40 +17,103 @@ from torchtitan.components import optimizer as _theirs
 import shardopt
 from shardopt.optim import ShardedOptimizer
 
+SELECTS_BY_CONFIG = hasattr(_theirs, "BaseOptimizer")
+"""torchtitan selects optimizers by the type of their config, not by name (after 0.3)."""
 
-class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's container, which knows the names of shardopt's optimizers as well.
 
-    A name that both have (``AdamW``) is torchtitan's: write ``AdamW8bit``. State dicts are flat, by the parameters'
-    names, and load on any number of ranks.
-    """
+def _optimizer_class(name: str) -> type[ShardedOptimizer] | None:
+    """The optimizer of shardopt with this name, or None."""
+    value = getattr(shardopt, name, None)
+    return value if isinstance(value, type) and issubclass(value, ShardedOptimizer) else None
+
+
+if SELECTS_BY_CONFIG:
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_theirs.OptimizersContainer.Config):  # type: ignore[misc]
-        """The fields of torchtitan's config."""
+    class OptimizerConfig(_theirs.BaseOptimizer.Config):  # type: ignore[misc]
+        """One of shardopt's optimizers in ``OptimizersContainer.Config(optimizers=[...])``.
 
-    @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        try:
-            theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
-        except NotImplementedError:  # torchtitan's way to say that it does not know the name
-            ours = getattr(shardopt, name, None)
-            if not (isinstance(ours, type) and issubclass(ours, ShardedOptimizer)):
-                raise
-            return ours
-        return theirs
+        ``pattern`` is torchtitan's: a regular expression, searched in the parameters' names.
+        """
+
+        name: str
+        """The class: ``"AdamW8bit"``."""
+
+        options: dict[str, Any] = field(default_factory=dict)
+        """The arguments of the class."""
+
+        def build(self, *, params: Any) -> Optimizer:
+            optimizer = _optimizer_class(self.name)
+            if optimizer is None:
+                raise ValueError(
+                    f"got name={self.name!r}, expected an optimizer of shardopt such as 'AdamW8bit'; for torchtitan's "
+                    "put its own config into the list"
+                )
+            return optimizer(params, **self.options)
+
+    OptimizersContainer = _theirs.OptimizersContainer
+
+else:
+
+    class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc, no-redef]
+        """torchtitan's container, which knows the names of shardopt's optimizers as well.
+
+        A name that both have (``AdamW``) is torchtitan's: write ``shardopt.AdamW``.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(_theirs.OptimizersContainer.Config):  # type: ignore[misc]
+            """The fields of torchtitan's config."""
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+            try:
+                theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
+            except NotImplementedError:  # torchtitan's way to say that it does not know the name
+                ours = _optimizer_class(name.removeprefix("shardopt."))
+                if ours is None:
+                    raise
+                return ours
+            return theirs
 
 
-def adamw8bit(lr: float = 8e-4, **options: Any) -> OptimizersContainer.Config:
-    """A config in which AdamW8bit has all parameters, with the defaults of torchtitan's ``default_adamw``.
+def param_group(pattern: str, name: str, **options: Any) -> Any:
+    """The config of the parameters whose names match a pattern, for :func:`container_config`.
+
+    Args:
+        pattern: a regular expression, searched in the parameters' names; the first group that matches takes it.
+        name: an optimizer of shardopt: ``"AdamW8bit"``.
+        **options: its arguments.
+
+    Returns:
+        The form of the torchtitan that is installed: a ``ParamGroupConfig`` (0.3) or an :class:`OptimizerConfig`.
+    """
+    if SELECTS_BY_CONFIG:
+        return OptimizerConfig(pattern=pattern, name=name, options=options)
+    return _theirs.ParamGroupConfig(pattern=pattern, optimizer_name=f"shardopt.{name}", optimizer_kwargs=options)
+
+
+def container_config(*groups: Any) -> Any:
+    """``OptimizersContainer.Config`` of these groups, in the form of the torchtitan that is installed.
+
+    Args:
+        *groups: of :func:`param_group`, and torchtitan's own. State dicts are flat, by the parameters' names, and load
+            on any number of ranks.
+    """
+    if SELECTS_BY_CONFIG:
+        return OptimizersContainer.Config(optimizers=list(groups))
+    return OptimizersContainer.Config(param_groups=list(groups))
+
+
+def adamw8bit(lr: float = 8e-4, **options: Any) -> Any:
+    """A config in which AdamW8bit has all parameters, with the defaults of torchtitan's AdamW.
 
     Args:
         lr: the learning rate.
         **options: other arguments of :class:`shardopt.AdamW8bit`.
     """
-    kwargs = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
-    group = _theirs.ParamGroupConfig(pattern=r".*", optimizer_name="AdamW8bit", optimizer_kwargs=kwargs)
-    return OptimizersContainer.Config(param_groups=[group])
+    defaults = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    return container_config(param_group(r".*", "AdamW8bit", lr=lr, **defaults | options))
 
 
 def clip_grad_norm_(

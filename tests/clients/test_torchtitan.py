@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,14 @@ pytestmark = needs("torchtitan")
 STEPS, OPTIONS = 3, {"lr": 1e-2, "min_quantized_numel": 64}
 
 
-def container_config() -> Any:
+def groups_config() -> Any:
     """AdamW8bit in two param groups, and Lion8bit."""
-    from torchtitan.components.optimizer import ParamGroupConfig
+    from shardopt.clients.torchtitan import container_config, param_group
 
-    from shardopt.clients.torchtitan import OptimizersContainer
-
-    return OptimizersContainer.Config(
-        param_groups=[
-            ParamGroupConfig(pattern=r"bias|norm", optimizer_name="AdamW8bit", optimizer_kwargs=OPTIONS),
-            ParamGroupConfig(pattern=r"embed|head", optimizer_name="Lion8bit", optimizer_kwargs=OPTIONS),
-            ParamGroupConfig(
-                pattern=r".*", optimizer_name="AdamW8bit", optimizer_kwargs={**OPTIONS, "weight_decay": 0.1}
-            ),
-        ]
+    return container_config(
+        param_group(r"bias|norm", "AdamW8bit", **OPTIONS),
+        param_group(r"embed|head", "Lion8bit", **OPTIONS),
+        param_group(r".*", "AdamW8bit", **OPTIONS, weight_decay=0.1),
     )
 
 
@@ -54,8 +49,8 @@ def parameters_and_state(model: torch.nn.Module, container: Any) -> dict[str, to
 
 def save(folder: Path) -> None:
     model = WAYS["fsdp"](make_net())
-    container = container_config().build(model_parts=[model])
-    assert [type(each) for each in container] == [shardopt.AdamW8bit, shardopt.Lion8bit]
+    container = groups_config().build(model_parts=[model])
+    assert {type(optimizer) for optimizer in container} == {shardopt.AdamW8bit, shardopt.Lion8bit}
     train(model, container, 0, STEPS)
     state = container.state_dict()
     assert "state.up.weight.exp_avg_codes" in state
@@ -66,14 +61,14 @@ def load_and_compare(folder: Path, sharded: bool) -> None:
     """Loads in place, as torchtitan's CheckpointManager does, and goes on like one process that never stopped."""
     model = make_net(seed=1)
     model = WAYS["fsdp"](model) if sharded else model
-    container = container_config().build(model_parts=[model])
+    container = groups_config().build(model_parts=[model])
     state = {"model": model.state_dict(), "optimizer": container.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     container.load_state_dict(state["optimizer"])
     train(model, container, STEPS, 2 * STEPS)
     whole = make_net()
-    expected = container_config().build(model_parts=[whole])
+    expected = groups_config().build(model_parts=[whole])
     train(whole, expected, 0, 2 * STEPS)
     assert_same(parameters_and_state(model, container), parameters_and_state(whole, expected))
 
@@ -84,25 +79,58 @@ def test_flat_state_is_resharded(client_ranks: Pool, tmp_path: Path) -> None:
         client_ranks.run(world_size, load_and_compare, tmp_path, sharded)
 
 
-def build_and_refuse() -> None:
-    from torchtitan.components import optimizer as theirs
+def build_theirs_and_refuse() -> None:
+    from torchtitan.components.optimizer import optimizer as theirs
 
-    from shardopt.clients.torchtitan import OptimizersContainer
+    from shardopt.clients.torchtitan import SELECTS_BY_CONFIG, container_config, param_group
 
-    def config(name: str) -> Any:
-        group = theirs.ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs={"lr": 1e-3})
-        return OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
-
-    (optimizer,) = config("AdamW").build(model_parts=[make_net()])
-    assert type(optimizer) is torch.optim.AdamW
+    their_group = (
+        theirs.AdamW.Config(pattern="bias", lr=1e-3, fused=False)
+        if SELECTS_BY_CONFIG
+        else theirs.ParamGroupConfig(
+            pattern="bias", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "fused": False}
+        )
+    )
+    container = container_config(their_group, param_group(".*", "AdamW", lr=1e-3)).build(model_parts=[make_net()])
+    assert isinstance(container.optimizers[0], torch.optim.AdamW)
+    assert type(container.optimizers[1]) is shardopt.AdamW
     for name in ("NoSuchOptimizer", "memory_report"):
-        with pytest.raises(NotImplementedError, match=name):
-            config(name).build(model_parts=[make_net()])
+        with pytest.raises(ValueError if SELECTS_BY_CONFIG else NotImplementedError, match=name):
+            container_config(param_group(".*", name, lr=1e-3)).build(model_parts=[make_net()])
 
 
 def test_names(client_ranks: Pool) -> None:
-    """Names of torchtitan's stay theirs; what is no optimizer of anybody's is refused as they do."""
-    client_ranks.run(1, build_and_refuse)
+    """torchtitan's configs stay theirs beside ours; a name that is no optimizer is refused."""
+    client_ranks.run(1, build_theirs_and_refuse)
+
+
+def build_by_plain_names() -> None:
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    from shardopt.clients.torchtitan import OptimizersContainer
+
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-3})
+        for pattern, name in (("bias", "AdamW"), (".*", "AdamW8bit"))
+    ]
+    config = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
+    assert [type(optimizer) for optimizer in config.build(model_parts=[make_net()])] == [
+        torch.optim.AdamW,
+        shardopt.AdamW8bit,
+    ]
+
+
+def selects_by_config() -> bool:
+    from shardopt.clients.torchtitan import SELECTS_BY_CONFIG
+
+    return SELECTS_BY_CONFIG
+
+
+def test_plain_names(client_ranks: Pool) -> None:
+    """``ParamGroupConfig`` of torchtitan 0.3, as its users write it: a name that both have is torchtitan's."""
+    if client_ranks.run(1, selects_by_config)[0]:
+        pytest.skip("this torchtitan selects optimizers by the type of their config")
+    client_ranks.run(1, build_by_plain_names)
 
 
 def build_train_config() -> None:
@@ -124,6 +152,112 @@ def build_train_config() -> None:
 @needs("triton")  # which all models of torchtitan import
 def test_train_config(client_ranks: Pool) -> None:
     client_ranks.run(1, build_train_config)
+
+
+LAYOUTS = {
+    "FSDP2": (1, 4, 1),
+    "HSDP": (2, 2, 1),
+    "FSDP2 and tensor parallel": (1, 2, 2),
+    "HSDP of one shard and tensor parallel": (2, 1, 2),
+}
+"""Ranks that replicate, that share by FSDP2, and that share by tensor parallelism: torchtitan's three degrees."""
+
+
+def parallel_llama(degrees: tuple[int, int, int]) -> torch.nn.Module:
+    """Two layers of torchtitan's debug Llama 3, sharded by its own functions, with equal values in every layout."""
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    parallel_dims.device_type = "cpu"
+    config = llama3_debugmodel()
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    parallelism = config.parallelism
+    parallelism.spmd_backend = "partial_dtensor"
+    parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree = degrees[:2]
+    parallelism.tensor_parallel_degree = degrees[2]
+    dims = parallel_dims.ParallelDims.from_config(parallelism, math.prod(degrees))
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=None,
+        dump_folder="",
+    ).to_empty(device="cpu")
+    set_gradients(model, 7)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.grad)
+    model.zero_grad()
+    return model
+
+
+def save_parallel(folder: Path, degrees: tuple[int, int, int]) -> None:
+    model = parallel_llama(degrees)
+    container = groups_of_llama().build(model_parts=[model])
+    train(model, container, 0, STEPS)
+    dcp.save({"model": model.state_dict(), "optimizer": container.state_dict()}, checkpoint_id=folder)
+
+
+def groups_of_llama() -> Any:
+    from shardopt.clients.torchtitan import container_config, param_group
+
+    return container_config(
+        param_group(r"norm", "AdamW8bit", **OPTIONS),
+        param_group(r"tok_embeddings|lm_head|output", "Lion8bit", **OPTIONS),
+        param_group(r".*", "AdamW8bit", **OPTIONS, weight_decay=0.1),
+    )
+
+
+def load_parallel(folder: Path, degrees: tuple[int, int, int]) -> None:
+    """Loads another layout's checkpoint and goes on; equal to a whole model that was never sharded."""
+    model = parallel_llama(degrees)
+    container = groups_of_llama().build(model_parts=[model])
+    state = {"model": model.state_dict(), "optimizer": container.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    container.load_state_dict(state["optimizer"])
+    train(model, container, STEPS, 2 * STEPS)
+    whole = whole_like(model)
+    expected = groups_of_llama().build(model_parts=[whole])
+    train(whole, expected, 0, 2 * STEPS)
+    assert_same(parameters_and_state(model, container), parameters_and_state(whole, expected))
+
+
+def whole_like(model: torch.nn.Module) -> torch.nn.Module:
+    """The unsharded model with the first values of :func:`parallel_llama`."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel().model_spec.model
+    config.layers = config.layers[:2]
+    with torch.device("meta"):
+        whole = config.build()
+    whole.to_empty(device="cpu")
+    set_gradients(whole, 7)
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.copy_(param.grad)
+    whole.zero_grad()
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()]
+    return whole
+
+
+@needs("triton")
+def test_layouts_of_its_trainer(client_ranks: Pool, tmp_path: Path) -> None:
+    """Its FSDP2, HSDP and tensor parallelism on CPU ranks: each one's checkpoint goes on in the next.
+
+    Gradients are given: its attention has no backward pass on the CPU. Parameters are DTensors
+    (``spmd_backend="partial_dtensor"``): FSDP2 of torch 2.13 refuses those of ``"spmd_types"``.
+    """
+    layouts = list(LAYOUTS.values())
+    for index, (saved, loaded) in enumerate(zip(layouts, layouts[1:] + layouts[:1], strict=True)):
+        client_ranks.run(4, save_parallel, tmp_path / str(index), saved)
+        client_ranks.run(4, load_parallel, tmp_path / str(index), loaded)
 
 
 def clip_as_its_trainer() -> None:
