@@ -1,4 +1,4 @@
-"""The parameters of a decoder: all that optimizers, shards and checkpoints see of one. It has no forward pass."""
+"""The parameters of a decoder: all that optimizers, shards and checkpoints see of one. There is no forward pass."""
 
 from __future__ import annotations
 

@@ -251,7 +251,8 @@ def main() -> None:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)  # what DeepSpeed uses of torch
-    # Collectives go through gloo; DeepSpeed would compile a faster one. Its module's attribute "torch" is not this one.
+    # Collectives go through gloo; DeepSpeed would compile a faster one. DeepSpeed's module's attribute "torch" is not
+    # this one.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     dist.init_process_group("gloo")
     rows: list[list[Cell]] = []

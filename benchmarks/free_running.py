@@ -13,9 +13,9 @@ per step, the same for all codecs; nothing is fed back. ``eps`` is the default (
 so that it weighs the same at every scale; there is no weight decay, which would only add movement.
 
 With bitsandbytes installed (``pip install bitsandbytes``), rules that it has get two rows more: its 8-bit optimizer,
-and its float32 one, which shows that the rule is the same. Its LAMB and LARS are other rules, so its 8-bit classes are
-compared with its float32 classes, without the limit ``max_unorm`` that only the latter apply. It quantizes tensors of
-4,096 elements or more, in blocks of 256 of the flattened tensor.
+and its float32 one, which shows that the rule is the same. bitsandbytes' LAMB and LARS are other rules, so its 8-bit
+classes are compared with its float32 classes, without the limit ``max_unorm`` that only the latter apply. bitsandbytes
+quantizes tensors of 4,096 elements or more, in blocks of 256 of the flattened tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"codec": "bf16"},
     "fp32": {"codec": "fp32"},
 }
-#: Those that only some rules have, and these rules.
+#: Codecs that only some rules have, and these rules.
 FOR_ADAM, ADAM = ("log8, repaid", "log4", "log4, not repaid"), ("AdamW", "Adam")
 #: Without weight decay, a cautious one is none.
 RULES = {case: rule for case, rule in CASES.items() if case != "AdamW cautious decay"}

@@ -13,8 +13,8 @@ by all-gathers.
 time: medians of the slowest rank's time, one thread per rank; then of one process. Optimizers take turns.
 memory: of two steps, what living storages of tensors take beside the optimizer's state, at most and afterwards; as seen
 by PyTorch's dispatcher, that is without what a single operation of PyTorch takes and gives back.
-direction: relative errors (Frobenius norm) of directions, orthogonalized in float32. They come from the momentum of
-random gradients, coded in every step; those of shardopt's codecs from its kernels, in bfloat16 as the optimizer has
+direction: relative errors (Frobenius norm) of directions, orthogonalized in float32. Directions come from the momentum
+of random gradients, coded in every step; those of shardopt's codecs from its kernels, in bfloat16 as the optimizer has
 them: the line of fp32 shows what that alone does. The last line orthogonalizes the exact direction in bfloat16.
 gram: the Gram form of Newton-Schulz beside the plain one: multiplications, time (medians, in turn), and errors against
 float64 of random matrices and of steep ones, whose singular values fall evenly on a log scale to 1e-4.

@@ -2,7 +2,7 @@
 
     python benchmarks/muon_training.py [--steps N] [--seeds N] [--json]
 
-Learning rates are chosen by one seed, and the losses are those of five others. It takes a quarter of an hour.
+Learning rates are chosen by one seed, and the losses are those of five others. A run takes a quarter of an hour.
 The text is that of ``launch/train.py``: the source of Python's standard library.
 """
 

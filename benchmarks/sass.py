@@ -5,12 +5,12 @@ instructions per element, those that move data (shared memory, copies to it, sto
 spilled. Figures are those of the compiler, not times: how many issue slots an element costs (a goal is met if it has no
 more).
 
---columns counts the loops that stage rows of other lengths too. They take a chunk of rows in turns: of long blocks, of
-short ones. A chunk costs its own instructions (copies in and out, edges, addresses: all of the outer loop, both sides
-of its branches), those of each turn, and of a short turn only the windows that a block of that length has. All of it is
-divided by the elements of the chunk: idle lanes, elements stepped twice and the narrow stores at both edges count
-fully. Sectors of 32 bytes are those that a chunk touches, averaged over all alignments of its first element, over those
-of its bytes alone; scales are left out.
+--columns counts the loops that stage rows of other lengths too. Such loops take a chunk of rows in turns: of long
+blocks, of short ones. A chunk costs its own instructions (copies in and out, edges, addresses: all of the outer loop,
+both sides of its branches), those of each turn, and of a short turn only the windows that a block of that length has.
+All of it is divided by the elements of the chunk: idle lanes, elements stepped twice and the narrow stores at both
+edges count fully. Sectors of 32 bytes are those that a chunk touches, averaged over all alignments of its first
+element, over those of its bytes alone; scales are left out.
 
     pip install nvidia-cuda-nvdisasm     # where the toolkit has no nvdisasm; nvcc must be on PATH
     python benchmarks/sass.py --arch 90 100

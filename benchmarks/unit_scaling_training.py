@@ -5,8 +5,8 @@
 Three tables: held-out losses by learning rate and width, for each parametrization; and those by number format at the
 best learning rate of the first width, with shares of weight gradients that are zero in FP16 at initialisation. FP16 has
 no loss scale and 24-bit master weights, FP8 no scales. "1 of 256" divides the loss by 256, as if the batch had 256
-times as many tokens. It takes five minutes on one core. The text is that of ``launch/train.py``: the source of Python's
-standard library.
+times as many tokens. A run takes five minutes on one core. The text is that of ``launch/train.py``: the source of
+Python's standard library.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Run:
 def make_run(kind: str, numel: int, dtype: str) -> Run:
     import deepspeed
 
-    # Collectives go through gloo; DeepSpeed would compile a faster one. Its module's attribute "torch" is not this one.
+    # Collectives go through gloo; DeepSpeed would compile a faster one. DeepSpeed's module's attribute "torch" is not
+    # this one.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.manual_seed(0)
     model = Transformer(numel)

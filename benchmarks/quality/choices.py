@@ -90,7 +90,10 @@ def _bitsandbytes(model: nn.Module, task: Task, lr: float, options: dict[str, An
 
 
 def _torchao(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
-    """A class of torchao by the name "kind". Its compiled step runs eagerly: the same formulas, nothing to compile."""
+    """A class of torchao by the name "kind".
+
+    The compiled step runs eagerly: the same formulas, nothing to compile.
+    """
     import torchao.optim
 
     torch.compiler.set_stance("force_eager")

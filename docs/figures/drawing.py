@@ -1,7 +1,7 @@
 """Writes an SVG shape by shape, in the colours that all figures share.
 
-Text is of a medium grey, and there is no background, so that light and dark pages show figures equally well. The same
-calls give the same bytes.
+Text is of a medium grey, and there is no background, so that light and dark pages show figures equally well. Equal
+calls give equal bytes.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _rule(partition: Any, start: int = 0) -> dict[str, Any]:
     return {"partition": partition, "start": start, "parts": ()}
 
 
-#: What the index must not say of a tensor of 8 rows and 16 columns, in one file.
+#: Faults that an index may have about a tensor of 8 rows and 16 columns, in one file.
 TENSORS: dict[str, dict[str, Any]] = {
     "beyond": _parts((0, (0, 0), (4, 16)), (0, (100000, 0), (4, 16))),
     "negative": _parts((0, (0, 0), (4, 16)), (0, (-4, 0), (4, 16))),
@@ -149,7 +149,7 @@ def _with(first: int, **changed: Any) -> Callable[[list[StoredChunk]], list[Stor
     return lambda chunks: [chunk._replace(**changed) if i == first else chunk for i, chunk in enumerate(chunks)]
 
 
-#: What a table must not say of the two chunks of a tensor of 8 rows and 16 columns.
+#: Faults that a table may have about the two chunks of a tensor of 8 rows and 16 columns.
 CHUNKS: dict[str, Callable[[list[StoredChunk]], list[StoredChunk]]] = {
     "beyond": _with(1, offsets=(100000, 0)),
     "negative": _with(1, offsets=(-4, 0)),
@@ -183,7 +183,7 @@ def _with_table(path: Path, table: Callable[[list[int], list[StoredChunk]], byte
     (path / INDEX_NAME).write_bytes(dump_index(index._replace(files=files)))
 
 
-#: What is no table at all.
+#: Bytes that are no table at all.
 TABLES: dict[str, Callable[[list[int], list[StoredChunk]], bytes]] = {
     "empty": lambda numbers, chunks: b"",
     "short": lambda numbers, chunks: encoded(numbers, chunks)[:-1],

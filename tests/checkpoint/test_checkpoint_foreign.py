@@ -100,7 +100,7 @@ def test_companded_codes_are_taken_over() -> None:
 
 
 def test_scales_of_flashoptim_beside_bfloat16_parameters() -> None:
-    """They are float16's bits in tensors that say bfloat16."""
+    """FlashOptim's scales are float16's bits in tensors that say bfloat16."""
     x = made_up((16, 512), 0)
     states = [flashoptim_state(x, bfloat16)[0] for bfloat16 in (False, True)]
     found = []

@@ -103,7 +103,7 @@ def test_other_threads_take_no_part() -> None:
 
 
 def test_during_the_change_of_model_and_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after the first parameter was changed, and waits for all."""
+    """An interrupt after the first parameter was changed waits until all are."""
     saved, other = linear_run(0), linear_run(1)
     shardopt.checkpoint.save(tmp_path, *saved)
     apply = restore.apply

@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("kind", ["file", "missing", "FIFO"])
 def test_a_lock_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
-    """It is neither emptied nor made."""
+    """A lock that is a link to somewhere else: the file there is neither emptied nor made."""
     folder, victim = tmp_path / "folder", tmp_path / "victim"
     folder.mkdir()
     if kind == "FIFO":

@@ -64,7 +64,7 @@ def test_only_the_newest_stay(url: str) -> None:
 
 
 def test_data_that_no_save_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go a day later: before, another run may be saving them."""
+    """Such files go a day later: before, another run may be saving them."""
     model = torch.nn.Linear(3, 2)
     for step in range(3):
         shardopt.checkpoint.save(f"memory://runs/step-{step}", model)

@@ -104,8 +104,8 @@ def go_on(
 ) -> None:
     """Takes the next step with both and compares the parameters.
 
-    They may differ by the rounding of float32 and by what the step of ``rule``, in float64, makes of the difference of
-    their moments, which is nothing where codes were taken over.
+    The parameters may differ by the rounding of float32 and by what the step of ``rule``, in float64, makes of the
+    difference of their moments, which is nothing where codes were taken over.
     """
     pairs = list(zip(theirs.param_groups[0]["params"], ours.param_groups[0]["params"], strict=True))
     before, mine = [], []

@@ -114,7 +114,7 @@ def test_entries_keep_no_other_memory(codec: str) -> None:
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("shape", [(33, 130), (16, 512)])
 def test_scales_of_ademamix_on_cuda(shape: tuple[int, ...], zero: bool) -> None:
-    """Its kernels put the slow average's scales at ``(numel + element) // 256``, as if the last block were whole.
+    """bitsandbytes puts the slow average's scales at ``(numel + element) // 256``, as if the last block were whole.
 
     With a slow average that is zero at the end, whose last scales are zero in both layouts.
     """
@@ -320,7 +320,7 @@ def test_shards_take_their_parts(ranks: Pool, world_size: int, way: str, kind: s
 
 
 def test_averages_of_a_parameter_of_two_rows() -> None:
-    """Its own first dimension is not taken for the two averages."""
+    """The parameter's own first dimension is not taken for the two averages."""
     state, decoded = bitsandbytes_ademamix(made_up((2, 4096), 1))
     ours = shardopt.AdEMAMix8bit([Parameter(torch.zeros(2, 4096))], codec="fp32")
     import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], **KINDS["AdEMAMix"].group}]})

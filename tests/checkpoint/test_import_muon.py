@@ -45,7 +45,7 @@ def _sums_of_gradients(steps: int, params: list[Parameter]) -> list[Tensor]:
 
 
 def test_keller_jordan_and_deepspeed() -> None:
-    """They keep an average, too, and AdamW's moments under torch's names."""
+    """Keller Jordan's and DeepSpeed's Muon keep an average, too, and AdamW's moments under torch's names."""
     params = _params()
     own = _stepped(params, 3).state_dict()["state"]
     saved = {

@@ -249,7 +249,7 @@ def whole_like(model: torch.nn.Module) -> torch.nn.Module:
 
 @needs("triton")
 def test_layouts_of_its_trainer(client_ranks: Pool, tmp_path: Path) -> None:
-    """Its FSDP2, HSDP and tensor parallelism on CPU ranks: each one's checkpoint goes on in the next.
+    """torchtitan's FSDP2, HSDP and tensor parallelism on CPU ranks: each one's checkpoint goes on in the next.
 
     Gradients are given: its attention has no backward pass on the CPU. Parameters are DTensors
     (``spmd_backend="partial_dtensor"``): FSDP2 of torch 2.13 refuses those of ``"spmd_types"``.

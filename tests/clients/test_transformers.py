@@ -267,7 +267,7 @@ def searched() -> str:
 
 
 def test_hyper_parameter_search_is_refused(client_ranks: Pool) -> None:
-    """Its runs have folders that callbacks are not told."""
+    """Runs of a search have folders that callbacks are not told."""
     assert "leave the callback out" in client_ranks.run(1, searched)[0]
 
 

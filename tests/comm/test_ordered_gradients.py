@@ -181,7 +181,10 @@ def _sends(way: str, wire: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
 def test_bytes_on_the_wire(ranks: Pool, way: str) -> None:
-    """Those of a reduce-scatter in the format; rows of 128 and 130 elements take 144 and 160 bytes in E4M3."""
+    """As many bytes as a reduce-scatter in the format sends.
+
+    Rows of 128 and 130 elements take 144 and 160 bytes in E4M3.
+    """
     sent = {wire: ranks.run(3, _sends, way, wire)[0] for wire in WIRES}
     for wire, itemsize in (("fp32", 4), ("bf16", 2)):
         nbytes, elements, _ = sent[wire]

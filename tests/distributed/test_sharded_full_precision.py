@@ -147,7 +147,7 @@ def _unmoved(way: str) -> dict[str, int]:
 
 @pytest.mark.ranks(2)
 def test_the_check_reads_the_rates_of_a_zero_redundancy_optimizer() -> None:
-    """It is the outer optimizer's that a schedule changes."""
+    """A schedule changes the rates of the outer optimizer."""
     optimizer = make_optimizer("zero", WAYS["zero"](make_net(torch.bfloat16)), lr=1.0)
     assert not shardopt.check_numerics(optimizer)
     optimizer.param_groups[0]["lr"] = 1e-4

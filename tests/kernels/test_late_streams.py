@@ -77,7 +77,7 @@ def test_same_bits_in_any_order(name: str, seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_muon(kind: str) -> None:
-    """Its matrix products have other bits on the CPU."""
+    """Muon's matrix products have other bits on the CPU, so a late device is compared with an early one."""
     found = []
     for order in ("early", kind):
         with late_device(order):
@@ -288,7 +288,7 @@ def test_released_gradients_copy_once_per_step() -> None:
 
 @pytest.mark.parametrize("offload", ["state", "step"])
 def test_an_optimizer_that_goes_during_a_capture(offload: str) -> None:
-    """Its finalizers wait for the device, which would spoil the capture: they wait for the next step."""
+    """Finalizers of an optimizer wait for the device, which would spoil the capture: they run in the next step."""
 
     def check(device: LateDevice) -> None:
         problem, other = Problem(CUDA, offload=offload), Problem(CUDA, offload=offload)

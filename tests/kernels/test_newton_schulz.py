@@ -85,7 +85,7 @@ def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("shape", [(32, 32), (32, 80), (80, 32)], ids=str)
 def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], least: float, largest: float) -> None:
-    """Those of the matrix go through the polynomial, and its singular vectors stay where they were."""
+    """The matrix's singular values go through the polynomial, and the singular vectors stay where they were."""
     u, s, v = known_spectrum(shape)
     matrix = (u * s) @ v
     result = NewtonSchulz(tuple(coefficients), 1e-7)(matrix.bfloat16().contiguous()).double()

@@ -137,7 +137,7 @@ def test_mpirun_of_a_bad_option(text: Path, tmp_path: Path) -> None:
 @needs_fsdp2_on_the_cpu
 @needs_deepspeed
 def test_deepspeed(torchrun: Path, text: Path, tmp_path: Path) -> None:
-    """Its launcher passes --local_rank; and nothing is compiled first. A stand-in of ssh finds this machine."""
+    """DeepSpeed's launcher passes --local_rank; and nothing is compiled first. A stand-in of ssh finds this machine."""
     extensions = tmp_path / "extensions"
     places = {"HOSTFILE": write_hostfile(tmp_path, "localhost"), "PORT": str(free_port())}
     programs = write_program(tmp_path / "programs", "ssh", "#!/bin/sh\necho 127.0.0.1\n").parent
@@ -258,7 +258,7 @@ def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in MULTINODE.iterdir() if path.suffix))
 def test_scripts_are_clean(name: str) -> None:
-    """They say in two places what is to be edited; those of the shell parse."""
+    """Templates say in two places what is to be edited; shell scripts parse."""
     path = MULTINODE / name
     assert path.read_text().count("--- EDIT") == 2
     if path.suffix in (".sh", ".sbatch"):

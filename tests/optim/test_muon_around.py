@@ -127,7 +127,7 @@ def test_tensor_learning_rate_is_read_in_each_step() -> None:
 
 @pytest.mark.parametrize("steps", [range(1), range(3)])
 def test_grad_scaler(steps: range) -> None:
-    """Its scale is divided out; an overflow leaves everything as it was."""
+    """The scaler's factor is divided out; an overflow leaves everything as it was."""
     got, expected = make(), make()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100)
     scaler.scale(torch.ones(()))

@@ -210,7 +210,10 @@ def test_nonfinite_as_the_reference(codec: str, bad: float) -> None:
 
 
 def test_one_element_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its direction is zero and its momentum stays; the others do as they would have with that."""
+    """A matrix with a NaN has direction zero and keeps its momentum.
+
+    The other matrices step as they would have beside a zero direction.
+    """
     broken, whole = (advance(make(shapes=((40, 130), (30, 30)), codec="fp32"), range(1)) for _ in range(2))
     before = broken.state[params_of(broken)[0]]["momentum_buffer"].clone()
     advance_with_nan(broken)

@@ -14,7 +14,7 @@ from ranks.pool import Pool
 
 BENCHMARKS = Path(exchange.__file__).parent
 
-#: What scripts import, and nobody runs.
+#: Modules that scripts import, and nobody runs.
 MODULES = ("/decoder.py", "/measuring.py", "/muon_ranks.py", "/result_bars.py", "/results.py")
 
 HELP = """

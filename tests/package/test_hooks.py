@@ -160,7 +160,7 @@ def test_order_of_imports(programs: Programs, order: tuple[str, str], tmp_path: 
     )
 
 
-#: What of Accelerate's module of that name matters here: the function is looked up when it is called.
+#: A stand-in for Accelerate's module of that name: the function is looked up when it is called.
 ACCELERATOR = """
 def map_pytorch_optim_to_deepspeed(optimizer):
     return "DeepSpeedCPUAdam"

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 600  # a hint: a file is long when a reader would divide it
 
-#: From the bottom up. What stands in one line may import each other.
+#: From the bottom up. Rooms in one line may import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("shardopt._C",),
     ("shardopt.kernels",),

@@ -98,9 +98,9 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
         "orthogonalize_memory": "512MiB",
     },
 }
-#: What of it is in param groups.
+#: The arguments that are in param groups.
 IN_GROUPS = {**BY_KEYWORD, "Adam": BY_KEYWORD["AdamW"]}
-#: What the first step adds to: no arguments.
+#: Values in param groups that steps change: no arguments.
 ESTIMATES: dict[str, dict[str, Any]] = {
     "NAdam": {"past_mu": (0, 1.0, None)},
     "Prodigy": {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "k": 0},

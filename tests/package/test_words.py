@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 BEGINNING = re.compile(r"(?:^|(?<=[.!?] ))(What|That of|Those|The same|It|Its|They)\b")
 
 
+FOLDERS = ("shardopt", "tests", "benchmarks", "launch", "examples", "docs")
+
+
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """Docstrings and blocks of comments, with the lines where they begin."""
     for node in ast.walk(ast.parse(source)):
@@ -37,9 +40,14 @@ def riddles(source: str) -> list[tuple[int, str]]:
     return [(line, text[at.start() :][:60]) for line, text in sentences for at in BEGINNING.finditer(text)]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "shardopt").rglob("*.py")), ids=lambda path: path.stem)
-def test_no_sentence_begins_with_a_pronoun(path: Path) -> None:
-    assert riddles(path.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_sentence_begins_with_a_pronoun(folder: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): riddles(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    assert found
+    assert not {path: sentences for path, sentences in found.items() if sentences}
 
 
 @pytest.mark.parametrize(

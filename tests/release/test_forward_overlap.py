@@ -75,7 +75,8 @@ def test_steps_go_on_after_step_and_forward_waits_for_its_own() -> None:
     with before_steps(before_step):
         model(batch(1)).square().mean().backward()
         assert began.wait(30)
-        # Which gradient came first is up to the threads. Its step is under way, ahead of those of the first layers.
+        # Which gradient came first is up to the threads. The step of the first is under way, ahead of those of the
+        # first layers.
         held = next(place for place in reversed(range(len(params))) if place != taken[0])
         last = params[held]
         before = last.detach().clone()

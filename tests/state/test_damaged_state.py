@@ -89,7 +89,7 @@ def test_the_step_between_codes_of_log8(step: float) -> None:
 
 
 def test_a_code_in_a_block_of_zeros_of_log8() -> None:
-    """It would decode to NaN."""
+    """Such a code would decode to NaN."""
     state_dict = saved("log8")
     state = state_dict["state"][MATRIX]
     state["exp_avg_sq_codes"][5, 128:] = 0
@@ -228,7 +228,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", STRIDES)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_dense_entries_may_have_any_strides(codec: str, name: str) -> None:
-    """They are copied, so that the kernels can step them."""
+    """Loaded tensors are copied, so that the kernels can step them."""
     optimizer = made("adamw", torch.bfloat16, codec=codec, master_weight_bits=32)
     advance(optimizer, range(2), torch.bfloat16)
     state_dict = copy.deepcopy(optimizer.state_dict())

@@ -162,7 +162,7 @@ def test_other_things_than_weights(change: Callable[[dict[Tensor, Tensor]], obje
 
 
 def test_frozen_parameters_get_no_state() -> None:
-    """They are rounded; one that was stepped before it was frozen keeps its low bits."""
+    """Frozen parameters are rounded; one that was stepped before it was frozen keeps its low bits."""
     params = [Parameter(values((4, 64), place, BF16)) for place in range(2)]
     optimizer = shardopt.AdamW8bit(params, master_weight_bits=24, min_quantized_numel=64)
     params[0].grad = torch.ones_like(params[0])

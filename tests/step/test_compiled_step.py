@@ -72,7 +72,7 @@ def compiled_step(loop: Loop, backend: str) -> Callable[[Tensor], object]:
     return train
 
 
-#: What is compiled: the step alone, or what has a step in it.
+#: Functions that are compiled: the step alone, or one that has a step in it.
 WAYS: dict[str, Callable[[Loop, str], Callable[[Tensor], object]]] = {
     "step": compiled_step,
     "train step": lambda loop, backend: torch.compile(loop.train, backend=backend),

@@ -80,7 +80,7 @@ def test_gradients_in_a_buffer_that_was_freed() -> None:
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_gradient_that_is_a_part_of_a_cut_buffer(fresh: bool) -> None:
-    """Its own bytes would fit into what is left; so would the elements of one that is strided."""
+    """The gradient's bytes would fit into the rest of the buffer; so would the elements of a strided one."""
     params = [torch.nn.Parameter(torch.ones(64, 70)) for _ in range(2)]
     optimizer = type(make())(params)
     buffer = torch.ones(10_000 + 2 * 64 * 70)

@@ -1,7 +1,7 @@
 """The reference step: pure PyTorch, one whole parameter at a time. Every kernel must equal it bit for bit.
 
-It is written for reading, with the operations in the order and the rounding that the kernels have (csrc/rules). Codecs
-are handed in, since this layer lies below them.
+This file is written for reading, with the operations in the order and the rounding that the kernels have (csrc/rules).
+Codecs are handed in, since this layer lies below them.
 """
 
 from __future__ import annotations

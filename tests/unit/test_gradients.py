@@ -55,7 +55,7 @@ def power_between(found: Tensor, expected: Tensor) -> float:
     return ratio
 
 
-# The same function in plain torch, without anything of shardopt.unit but its factors.
+# Plain torch's form of each function, without anything of shardopt.unit but its factors.
 
 
 def plain_linear(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -323,7 +323,7 @@ class TestRefusals:
         assert "not detected" not in str(caught[0].message)
 
     def test_copies_of_weights_in_state_from_before(self) -> None:
-        """They may no longer equal the weights, so that they are not found."""
+        """Copies from before may no longer equal the weights, so that they are not found."""
         params = parameters()
         with pytest.warns(UserWarning, match=r"copies of weights in keep=, as they are not detected in state that is"):
             quantize_state(trained(Custom(params), params))

@@ -77,7 +77,10 @@ class Child:
         os.kill(self.pid, number)
 
     def end(self, seconds: float = HUNG) -> tuple[int | None, float]:
-        """Waits for the child's end. Its exit status, negative for a signal's, None if it hung; its CPU time."""
+        """Waits for the child's end.
+
+        Returns the child's exit status (negative for a signal's, None if it hung) and its CPU time.
+        """
         end = time.monotonic() + seconds
         while self.wait_for(self._text.count(b"\n") + 1, max(end - time.monotonic(), 0)):
             pass

@@ -63,7 +63,7 @@ def test_states_go_and_come_back(stage: int, zero: dict[str, Any], sections: dic
 def test_masters_that_are_the_parameters_are_so_again(
     tmp_path: Path, stage: int, zero: dict[str, Any], sections: dict[str, Any]
 ) -> None:
-    """DeepSpeed brings each back to memory of its own. Its checkpoints are as small as before."""
+    """DeepSpeed brings each back to memory of its own. The engine's checkpoints are as small as before."""
     of = twins(config(stage, zero=zero, **sections))
     engine = of.engine(STEPS)
     wrapper = engine.optimizer

@@ -37,7 +37,7 @@ def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] | 
 class LateTransfers(HostTransfers):
     """Copies as late as an accelerator may: in when they are waited for, out when a slot or chunk is needed again.
 
-    Until then slots are full of what a kernel must not see. What is copied is counted.
+    Until then slots are full of what a kernel must not see. Copied bytes are counted.
     """
 
     latest: LateTransfers
