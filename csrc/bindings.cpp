@@ -87,7 +87,7 @@ class CpuStepOfTables {
 
   int64_t run(Phase phase) {
     if (!groups_) throw std::logic_error("CpuStep.run: got a step that was not prepared");
-    if (phase == Phase::kStep) count_steps();  // nothing after this can fail
+    if (phase == Phase::kStep) count_steps();  // nothing below can fail
     const auto tables = reinterpret_cast<const float* const*>(tables_.data());
     py::gil_scoped_release release;
     return step_.run(static_cast<const GroupRow*>(groups_->data()), tables, phase);

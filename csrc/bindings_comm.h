@@ -11,7 +11,7 @@
 
 namespace shardopt {
 
-// Where a chunk's parts lie: address and number of the parts, blocks, elements and bytes of a chunk.
+// The layout of a chunk: address and number of its parts; its blocks, elements and bytes.
 using LayoutArguments = std::tuple<uint64_t, int64_t, int64_t, int64_t, int64_t>;
 
 inline MessageLayout message_layout(const LayoutArguments& of) {
@@ -20,14 +20,14 @@ inline MessageLayout message_layout(const LayoutArguments& of) {
   return {reinterpret_cast<const MessagePart*>(parts), count, blocks, numel, bytes};
 }
 
-// Addresses become pointers.
+// Turns addresses into pointers.
 inline EncodeCall encode_call(const LayoutArguments& layout, uint64_t floats, DType dtype, uint64_t message,
                               int64_t chunks) {
   return {message_layout(layout), reinterpret_cast<const void*>(floats), reinterpret_cast<uint8_t*>(message), chunks,
           dtype};
 }
 
-// Throws std::invalid_argument if the terms do not leave as many sums as there are addresses for.
+// Throws std::invalid_argument if the number of sums that the terms leave is not the number of addresses.
 inline SumCall sum_call(const LayoutArguments& layout, uint64_t message, DType raw, int64_t terms, int64_t first,
                         int64_t begin, const std::vector<uint64_t>& in, const std::vector<uint64_t>& out, uint64_t mean,
                         DType dtype, float divisor) {

@@ -10,14 +10,14 @@
 namespace shardopt {
 namespace {
 
-constexpr size_t kAhead = 8;  // tensors that the processor fetches meanwhile
+constexpr size_t kAhead = 8;  // tensors that the processor fetches ahead
 
 PyObject* interned_params() {
   static PyObject* const name = PyUnicode_InternFromString("params");
   return name;
 }
 
-// Whether an option has the same value as long as it is the same object.
+// Whether an option's object is immutable: the same object has the same value.
 bool is_constant(PyObject* value) {
   if (value == Py_None || PyBool_Check(value)) return true;
   if (PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyUnicode_CheckExact(value)) return true;
@@ -91,7 +91,8 @@ void Inputs::add_input(PyObject* param, const py::object& shard, bool in_table) 
   if (input.layout) input.known_layout = input.layout.of(param);
   input.known_type = type_number(param);
   const bool is_plain = !input.layout && shard.attr("plain").cast<bool>();
-  input.fixed = is_plain && shard.attr("local")(py::handle(param)).ptr() == param;  // no wrapper of its elements
+  // A parameter that is its own local tensor does not wrap its elements.
+  input.fixed = is_plain && shard.attr("local")(py::handle(param)).ptr() == param;
   if (!input.known.take(local_of(input, param).ptr()))
     throw std::invalid_argument("got a parameter that is not a dense tensor");
 }
@@ -110,13 +111,13 @@ void Inputs::add_entries(Input& input, PyObject* state, const py::handle& needed
   input.entry_count = entries_.size() - input.first_entry;
 }
 
-// Some state of a sharded parameter is plain, such as its step count.
+// Some state of a sharded parameter is plain, such as the step count.
 py::object Inputs::local_of(const Input& input, PyObject* tensor) {
   if (input.fixed || (input.layout && !input.local) || is_plain_tensor(tensor))
     return py::reinterpret_borrow<py::object>(tensor);
   if (input.local && Py_TYPE(tensor) == input.type) {
     py::object local = input.local.of(tensor);
-    if (is_plain_tensor(local.ptr())) return local;  // and no tensor that waits for a collective
+    if (is_plain_tensor(local.ptr())) return local;  // not a tensor that waits for a collective
   }
   return input.shard.attr("local")(py::handle(tensor));
 }
@@ -175,7 +176,7 @@ bool Inputs::same_layout(Input& input) const {
   return true;
 }
 
-// This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else no object.
+// This rank's part of a gradient that is sharded as its parameter is, as far as the layouts tell; else an empty object.
 py::object Inputs::part_of(const Input& input, const py::object& gradient) const {
   if (input.fixed || (input.layout && !input.local)) return gradient;
   if (!input.local || !input.layout || Py_TYPE(gradient.ptr()) != input.type) return {};

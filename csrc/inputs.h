@@ -15,7 +15,7 @@ namespace shardopt {
 
 namespace py = pybind11;
 
-// As py::array_t's own check, which compares the fields of the dtypes and takes 1 us.
+// Whether an array is a contiguous column of T. py::array_t's own check compares the dtypes' fields and takes 1 us.
 template <class T>
 bool is_column(const py::array& array) {
   return array.dtype().is(py::dtype::of<T>()) && (array.flags() & py::array::c_style) != 0;
@@ -36,9 +36,9 @@ class Attribute {
   PyGetSetDef* computed_ = nullptr;
 };
 
-// Compares in each step what the table depends on: address and format of parameters and state; the parameters' shards;
-// and options. Owns none of the tensors: their memory is the user's to free, and a tensor that takes another's place at
-// the same address makes no difference to the table.
+// Compares, in each step, everything that the table depends on: address and format of parameters and state; the
+// parameters' shards; and options. Owns none of the tensors: their memory is the user's to free, and a tensor that
+// takes another's place at the same address makes no difference to the table.
 class Inputs {
  public:
   // `param_groups` and `state` are the optimizer's. Per parameter, in the groups' order:
@@ -91,17 +91,17 @@ class Inputs {
     PyTypeObject* type = nullptr;
     py::object shard;
     bool fixed = false;                // an ordinary tensor whose shard cannot change
-    Attribute grad, local, layout;     // local: of a DTensor; layout: as long as it is one object, so is the shard
-    int64_t known_type = 0;            // of the parameter: that of its local tensor may differ
-    py::object known_layout;           // of the parameter
-    py::object known_gradient_layout;  // of a gradient that is sharded as the parameter is
-    Known known, gradient;             // this rank's parts; of the gradient the last one's
+    Attribute grad, local, layout;     // local: of a DTensor; layout: while this object is the same, so is the shard
+    int64_t known_type = 0;            // the parameter's; its local tensor's may differ
+    py::object known_layout;           // the parameter's
+    py::object known_gradient_layout;  // that of a gradient which is sharded as the parameter is
+    Known known, gradient;             // this rank's parts of the parameter and of the last gradient
     bool in_table = false, has_gradient = false;
     size_t first_entry = 0, entry_count = 0;
   };
   struct Group {
     size_t count = 0;
-    std::vector<std::pair<py::object, py::object>> options;  // no value for one that can change in place
+    std::vector<std::pair<py::object, py::object>> options;  // without a value if it can change in place
   };
 
   void add_input(PyObject* param, const py::object& shard, bool in_table);

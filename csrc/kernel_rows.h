@@ -1,4 +1,4 @@
-// Checks of the step's table, once where it is made.
+// Checks the kernel rows of a step's table, once, where the table is made.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace shardopt {
 
-// A cut block has one set of scales and extremes per row: columns of a second block would be taken for it, and what
-// belongs to them read and written beyond its end.
+// A cut block has one set of scales and extremes per row. Columns of a second block would be stepped as part of the
+// first, with scales and extremes read and written beyond the end of their tensors.
 inline void check_cut_blocks(const KernelRow* kernel_rows, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const KernelRow& kernel_row = kernel_rows[i];

@@ -19,7 +19,7 @@ namespace py = pybind11;
 // The words that describe a tensor in its implementation: the number of dimensions, sizes, strides, storage offset,
 // number of elements, dtype (16 bits), device (24) and flags, dispatch keys (which tell layout and negative bit).
 enum Word { kDims = 0, kSizes = 1, kStrides = 6, kOffset = 11, kNumel = 12, kType = 13, kKeys = 14 };
-constexpr int64_t kInline = 5;  // with more dimensions, sizes and strides are elsewhere
+constexpr int64_t kInline = 5;  // a tensor with more dimensions has sizes and strides elsewhere
 constexpr int64_t kTypeBits = 0xffffffffff, kDeviceBits = kTypeBits & ~int64_t{0xffff};
 
 using Handle = const void*;  // points to a pointer to a tensor's implementation
@@ -29,23 +29,24 @@ using Getter = int32_t (*)(Handle, T*);
 struct Libtorch {
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
   size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
-  size_t storage;         // likewise of the pointer to its storage's implementation
+  size_t storage;         // offset in bytes, there, of the pointer to the storage's implementation
   size_t data, bytes;     // offsets in bytes, in the storage's implementation, of its address and its length
-  // Bits of the dispatch keys, the last of them.
-  int64_t dense;     // in those of strided tensors
-  int64_t negative;  // in those of negative views
-  int64_t versions;  // some in those of all tensors but those made in inference mode, which have no version counter
+  // Bits of the last word, the dispatch keys.
+  int64_t dense;     // set for strided tensors
+  int64_t negative;  // set for negative views
+  int64_t versions;  // some are set for all tensors with a version counter: not for tensors made in inference mode
   Getter<void*> data_ptr;
   Getter<int64_t*> sizes, strides;
   Getter<int32_t> dtype;
   int32_t float32, bfloat16, float16, int16;
-  void (*bump_version)(Handle);  // torch::autograd::impl::bump_version(const at::Tensor&); no C function does it
+  // torch::autograd::impl::bump_version(const at::Tensor&), for which there is no C function.
+  void (*bump_version)(Handle);
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
   const int64_t* words_of(PyObject* tensor) const {
     return reinterpret_cast<const int64_t*>(*static_cast<const char* const*>(handle(tensor)) + words);
   }
-  // nullptr for a tensor that has none, such as a sparse one.
+  // nullptr for a tensor without storage, such as a sparse one.
   const char* storage_of(PyObject* tensor) const {
     return *reinterpret_cast<const char* const*>(*static_cast<const char* const*>(handle(tensor)) + storage);
   }
@@ -66,7 +67,7 @@ int32_t constant(void* library, const char* name) {
   return function();
 }
 
-// Where a tensor's Python object keeps the pointer that its attribute `_cdata` shows.
+// The offset, in a tensor's Python object, of the pointer that the attribute `_cdata` shows.
 size_t implementation_offset(const py::object& tensor) {
   const auto wanted = tensor.attr("_cdata").cast<uint64_t>();
   const char* object = reinterpret_cast<const char*>(tensor.ptr());
@@ -87,8 +88,8 @@ class Context {
   py::object manager_;
 };
 
-// Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks with tensors
-// that differ in one respect that the words tell what is read from them.
+// Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks, with pairs
+// of tensors that differ in one respect each, that the words show the difference.
 void find_words(Libtorch& torch, const py::module_& module) {
   const auto empty = [&](const char* dtype, const char* device, auto... sizes) -> py::object {
     return module.attr("empty")(sizes..., py::arg("dtype") = module.attr(dtype), py::arg("device") = device);
@@ -120,7 +121,7 @@ void find_words(Libtorch& torch, const py::module_& module) {
     throw std::runtime_error("a tensor's implementation of another layout");
 }
 
-// Where an object keeps a word, by its first words: those before `end`, in bytes.
+// The offset of a word in an object, searched for in the object's first `end` bytes.
 size_t offset_of(uint64_t word, const char* object, size_t end) {
   for (size_t offset = 0; offset < end; offset += sizeof(word)) {
     if (*reinterpret_cast<const uint64_t*>(object + offset) == word) return offset;
@@ -129,9 +130,9 @@ size_t offset_of(uint64_t word, const char* object, size_t end) {
 }
 
 // Finds the pointer to a tensor's storage, which stands before the words that describe the tensor, and the words of the
-// storage with its address and length. Checks with storages of other lengths that the words tell them.
+// storage with its address and length. Checks, with storages of other lengths, that the words show the lengths.
 void find_storage(Libtorch& torch, const py::module_& module) {
-  constexpr size_t kLooked = 64;  // bytes of a storage's implementation: it has more
+  constexpr size_t kLooked = 64;  // bytes to search of a storage's implementation, which is longer
   for (const int64_t numel : {997, 331, 1}) {
     const py::object tensor = module.attr("empty")(numel, py::arg("device") = "cpu");
     const py::object storage = tensor.attr("untyped_storage")();
@@ -150,7 +151,7 @@ void find_storage(Libtorch& torch, const py::module_& module) {
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
-  const Context usual(torch.attr("inference_mode")(false));  // whatever the first step is taken in
+  const Context usual(torch.attr("inference_mode")(false));  // even if the first step is taken in inference mode
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
   find(library, "aoti_torch_get_sizes", found.sizes);
@@ -175,7 +176,7 @@ Libtorch load(const py::module_& torch) {
 }
 
 struct Access {
-  py::module_ python;  // torch, for where the words are not found
+  py::module_ python;  // torch's Python functions, used if the words were not found
   PyTypeObject* tensor_type;
   Libtorch torch{};
   std::string fault;  // empty if the words were found
@@ -184,7 +185,7 @@ struct Access {
   bool is_fast() const { return fault.empty(); }
 };
 
-// Never destroyed: Python's objects in it would outlive the interpreter.
+// The object is never destroyed: its Python objects would outlive the interpreter.
 const Access& access() {
   static const Access* const made = [] {
     const py::module_ torch = py::module_::import("torch");
@@ -202,7 +203,7 @@ const Access& access() {
   return *made;
 }
 
-// A number for a dtype or a device. Below 65536: there are fewer of them.
+// A number for a dtype or a device. Below 65536, as there are fewer dtypes and devices.
 int64_t number_of(const py::object& value) {
   static auto* const numbers = new py::dict;
   if (!numbers->contains(value)) (*numbers)[value] = numbers->size() + 1;
@@ -224,7 +225,8 @@ bool succeeds(Function function) {
   }
 }
 
-// Calls a function that reads a strided tensor through Python, past a subclass's overrides. False if it cannot be read.
+// Calls a function that reads a strided tensor through Python, past a subclass's overrides. Returns false if the tensor
+// cannot be read.
 template <class Function>
 bool by_python(PyObject* tensor, Function function) {
   const py::module_& torch = access().python;
@@ -240,7 +242,8 @@ bool by_python(PyObject* tensor, Function function) {
 struct Memory {
   uint64_t address = 0;
   int64_t bytes = 0;
-  // Of a tensor's storage. torch raises an error for the address of a wrapper's storage, which has no memory.
+  // Reads address and length of a tensor's storage. torch raises an error for the address of a wrapper's storage, which
+  // has no memory.
   explicit Memory(const py::handle& tensor) {
     const py::object storage = tensor.attr("untyped_storage")();
     bytes = storage.attr("nbytes")().cast<int64_t>();
@@ -270,7 +273,7 @@ bool TensorFormat::take(PyObject* tensor) {
   int64_t *sizes = nullptr, *strides = nullptr;
   if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0) return false;
   ndim_ = words[kDims];
-  if (ndim_ <= kInline && sizes != words + kSizes) return false;  // of a subclass that computes them
+  if (ndim_ <= kInline && sizes != words + kSizes) return false;  // a subclass computes its sizes
   lengths_.assign(sizes, sizes + ndim_);
   lengths_.insert(lengths_.end(), strides, strides + ndim_);
   offset_ = words[kOffset];
@@ -283,7 +286,8 @@ bool TensorFormat::take(PyObject* tensor) {
           : number == torch.float16  ? static_cast<uint8_t>(DType::kFloat16)
                                      : kNoDType;
   const bool two_bytes = number == torch.bfloat16 || number == torch.float16 || number == torch.int16;
-  const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;  // at least, of those that are not stepped
+  // For dtypes that are not stepped, a lower bound.
+  const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;
   finish(itemsize, words[kNumel], (keys_ & torch.negative) != 0);
   return true;
 }

@@ -37,10 +37,10 @@ class TensorFormat {
   // first element.
   bool read(PyObject* tensor, uint64_t& address) const;
 
-  // Whether an object is a tensor without memory, which would have some if it were an ordinary tensor.
+  // Whether an object is a tensor without memory that an ordinary tensor would have.
   static bool is_without_memory(PyObject* tensor);
 
-  // Has the processor fetch what `read` is about to look at; without effect where the tensor that was taken is gone.
+  // Prefetches the memory that `read` is about to look at; without effect if the tensor that was taken is gone.
   void prefetch() const {
     __builtin_prefetch(words_);
     __builtin_prefetch(words_ + 14);
@@ -49,7 +49,7 @@ class TensorFormat {
 
   bool has_shape_and_device_of(const TensorFormat& other) const;
 
-  uint8_t dtype = kNoDType;  // its number in the kernels (DType); kNoDType for one that they do not step
+  uint8_t dtype = kNoDType;  // number in the kernels (DType); kNoDType for a dtype that they do not step
   bool strided = false;      // not contiguous, or a negative view: stands for its elements' opposites (`z.conj().imag`)
 
  private:
@@ -60,9 +60,9 @@ class TensorFormat {
 
   int64_t ndim_ = -1, offset_ = 0;
   int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
-  int64_t bytes_ = 0;               // that its storage has at least; 0 without elements
+  int64_t bytes_ = 0;               // bytes that the storage has at least; 0 without elements
   std::vector<int64_t> lengths_;    // sizes, then strides in elements
-  const int64_t* words_ = nullptr;  // of the tensor that was taken, which may be gone
+  const int64_t* words_ = nullptr;  // words of the tensor that was taken, which may be gone
 };
 
 }  // namespace shardopt

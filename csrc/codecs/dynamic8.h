@@ -7,10 +7,10 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 // The magnitudes of the map, counted from zero: zero, seven decades of evenly spaced values, one. Each of these nine
-// parts has a line whose rounding gives the index of the nearest magnitude, and a last index.
+// parts has a straight line, which rounded gives the index of the nearest magnitude, and a last index.
 struct DynamicMap {
-  // The table: the codes' values; by binary exponent, from 2^-31 to 1, where within it the next part begins, and the
-  // part before that; per part the line's slope and offset, and the last index.
+  // The table has the codes' values; for each binary exponent from 2^-31 to 1 the place where the next part begins, and
+  // the part before that place; for each part the line's slope and offset, and the last index.
   static constexpr int kStarts = 256, kParts = kStarts + 32, kSlopes = kParts + 32, kOffsets = kSlopes + 16,
                        kLasts = kOffsets + 16, kSize = kLasts + 16;
   static constexpr int32_t kSmallest = (127 - 31) << 23;
@@ -34,7 +34,8 @@ struct Dynamic8 {
   static constexpr bool kRoot = false;
   static constexpr bool kRelative = false;
 
-  // kUnsigned: all codes are magnitudes. Otherwise 127 is zero and the codes above and below it those of the signs.
+  // kUnsigned: all codes are magnitudes. Otherwise code 127 is zero, codes above 127 are positive and codes below
+  // negative.
   template <bool kUnsigned>
   struct Coder : CodedByTable<false> {
     static constexpr int kZero = 127;
@@ -56,7 +57,7 @@ struct Dynamic8 {
         return max_int(index, min_int(bits(x), spread<I>(1)));
       } else {
         const I sign = bits(x) >> 31;
-        return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // there is a 1 but no -1
+        return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // the map has 1 but not -1
       }
     }
   };

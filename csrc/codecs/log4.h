@@ -13,21 +13,22 @@ struct Log4 {
   static constexpr bool kRoot = true;
   static constexpr bool kRelative = true;
   static constexpr bool kIsShared = true;
-  static constexpr int kLevels = 17;     // of a root above zero
-  static constexpr int kMagnitudes = 7;  // of a signed moment above zero
+  static constexpr int kLevels = 17;     // levels of a root above zero
+  static constexpr int kMagnitudes = 7;  // codes of a signed moment above zero
 
-  // The byte of level q, 1 to kLevels, and the signed c, -kMagnitudes to kMagnitudes, is q + kLevels (c mod 15); that
-  // of a zero root, and a zero moment with it, is 0.
+  // The byte of level q, 1 to kLevels, and the signed c, -kMagnitudes to kMagnitudes, is q + kLevels (c mod 15). Byte 0
+  // stands for a zero root with a zero moment.
   template <class I>
   SHARDOPT_HD static I signed_part(I byte) {
     return (max_int(byte - 1, I{}) * 241) >> 12;  // / kLevels
   }
 
-  // Level q stands for the float whose bits lie (kLevels - q) steps below those of the block's maximum.
+  // Level q stands for the float whose bits lie (kLevels - q) steps below the bits of the block's maximum.
   struct Unsigned : ScaledByRange<kLevels - 1, 8> {
     static constexpr bool kIsRandom = true;
 
-    int32_t step, base, halfway;  // the bits that a level of 0 would stand for; half a step above the maximum's
+    // base: the bits that a level of 0 would stand for; halfway: half a step above the maximum's bits.
+    int32_t step, base, halfway;
     float inverse_step;
 
     SHARDOPT_HD Unsigned(const float* scales, const float* table)
@@ -38,8 +39,8 @@ struct Log4 {
           halfway(bits(scales[0]) + step / 2),
           inverse_step(inverse) {}
 
-    // One of the two levels around u, with the probabilities for which the mean of its square is that of u. random:
-    // its upper 16 bits count.
+    // One of the two levels around u, chosen at random so that the mean of the level's square is the square of u. Uses
+    // the upper 16 bits of `random`.
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F u, F& decoded, IntOf<F> random) const {
       using I = IntOf<F>;
@@ -74,7 +75,7 @@ struct Log4 {
     SHARDOPT_HD Signed(const float* scales, const float* t, float inverse_scale)
         : ScaledByMaximum(scales), table(t), inverse(inverse_scale) {}
 
-    // One of the two codes around r, with the probabilities for which the mean is r. random: its lower 16 bits count.
+    // One of the two codes around r, chosen at random so that the mean is r. Uses the lower 16 bits of `random`.
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F r, IntOf<F> random) const {
       using I = IntOf<F>;

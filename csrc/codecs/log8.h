@@ -13,7 +13,8 @@ struct Log8 {
   static constexpr bool kRoot = true;
   static constexpr bool kRelative = true;
 
-  // Code q > 0 stands for the float whose bits lie (255 - q) steps below those of the block's maximum; 0 for zero.
+  // Code q > 0 stands for the float whose bits lie (255 - q) steps below the bits of the block's maximum; code 0 for
+  // zero.
   struct Unsigned : ScaledByRange<254, 32> {
     int32_t top, step, base;  // base: the bits that a code of 0 would stand for
     float inverse_step;

@@ -7,17 +7,18 @@
 
 namespace shardopt {
 
-// On at most `threads` threads, with a target's kernels (cpu_targets()); the bytes depend on neither.
+// Run on at most `threads` threads, with a target's kernels (cpu_targets()); the bytes depend on neither.
 void encode_cpu(const EncodeCall& call, int threads, const std::string& target);
 void sum_cpu(const SumCall& call, int threads, const std::string& target);
 
-// Code blocks [begin, end) of a message, counted over its chunks; add up blocks [begin, end) of a chunk.
+// EncodeKernel codes blocks [begin, end) of a message, counted over its chunks; SumKernel adds up blocks [begin, end)
+// of a chunk.
 using EncodeKernel = void (*)(const EncodeCall& call, int64_t begin, int64_t end);
 using SumKernel = void (*)(const SumCall& call, int64_t begin, int64_t end);
 
 struct MessageKernels {
   EncodeKernel encode[3];  // by DType
-  SumKernel sum[3];        // by DType of what is not coded
+  SumKernel sum[3];        // by DType of parts that are not coded
 };
 
 namespace portable {

@@ -74,7 +74,7 @@ SHARDOPT_HD int32_t largest_magnitude(const char* from) {
   return largest_of(largest);
 }
 
-// A block with numbers that are not finite, or too large for its scale.
+// Codes a block with numbers that are not finite, or too large for its scale.
 template <DType kDType>
 __attribute__((noinline)) uint8_t encode_any(const char* from, uint8_t* codes) {
   int32_t largest = 0;
@@ -113,7 +113,7 @@ __attribute__((noinline)) uint8_t encode_rare(const char* from, uint8_t* codes) 
 template <DType kDType>
 SHARDOPT_HD uint8_t encode_block(const char* from, uint8_t* codes) {
   const BlockOfHalves block = load_halves<kDType>(from);
-  const int32_t largest = largest_of(block) << 16;  // rounded to odd, it has the scale of the number itself
+  const int32_t largest = largest_of(block) << 16;  // rounding to odd does not change the scale
   const int32_t scale = scale_code(largest);
   if (__builtin_expect(largest > kLargestScaledBits || scale < kLeastHalvesScale, 0)) {
     return encode_rare<kDType>(from, codes);
@@ -164,15 +164,15 @@ void encode(const EncodeCall& call, int64_t begin, int64_t end) {
       alignas(64) uint8_t whole[kMessageBlock];
       std::memcpy(floats, from, static_cast<size_t>(place.n * kBytes<kDType>));
       *scale = encode_block<kDType>(floats, whole);
-      std::memcpy(codes, whole, static_cast<size_t>(aligned_bytes(place.n)));  // beyond n they are 0
+      std::memcpy(codes, whole, static_cast<size_t>(aligned_bytes(place.n)));  // codes beyond n are 0
     }
     std::memset(scale + 1, 0, static_cast<size_t>(place.filling));
   });
 }
 
 #if defined(__AVX512F__)
-// 2^-8 of the values of 64 codes: what their bits, moved to the left, are as float16. The conversion is exact, of
-// subnormals too.
+// 2^-8 of the values of 64 codes: a code's bits, moved to the left, are that number as float16. The conversion is
+// exact, for subnormals too.
 constexpr float kDecodedUnit = 256.0f;
 
 SHARDOPT_HD Floats<4> decode_lanes(const uint8_t* codes) {
@@ -193,8 +193,8 @@ SHARDOPT_HD Floats<4> decode_lanes(const uint8_t* codes) {
 #elif defined(__AVX2__)
 constexpr float kDecodedUnit = 256.0f;
 
-// AVX2 decodes 16 codes, likewise by float16. Its instruction belongs to F16C: comm/cpu.cpp checks that the processor
-// has it. This file is compiled without -mf16c, so the instruction is written out.
+// AVX2 decodes 16 codes, likewise by float16. The instruction belongs to F16C: comm/cpu.cpp checks that the processor
+// has F16C. This file is compiled without -mf16c, so the instruction is written out.
 SHARDOPT_HD native::Floats float_from_halves(__m128i halves) {
   native::Floats floats;
   asm("vcvtph2ps %1, %0" : "=x"(floats) : "x"(halves));

@@ -5,8 +5,8 @@
 
 namespace shardopt {
 
-// Both only launch, in the given stream of the current device, and throw std::runtime_error if that fails. The bytes
-// are those of encode_cpu and sum_cpu. The layouts' parts lie on the device.
+// Both functions only launch kernels, in the given stream of the current device, and throw std::runtime_error if the
+// launch fails. The bytes equal the bytes of encode_cpu and sum_cpu. The layouts' parts lie on the device.
 void encode_cuda(const EncodeCall& call, void* stream);
 void sum_cuda(const SumCall& call, void* stream);
 

@@ -44,7 +44,7 @@ SHARDOPT_DEVICE uint32_t number_from_float(float x) {
   if constexpr (kDType == DType::kFloat16) return static_cast<uint32_t>(fp16_from_float(x)) & 0xffff;
 }
 
-// Loads the first n of four elements; the others are 0. Together where all are there and lie so.
+// Loads the first n of four elements; the others are 0. Loads all four at once if n >= 4 and the address is aligned.
 template <DType kDType>
 SHARDOPT_DEVICE void load_four(const void* floats, int64_t element, int64_t n, float (&x)[kLaneElements]) {
   using Number = typename Elements<kDType>::Number;
@@ -98,7 +98,7 @@ struct Turns {
   SHARDOPT_DEVICE void next() { block += stride; }
 };
 
-// The first of a lane's elements in its block.
+// The index of a lane's first element in its block.
 SHARDOPT_DEVICE int lane_element() { return static_cast<int>(threadIdx.x) % kMessageWarp * kLaneElements; }
 
 SHARDOPT_DEVICE BlockPlace place_of(const MessageLayout& layout, int64_t block, int64_t raw_bytes) {
@@ -206,7 +206,8 @@ inline auto sum_of(DType raw) -> void (*)(const SumCall, int64_t) {
                                    : sum_blocks<DType::kFloat16>;
 }
 
-// Thread blocks of a launch: as many as there is work for, within what keeps a large device busy.
+// The number of thread blocks of a launch: as many as the work needs, but at most kMost, which keep a large device
+// busy.
 inline int64_t message_thread_blocks(int64_t blocks) {
   constexpr int64_t kMost = 1024;
   const int64_t needed = (blocks * kMessageWarp + kMessageThreads - 1) / kMessageThreads;

@@ -8,10 +8,10 @@ SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int32_t kNaNCode = 0x7f;
 constexpr int32_t kLargestE4M3Bits = 0x43e00000;  // 448
-// Blocks up to here have a scale that leaves nothing above 448.
+// Blocks whose largest magnitude is at most this have a scale that leaves no element above 448.
 constexpr int32_t kLargestScaledBits = 0x7f600000;  // 1.75 * 2^127
 
-// The scale's byte, of the bits of a block's largest magnitude.
+// The byte of a block's scale, from the bits of its largest magnitude.
 SHARDOPT_HD int32_t scale_code(int32_t largest) {
   const int32_t exponent = static_cast<int32_t>((static_cast<uint32_t>(largest) + 0x1fffff) >> 23);
   return min_int(max_int(exponent - 8, 3), 246);  // 448 is 1.75 * 2^8
@@ -19,21 +19,23 @@ SHARDOPT_HD int32_t scale_code(int32_t largest) {
 
 SHARDOPT_HD float scale_value(int32_t code) { return float_from_bits(code << 23); }
 
-// 8 over the scale: 8 times an E4M3 number has exponents whose low bits are those of its code.
+// 8 over the scale: as a float32, 8 times an E4M3 number has an exponent whose low bits are the exponent of the
+// number's code.
 SHARDOPT_HD float eight_scales(int32_t code) { return float_from_bits((257 - code) << 23); }
 
-// The code of y / 8, |y| <= 8 * 448, in the low byte; what stands above is undefined.
+// The code of y / 8, |y| <= 8 * 448, in the low byte; higher bits are undefined.
 template <class F>
 SHARDOPT_HD IntOf<F> e4m3_from_eight(F y) {
   using I = IntOf<F>;
-  // 2^20 times the power of two below |y|: there the grid of floats is that of E4M3. Subnormals have the grid of 2^-6.
+  // 2^20 times the power of two below |y|: there floats are spaced as E4M3 numbers are. Subnormals are spaced as
+  // numbers from 2^-6 on.
   const I power = max_int(bits(y) & kInfinityBits, spread<I>(124 << 23)) + (20 << 23);
   const I rounded = bits(magnitude(y) + float_from_bits(power));  // mantissa 0 to 16
   const I code = (rounded >> 20) + rounded;
   return (code & 0x7f) | ((bits(y) >> 24) & 0x80);
 }
 
-// Of any float: saturates, and NaN stands for what is not finite.
+// The code of any float: saturates; infinities and NaN become NaN.
 SHARDOPT_HD int32_t e4m3_from_any(float x, float eight) {
   const float y = x * eight;
   const int32_t most = kLargestE4M3Bits + (3 << 23);

@@ -40,7 +40,7 @@ SHARDOPT_HD BlockOfHalves load_halves(const char* from) {
   return block;
 }
 
-// The largest magnitude.
+// The bits of the largest magnitude in a block.
 SHARDOPT_HD int32_t largest_of(const BlockOfHalves& block) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   __m512i y = _mm512_and_si512(block.x[0], magnitude);
@@ -51,15 +51,15 @@ SHARDOPT_HD int32_t largest_of(const BlockOfHalves& block) {
   return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(y128, _mm_set1_epi16(-1))), 0);
 }
 
-// The codes of finite numbers at a scale that leaves nothing above 448, and where subnormal bfloat16 have the code 0:
-// from kLeastHalvesScale on.
+// Codes finite numbers, at a scale that leaves no number above 448 and is at least kLeastHalvesScale, so that subnormal
+// bfloat16 have the code 0.
 constexpr int32_t kLeastHalvesScale = 12;
 
 SHARDOPT_HD void encode_halves(const BlockOfHalves& block, int32_t scale, uint8_t* codes) {
   constexpr int kVectors = kMessageBlock / 32;
   const __m512i magnitude = _mm512_set1_epi16(0x7fff), smallest_normal = _mm512_set1_epi16(1 << 7);
   const __m512i moved = _mm512_set1_epi16(static_cast<short>((scale - 7) << 7));
-  __m512i y[kVectors];  // over the scale: E4M3's exponent, 7 bits of mantissa, 4 zeros
+  __m512i y[kVectors];  // numbers over the scale: E4M3's exponent, 7 bits of mantissa, 4 zeros
   __mmask32 subnormal[kVectors], any = 0;
 #pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) {

@@ -1,11 +1,11 @@
 // Gradients on the wire, and their sums. A message has chunks of equal size, one for or from each rank; a chunk has the
-// parts of several parameters. A part is coded, or has floats as they are. A coded part has rows one after another:
-// E4M3 codes, a byte per element, and behind them a scale per block of 128 elements, a byte too.
+// parts of several parameters. A part is coded or has plain floats. A coded part has rows one after another: E4M3
+// codes, a byte per element, followed by a scale per block of 128 elements, a byte too.
 //
 // A scale is the biased exponent of a power of two (E8M0 of OCP MX), the smallest that leaves no finite element of the
 // block above 448, within 2^-124 (whose smallest code is the smallest bfloat16) and 2^119. A code is the nearest E4M3
 // number (E4M3FN: 4 bits of exponent, 3 of mantissa, no infinity) to the element over the scale, ties to even, at most
-// 448. NaN and infinities become NaN (0x7f), and have no part in the scale. Powers of two scale exactly: only the code
+// 448. NaN and infinities become NaN (0x7f) and do not count for the scale. Powers of two scale exactly: only the code
 // rounds.
 #pragma once
 
@@ -17,14 +17,14 @@
 namespace shardopt {
 
 constexpr int kMessageBlock = 128;
-constexpr int kMessageAlignment = 16;  // of a row's codes, of its scales and of the row, in bytes
-constexpr int kMostSums = 32;          // of up to 2^31 terms
+constexpr int kMessageAlignment = 16;  // in bytes: of a row, of its codes and of its scales
+constexpr int kMostSums = 32;          // enough for 2^31 terms
 
-// Rows of a parameter in a chunk. What is not coded is one row.
+// Rows of a parameter in a chunk. A part that is not coded is one row.
 struct MessagePart {
-  int64_t first_block;  // blocks of the parts before
-  int64_t element;      // the first one's index in the chunk
-  int64_t byte;         // the first one's in the chunk's message
+  int64_t first_block;  // number of blocks in earlier parts
+  int64_t element;      // index of the first element in the chunk
+  int64_t byte;         // offset of the first element in the chunk's message
   int64_t row_numel;
   int64_t is_coded;
 };
@@ -32,9 +32,9 @@ struct MessagePart {
 struct MessageLayout {
   const MessagePart* parts;
   int64_t count;
-  int64_t blocks;  // of a chunk, in all parts
+  int64_t blocks;  // blocks of a chunk, in all parts
   int64_t numel;   // elements of a chunk
-  int64_t bytes;   // of a chunk's message
+  int64_t bytes;   // bytes of a chunk's message
 };
 
 // Chunks of floats to code. Parts that are not coded become float32.
@@ -43,7 +43,7 @@ struct EncodeCall {
   const void* floats;
   uint8_t* message;
   int64_t chunks;
-  DType dtype;  // of the floats
+  DType dtype;  // the floats'
 };
 
 // A message's chunks are numbered terms, which are added pairwise: two sums of 2^k terms, the first of which begins at
@@ -54,13 +54,13 @@ struct SumCall {
   int64_t terms;
   int64_t first;               // number of the first term
   int64_t begin;               // no sum has a term before this number
-  int32_t taken, left;         // how many sums the terms are added to, and how many there are then
+  int32_t taken, left;         // number of sums before and after the terms are added
   const float* in[kMostSums];  // the sums before, oldest first; null for zeros
-  float* out[kMostSums];       // the sums afterwards, which may be those before
-  void* mean;                  // if not null, has the sum of all, over `divisor`, and `out` is not written
+  float* out[kMostSums];       // the sums afterwards; may be the memory of `in`
+  void* mean;                  // if not null, receives the sum of all over `divisor`, and `out` is not written
   float divisor;
-  DType dtype;  // of the mean
-  DType raw;    // of parts that are not coded
+  DType dtype;  // the mean's
+  DType raw;    // that of parts which are not coded
 };
 
 }  // namespace shardopt
@@ -77,17 +77,17 @@ SHARDOPT_HD constexpr int64_t row_bytes(int64_t numel) {
   return aligned_bytes(numel) + aligned_bytes(message_blocks(numel));
 }
 
-// Where a block lies in a chunk and in its message.
+// The place of a block in a chunk and in the chunk's message.
 struct BlockPlace {
-  int64_t element;     // its first one
-  int64_t byte;        // its first code or float, the latter times the floats' size
-  int64_t scale_byte;  // only where it is coded
+  int64_t element;     // index of the block's first element in the chunk
+  int64_t byte;        // offset of the block's first code or float in the message
+  int64_t scale_byte;  // only if the block is coded
   int64_t n;           // elements
-  int64_t filling;     // bytes that fill the row up behind the block's scale: some behind the last one
+  int64_t filling;     // zero bytes after the block's scale: the row's padding after its last scale, else 0
   bool is_coded;
 };
 
-// The part that has a block: the last one that begins at or before it, among parts that have any.
+// The part that has a block: the last part that begins at or before the block, of parts that are not empty.
 SHARDOPT_HD int64_t part_of(const MessageLayout& layout, int64_t block) {
   int64_t low = 0, high = layout.count;
   while (high - low > 1) {
@@ -113,15 +113,15 @@ SHARDOPT_HD BlockPlace block_place(const MessagePart& part, int64_t block, int64
   return place;
 }
 
-// How many sums end with a numbered term, and become one with it.
+// The number of sums that end right before a numbered term and are added up with that term.
 SHARDOPT_HD int sums_before(int64_t number, int64_t begin) {
   int count = 0;
   while ((number >> count) & 1 && ((number >> count) - 1) << count >= begin) ++count;
   return count;
 }
 
-// Sums of the elements of some lanes. load(from) has floats of a sum, term(t) those of a term, store(to, x) and
-// mean(x) write.
+// Adds terms to the sums of some lanes' elements. load(from) gives floats of a sum, term(t) floats of a term; store(to,
+// x) and mean(x) write the results.
 template <class F, class Load, class Term, class Store, class Mean>
 SHARDOPT_HD void add_terms(const SumCall& call, F* sums, Load load, Term term, Store store, Mean mean) {
   int depth = 0;

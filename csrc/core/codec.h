@@ -1,4 +1,4 @@
-// Helpers for codecs, and the concept.
+// Helpers for codecs, and what a codec declares.
 //
 // A codec is a struct with
 //   kName, Code        its name and the type of one code
@@ -6,21 +6,22 @@
 //   kRoot              whether unsigned moments are coded by their square root
 //   kRelative          whether signed moments are coded in units of the coded root of the unsigned one beside them
 //   kIsShared          true, in a relative codec: a signed and an unsigned moment have one code together, the sum of
-//                      what their coders encode, which both decode. A codec without it has a code for each
+//                      what their coders encode; both coders decode that sum. A codec without kIsShared has a code
+//                      for each moment
 //   Signed, Unsigned   a coder for each kind of moment:
-//     kIsRandom          true: rounds at random. A coder without it rounds to nearest
-//     kZero              the code of zero, in a signed moment (in an unsigned one it is 0)
+//     kIsRandom          true: rounds at random. A coder without kIsRandom rounds to nearest
+//     kZero              the code of zero in a signed moment (in an unsigned moment the code is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
 //     measure(e, s)      the block's scales from its extremes
 //     inverted(s)        the scale whose reciprocal a coder needs, above zero
-//     Coder(s, table, i) the coder of a block with these scales; i: that reciprocal, computed where it is left out
+//     Coder(s, table, i) the coder of a block with these scales; i: the reciprocal of inverted(s), computed if omitted
 //     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
 //     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
-//     encode(x, r), encode(x, y, r)   the same of coders with kIsRandom, given random bits
-//     decode_above_zero, encode_above_zero   cheaper ones, for codes and numbers that are not zero
-//     is_even(e)         whether those suffice for a block with these extremes, the smallest > 0
+//     encode(x, r), encode(x, y, r)   as above, in coders with kIsRandom; r: random bits
+//     decode_above_zero, encode_above_zero   cheaper, for codes and numbers that are not zero
+//     is_even(e)         whether the cheaper two suffice for a block with extremes e, the smallest > 0
 // The last two lines are for unsigned coders of UsualCodecs only. A codec knows nothing of rules. `table` is what
 // shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
@@ -60,11 +61,12 @@ constexpr bool kRoundsAtRandom = false;
 template <class Coder>
 constexpr bool kRoundsAtRandom<Coder, std::void_t<decltype(Coder::kIsRandom)>> = Coder::kIsRandom;
 
-// Exponents of the least scale of a block that is not all zeros. Of 2^-120, 254 times the reciprocal is finite and the
-// smallest code is not zero; roots must not have a square of zero either, and the smallest code above zero is 1/255.
+// Exponents of the least scale of a block that is not all zeros. 254 times the reciprocal of 2^-120 is finite, and the
+// smallest code stands for a number above zero. A root, whose smallest code above zero is 1/255, must have a square
+// above zero, too.
 constexpr int kLeastScale = -120, kLeastRootScale = -66;
 
-// The base of a coder in units of the block's largest magnitude, but at least 2^kLeast.
+// The base of a coder whose unit is the block's largest magnitude, but at least 2^kLeast.
 template <int kLeast = kLeastScale>
 struct ScaledByMaximum {
   static constexpr int kScales = 1;
@@ -78,7 +80,7 @@ struct ScaledByMaximum {
     scales[0] = float_from_bits(extremes.high == 0 ? 0 : max_int(extremes.high, kLeastBits));
   }
 
-  // Of a block of zeros, any number.
+  // A block of zeros may take any number.
   SHARDOPT_HD static float inverted(const float* scales) { return scales[0] > 0.0f ? scales[0] : 1.0f; }
 
   SHARDOPT_HD static bool is_even(const Extremes&) { return true; }
@@ -86,8 +88,8 @@ struct ScaledByMaximum {
   SHARDOPT_HD explicit ScaledByMaximum(const float* scales) : scale(scales[0]) {}
 };
 
-// The base of a coder of roots whose codes are even steps of their bits, from the block's maximum down to the smallest
-// one above zero, but no more than kOctaves.
+// The base of a coder of roots. Codes are even steps of the roots' bits, from the block's maximum down to its smallest
+// root above zero, over at most kOctaves.
 template <int32_t kSteps, int32_t kOctaves>
 struct ScaledByRange {
   static constexpr int kScales = 2;  // the maximum; the step, a whole number
@@ -103,8 +105,8 @@ struct ScaledByRange {
   SHARDOPT_HD static float inverted(const float* scales) { return scales[1]; }
 };
 
-// The base of a coder by table: a code stands for its value in the table times the scale. Either all 256 codes have a
-// value there, or, kSignMagnitude, 128 magnitudes have, and codes are signed.
+// The base of a coder by table: a code stands for its value in the table times the scale. The table has a value for
+// each of 256 codes or, if kSignMagnitude, for each of 128 magnitudes of signed codes.
 template <bool kSignMagnitude>
 struct CodedByTable : ScaledByMaximum<> {
   static constexpr int kTable = kSignMagnitude ? 128 : 256;

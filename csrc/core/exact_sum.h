@@ -1,6 +1,6 @@
-// Sums of squares or products over a parameter or all of them, added up in whole numbers: the same bits in any order,
-// on any number of threads and ranks. A product of two float32 is exact in double; its bits go to digits with room for
-// carries.
+// Sums of squares or products over one parameter or all parameters, added up in whole numbers: the same bits in any
+// order, on any number of threads and ranks. A product of two float32 is exact in double; its bits are added to digits
+// with room for carries.
 #pragma once
 
 #include "core/call.h"
@@ -11,7 +11,7 @@ SHARDOPT_BEGIN_NAMESPACE
 constexpr int kDigitBits = 32;
 constexpr int kLowestBit = -384;                // digits[0] counts multiples of 2^-384. The least product is 2^-298
 constexpr int kWindowBits = 51;                 // bits that one rounding takes: see rounder_of
-constexpr int64_t kLostNaN = int64_t{1} << 32;  // what a NaN adds to `lost`; an infinite term adds 1
+constexpr int64_t kLostNaN = int64_t{1} << 32;  // added to `lost` for a NaN; an infinite term adds 1
 
 SHARDOPT_HD int64_t bits(double x) {
 #if defined(__CUDA_ARCH__)
@@ -36,7 +36,7 @@ SHARDOPT_HD double double_from_bits(int64_t b) {
 // 2^exponent, of a normal number.
 SHARDOPT_HD double power_of_two(int exponent) { return double_from_bits(static_cast<int64_t>(1023 + exponent) << 52); }
 
-// A whole number times 2^exponent, split into what it adds to digits[first] and the two after it.
+// A whole number times 2^exponent, split into the parts to add to digits[first] and the two digits after it.
 struct DigitParts {
   int first;
   int64_t part[3];
@@ -49,8 +49,8 @@ SHARDOPT_HD DigitParts digit_parts(int64_t number, int exponent) {
   return {place / kDigitBits, {low & mask, ((low >> kDigitBits) & mask) + (high & mask), high >> kDigitBits}};
 }
 
-// Adding it to a number of (-2^top, 2^top) rounds that to a multiple of 2^(top - kWindowBits), and the bits of the
-// result count these multiples, from bits(rounder) on.
+// A number whose addition rounds any number of (-2^top, 2^top) to a multiple of 2^(top - kWindowBits). The bits of the
+// result, less bits(rounder), count these multiples.
 SHARDOPT_HD double rounder_of(int top) { return 1.5 * power_of_two(top - kWindowBits + 52); }
 
 SHARDOPT_HD void add(ExactSum& sum, int64_t number, int exponent) {
@@ -69,10 +69,10 @@ SHARDOPT_HD void carry_once(ExactSum& sum) {
   }
 }
 
-// Added to `lost` for a term that is NaN or infinite.
+// The number to add to `lost` for a term that is NaN or infinite.
 SHARDOPT_HD int64_t lost_by(int32_t magnitude) { return magnitude > kInfinityBits ? kLostNaN : 1; }
 
-// The first 64 bits of a sum, whether there are any below them, and where they stand: sign * window * 2^exponent.
+// The first 64 bits of a sum, as sign * window * 2^exponent, and whether any lower bit is set.
 struct Leading {
   double sign;
   uint64_t window;  // 0 for a sum of zero, else from 2^63 on
@@ -120,7 +120,7 @@ SHARDOPT_HD double value_of(const ExactSum& sum) {
          power_of_two(first.exponent);
 }
 
-// The root of a sum of squares, rounded once to the nearest float32; infinite or NaN if a term was.
+// The root of a sum of squares, rounded once to the nearest float32; infinite or NaN if a term was infinite or NaN.
 SHARDOPT_HD float root_of(const ExactSum& sum) {
   if (sum.lost != 0) return float_from_bits(sum.lost >= kLostNaN ? 0x7fc00000 : kInfinityBits);
   const Leading first = leading_of(sum);
@@ -131,8 +131,8 @@ SHARDOPT_HD float root_of(const ExactSum& sum) {
   for (uint64_t bit = uint64_t{1} << 31; bit != 0; bit >>= 1) {
     if ((root | bit) * (root | bit) <= square) root |= bit;
   }
-  // The root has at least 31 bits, and float32 keeps 24. All that lies below the root's last bit only decides a tie, so
-  // that one bit set there stands for it.
+  // The root has at least 31 bits, and float32 keeps 24. Lower bits only decide a tie, so that the last bit, set,
+  // stands for all of them.
   const bool has_more = first.has_more || root * root != square || square << dropped != first.window;
   const auto odd = static_cast<double>(root | static_cast<uint64_t>(has_more));
   return static_cast<float>(odd * power_of_two((first.exponent + dropped) / 2));

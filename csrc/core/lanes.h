@@ -1,6 +1,6 @@
 // The CPU's vectors of floats and what rules and codecs do with them. A number here is a pack of several native vectors
 // that take each operation together, so that the processor has independent work while one waits for a quotient or a
-// root. What the compiler's generic vectors do badly or not at all is written per instruction set.
+// root. Operations that the compiler's generic vectors do badly or not at all are written per instruction set.
 #pragma once
 
 #include "core/target.h"
@@ -117,7 +117,7 @@ struct Floats {
 #undef SHARDOPT_OPERATOR
 #undef SHARDOPT_COMPARISON
 
-// A function of packs, from one of the same name of native vectors.
+// A function of packs, made of the native vectors' function of that name.
 #define SHARDOPT_LIFT1(To, name, From)           \
   template <int kPack>                           \
   SHARDOPT_HD To<kPack> name(From<kPack> a) {    \
@@ -204,7 +204,7 @@ SHARDOPT_HD Ints<kPack> lane_index() {
   return r;
 }
 
-// Integers and floats in memory, kPack * kLanes of them.
+// Loads and stores kPack * kLanes integers or floats.
 template <int kPack, class T>
 SHARDOPT_HD auto load_lanes(const T* from) {
   Ints<kPack> r;
@@ -226,10 +226,10 @@ SHARDOPT_HD void store_lanes(float* to, Floats<kPack> a) {
   SHARDOPT_EACH __builtin_memcpy(to + i * kLanes, &a.x[i], sizeof a.x[i]);
 }
 
-// Which of a pack's numbers are in memory: all, or the first ones.
+// The numbers of a pack that are in memory: all, or the first `count`.
 struct AllLanes {};
 struct FirstLanes {
-  uint64_t mask;  // of 64 lanes, the most that a pack has
+  uint64_t mask;  // a bit per lane; a pack has at most 64
   SHARDOPT_HD explicit FirstLanes(int count) : mask(count >= 64 ? ~0ull : (1ull << count) - 1) {}
 };
 
@@ -245,7 +245,7 @@ SHARDOPT_HD void store_lanes(T* to, V a, AllLanes) {
 #if defined(SHARDOPT_MASKED_MEMORY)
 constexpr bool kMasksMemory = true;
 
-// The others are `rest`.
+// Lanes beyond `lanes` become `rest`.
 template <int kPack>
 SHARDOPT_HD Floats<kPack> load_lanes(const float* from, FirstLanes lanes, float = 0.0f) {
   Floats<kPack> r;

@@ -64,7 +64,7 @@ SHARDOPT_HD void store(uint16_t* to, Ints a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)a));
 }
 
-// Loads and stores of some lanes alone; loading sets the other lanes to `rest` (zero).
+// Loads and stores of the lanes in a mask; loading sets the other lanes to `rest` (zero).
 #define SHARDOPT_MASKED_MEMORY
 SHARDOPT_HD Ints load(const uint8_t* from, Mask m, uint8_t rest = 0) {
   return (Ints)_mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(_mm_set1_epi8(static_cast<char>(rest)), m, from));
@@ -83,7 +83,7 @@ SHARDOPT_HD void store(uint16_t* to, Ints a, Mask m) {
 }
 SHARDOPT_HD void store(float* to, Floats a, Mask m) { _mm512_mask_storeu_ps(to, m, (__m512)a); }
 
-// Whether a byte is zero.
+// Whether any byte is zero.
 #define SHARDOPT_FINDS_ZERO_BYTES
 SHARDOPT_HD bool any_zero(Bytes a) { return _mm512_testn_epi8_mask((__m512i)a, (__m512i)a) != 0; }
 SHARDOPT_HD Bytes min_byte(Bytes a, Bytes b) { return (Bytes)_mm512_min_epu8((__m512i)a, (__m512i)b); }
@@ -96,7 +96,7 @@ SHARDOPT_HD Floats lookup(const float* table, Ints index) {
   } else if constexpr (kSize == 16) {
     return (Floats)_mm512_permutexvar_ps(at, _mm512_loadu_ps(table));
   } else {
-    // Five bits of the index choose within 32 values, each further bit between two halves of what was found.
+    // Five bits of the index choose within 32 values, each further bit between two halves of the values found so far.
     constexpr int kParts = kSize / 32;
     __m512 found[kParts];
 #pragma GCC unroll 8
@@ -116,8 +116,8 @@ SHARDOPT_HD Floats lookup(const float* table, Ints index) {
 #if defined(__AVX512VBMI__)
 #define SHARDOPT_BYTE_TABLES
 
-// A table of floats as four tables of bytes, in each of which one or two instructions look up 64 codes. With 128
-// values they are those of magnitudes, and the codes are signed.
+// A table of floats as four tables of bytes, in each of which one or two instructions look up 64 codes. A table of 128
+// has the values of magnitudes, and its codes are signed.
 template <int kSize>
 struct ByteTable {
   alignas(64) uint8_t plane[4][kSize];
@@ -138,7 +138,7 @@ struct ByteTable {
                                   _mm512_permutex2var_epi8(part[kSize / 64 - 2], index, part[kSize / 64 - 1]));
   }
 
-  // The values of 64 codes, which lie four by four in the quarters of `code`: first those of to[0], then of to[1], ...
+  // The values of 64 codes. Each quarter of `code` has four codes of to[0], then four of to[1], ...
   SHARDOPT_HD void look_up(__m512i code, Floats* to) const {
     __m512i index = code, byte[4];
     if constexpr (kSize == 128) index = _mm512_min_epu8(_mm512_abs_epi8(code), _mm512_set1_epi8(127));
@@ -161,14 +161,14 @@ struct ByteTable {
     look_up(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes)), to);
   }
 
-  // Of some codes; the others count as `rest`.
+  // Looks up the codes whose bits in `some_of` are set; the others count as `rest`.
   SHARDOPT_HD void look_up(const uint8_t* codes, uint64_t some_of, uint8_t rest, Floats* to) const {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i some = _mm512_mask_loadu_epi8(_mm512_set1_epi8(static_cast<char>(rest)), some_of, codes);
     look_up(_mm512_permutexvar_epi32(order, some), to);
   }
 
-  // The values at 64 indices in four vectors.
+  // Looks up 64 indices, which fill four vectors.
   SHARDOPT_HD void look_up(const Ints* index, Floats* to) const {
     const __m512i low = _mm512_packus_epi32((__m512i)index[0], (__m512i)index[1]);
     const __m512i high = _mm512_packus_epi32((__m512i)index[2], (__m512i)index[3]);

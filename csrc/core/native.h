@@ -36,11 +36,11 @@ SHARDOPT_HD Doubles load_doubles(const float* from) {
   __builtin_memcpy(&copy, from, sizeof copy);
   return __builtin_convertvector(copy, Doubles);
 }
-// A product that a double holds exactly and a sum, rounded once.
+// a * b + sum, rounded once, for a product that a double holds exactly.
 SHARDOPT_HD Doubles add_product(Doubles a, Doubles b, Doubles sum) { return a * b + sum; }
 #endif
 
-#if !defined(__AVX512F__)  // it has registers for masks; elsewhere they are vectors
+#if !defined(__AVX512F__)  // AVX-512 has registers for masks; elsewhere masks are vectors
 using Mask = Ints;
 SHARDOPT_HD Mask equal(Ints a, Ints b) { return a == b; }
 SHARDOPT_HD Mask greater(Ints a, Ints b) { return a > b; }

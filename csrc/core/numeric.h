@@ -69,7 +69,7 @@ SHARDOPT_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
 SHARDOPT_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 SHARDOPT_HD int32_t select(bool condition, int32_t yes, int32_t no) { return condition ? yes : no; }
 
-// table[index] of a table of kSize.
+// table[index]; the table has kSize floats.
 template <int kSize>
 SHARDOPT_HD float lookup(const float* table, int32_t index) {
   return table[index];
@@ -77,7 +77,7 @@ SHARDOPT_HD float lookup(const float* table, int32_t index) {
 
 SHARDOPT_HD bool any(bool condition) { return condition; }
 
-// x, of which nvcc is not to know how it was computed: it would take c * step + x apart.
+// x, with its computation hidden from nvcc, which would otherwise take c * step + x apart.
 SHARDOPT_HD int32_t opaque(int32_t x) {
 #if defined(__CUDA_ARCH__)
   asm("" : "+r"(x));
@@ -116,13 +116,13 @@ SHARDOPT_HD F magnitude(F x) {
   return float_from_bits(magnitude_bits(x));
 }
 
-// The bits of x moved up, whatever its sign; those above are lost.
+// x moved up by `by` bits, whatever its sign; bits beyond the word are lost.
 template <class I>
 SHARDOPT_HD I moved_up(I x, int by) {
   return as_signed(as_unsigned(x) << by);
 }
 
-// At 1.5 * 2^23 the float grid is the integers.
+// Around 1.5 * 2^23, floats are the integers.
 constexpr float kWhole = 12582912.0f;
 constexpr int32_t kWholeBits = 0x4b400000;
 
@@ -156,7 +156,7 @@ SHARDOPT_HD IntOf<F> bf16_from_float(F x) {
   using I = IntOf<F>;
   const auto b = as_unsigned(bits(x));  // a NaN may carry into the sign and beyond
   const I rounded = as_signed((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
-  return select(x != x, spread<I>(0x7fff), rounded);  // as NVIDIA's instruction has it
+  return select(x != x, spread<I>(0x7fff), rounded);  // the NaN of NVIDIA's instruction
 }
 
 template <class I>

@@ -6,16 +6,17 @@
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
 //   update(...)        the mathematics of one element. roots[j] receives the square root of the j-th kUnsigned moment
 //   root_limit()       of a rule in UsualRules with an unsigned moment: see Adam
-//   coupled_decay      where it adds the parameter, times this, to the gradient
-//   gain()             where it squares more than that sum: a bound of the factor, at least 1
+//   coupled_decay      where the rule adds the parameter, times this, to the gradient
+//   gain()             where the rule squares more than that sum: an upper bound of the factor, at least 1
 // and, where its scalars depend on sums of squares over the whole parameter,
-//   kSums              how many
-//   terms(...)         the numbers whose squares one element adds to each
+//   kSums              the number of sums
+//   terms(...)         the numbers whose squares one element adds to the sums, one number per sum
 //   with_sums(...)     takes the sums and the number of the parameter's elements
-//   kProducts          true: `terms` has two numbers per sum, whose product an element adds
-//   kTotals            true: the sums are over all parameters of the optimizer. Its `with_totals` in Python takes them,
-//                      before the step itself, and gives hyper-parameters that follow; there is no `with_sums`
-// and, where its parameters make up for what codes lose of a signed moment,
+//   kProducts          true: `terms` has two numbers per sum, and an element adds their product
+//   kTotals            true: the sums are over all parameters of the optimizer. The rule has no `with_sums`: its
+//                      `with_totals` in Python takes the sums before the step itself, and gives
+//                      hyper-parameters that follow from the sums
+// and, where parameters make up for the rounding error of a signed moment's codes,
 //   kRepays            true
 //   repaid(...)        the parameter after `update`, moved for the error of the coded moment
 // Rules do not depend on codecs, devices or shards.
@@ -27,11 +28,11 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// How a moment may be coded.
+// A moment's kind says how the moment may be coded.
 enum class MomentKind {
   kSigned,     // an average of gradients: a relative codec codes it in units of the first unsigned moment's coded root
   kUnsigned,   // a mean or sum of squares: coded by its root where the codec says so
-  kMagnitude,  // >= 0 and in units of gradients: coded as it is; relative codecs take it for a root
+  kMagnitude,  // >= 0 and in units of gradients: coded without a root; relative codecs treat such a moment as a root
   kOwnUnits,   // signed, in units of its own
   kWide,       // a slow signed average, which 8 bits cannot hold: 16 bits
   kExact,      // float32, whatever the codec; written even where the update is lost
@@ -85,8 +86,8 @@ constexpr bool kHasCoupledDecay = false;
 template <class Rule>
 constexpr bool kHasCoupledDecay<Rule, std::void_t<decltype(&Rule::coupled_decay)>> = true;
 
-// By how much a rule multiplies gradient and parameter before it squares their sum, at most. No update overflows as
-// long as both products are below kLargeBits.
+// The largest factors by which a rule multiplies gradient and parameter before squaring their sum. No update overflows
+// as long as both products are below kLargeBits.
 struct Gains {
   float gradient = 1.0f, param = 0.0f;
 };
@@ -95,12 +96,12 @@ template <class Rule>
 SHARDOPT_HD Gains gains_of(const Rule& rule) {
   Gains gains;
   if constexpr (kHasGain<Rule>) gains.gradient = rule.gain();
-  // Eight times: a gradient below 2^63 and a decay below 2^60 have a sum whose square is finite.
+  // The factor 8 bounds the decay by 2^60: added to a gradient below 2^63, the sum has a finite square.
   if constexpr (kHasCoupledDecay<Rule>) gains.param = 8.0f * rule.coupled_decay * gains.gradient;
   return gains;
 }
 
-// The larger one of both products' magnitudes, as bits.
+// The larger magnitude of the two products, as bits.
 template <class F>
 SHARDOPT_HD IntOf<F> largest_product(const Gains& gains, F gradient, F param) {
   const auto largest = magnitude_bits(gains.gradient * gradient);
@@ -109,7 +110,7 @@ SHARDOPT_HD IntOf<F> largest_product(const Gains& gains, F gradient, F param) {
 
 // Whether an update is to be undone because its gradient is NaN or Inf, or because gradient or parameter are so large
 // that the update overflows: bool, or a mask of lanes. A rule with a gain may keep the gradient for its next update,
-// which can then overflow: it undoes all that are large.
+// which can then overflow: every large update is undone.
 template <class Rule, class F>
 SHARDOPT_HD auto is_lost(const Rule& rule, F gradient, F param, F new_param, const F* new_moments) {
   const auto largest = largest_product(gains_of(rule), gradient, param);
@@ -122,8 +123,8 @@ SHARDOPT_HD auto is_lost(const Rule& rule, F gradient, F param, F new_param, con
   }
 }
 
-// fma(factor, x, y), but y, its very bits, where the factor is zero: a factor that is switched off touches nothing,
-// not even -0 or an infinite x.
+// fma(factor, x, y), but the very bits of y if the factor is zero: a term that is switched off changes nothing, not
+// even a y of -0, or a sum with an infinite x.
 template <class F>
 SHARDOPT_HD F add_scaled(float factor, F x, F y) {
   return factor != 0.0f ? fma(factor, x, y) : y;
@@ -136,7 +137,7 @@ SHARDOPT_HD F decayed(F param, float decay) {
   return add_scaled(-decay, param, param);
 }
 
-// The larger one; b where either is NaN.
+// The larger of a and b; b where either is NaN.
 template <class F>
 SHARDOPT_HD F max_float(F a, F b) {
   return select(a > b, a, b);
@@ -146,13 +147,13 @@ SHARDOPT_HD F min_float(F a, F b) {
   return select(a < b, a, b);
 }
 
-// How many sums a rule needs.
+// The number of sums that a rule needs.
 template <class Rule, class = void>
 constexpr int kSumsOf = 0;
 template <class Rule>
 constexpr int kSumsOf<Rule, std::void_t<decltype(Rule::kSums)>> = Rule::kSums;
 
-// Whether it repays: its parameters make up for what the codes lose of its moments.
+// Whether a rule repays: its parameters make up for the rounding error of its moments' codes.
 template <class Rule, class = void>
 constexpr bool kRepaysOf = false;
 template <class Rule>
@@ -174,7 +175,7 @@ struct Moments {
   static constexpr int kCount = sizeof...(kinds);
   static constexpr MomentKind kKinds[kCount + 1] = {kinds..., MomentKind::kSigned};
 
-  // The first unsigned moment, that signed ones stand beside, or -1.
+  // The index of the first unsigned moment, beside which signed moments stand; -1 without one.
   static constexpr int kUnsigned = [] {
     for (int k = 0; k < kCount; ++k) {
       if (is_unsigned(kKinds[k])) return k;
@@ -182,7 +183,7 @@ struct Moments {
     return -1;
   }();
 
-  // The index of the k-th moment among the kUnsigned ones.
+  // The index of the k-th moment among the moments of kind kUnsigned.
   static constexpr int root_of(int k) {
     int index = 0;
     for (int i = 0; i < k; ++i) index += kKinds[i] == MomentKind::kUnsigned;

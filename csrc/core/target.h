@@ -2,7 +2,7 @@
 //
 // Every function that a kernel calls lives in `shardopt::SHARDOPT_TARGET`. Each translation unit of the step sets that
 // name before its first include, so that no inline function is ever compiled under two sets of flags: the linker would
-// keep one copy of it, perhaps the AVX-512 one, and older CPUs would crash.
+// keep one copy of such a function, perhaps the AVX-512 copy, and older CPUs would crash.
 #pragma once
 
 #include <cstdint>

@@ -7,23 +7,23 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// A master weight is a word of 32 bits: float32, whose upper half is a bfloat16, or for float16 its own format with 16
-// more bits of mantissa (5 bits of exponent, 26 of mantissa). Its upper half is the parameter, what is below the
-// optimizer's.
+// A master weight is a word of 32 bits. For bfloat16 the word is a float32; for float16 the word is a float16 with 16
+// more bits of mantissa (5 bits of exponent, 26 of mantissa). The word's upper half is the parameter; the optimizer
+// keeps the lower bits.
 
-// A word rounded to 16 + kLowBits bits, to nearest even; what stands below is undefined.
+// A word rounded to 16 + kLowBits bits, to nearest even; lower bits are undefined.
 template <int kLowBits, class I>
 SHARDOPT_HD I rounded_word(I word) {
   const auto w = as_unsigned(word);
   return as_signed(kLowBits == 16 ? w : w + 0x7fu + ((w >> 8) & 1u));
 }
 
-// The largest finite word of 16 + kLowBits bits of a bfloat16.
+// The largest finite word of 16 + kLowBits bits for a bfloat16 parameter.
 template <int kLowBits>
 constexpr int32_t kLargestWord = kInfinityBits - (1 << (16 - kLowBits));
 
-// Of a float: the word rounded to 16 + kLowBits bits, to nearest even; what stands below is undefined. Finite weights
-// stay finite.
+// The master weight of a float, rounded to 16 + kLowBits bits, to nearest even; lower bits are undefined. Finite
+// weights stay finite.
 template <DType kDType, int kLowBits, class F>
 SHARDOPT_HD IntOf<F> master_word(F x) {
   using I = IntOf<F>;
@@ -37,12 +37,13 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
     const I tamed = select(b > kInfinityBits, spread<I>(0x7fc00000), large);
     return select(b > kLargest, tamed | sign, word);
   } else {
-    // The largest below 65536 whose word is no infinity. From 65520 the float16 is one, the master weight is not.
+    // The largest below 65536 whose word is no infinity. From 65520 on the float16 is infinite, the master weight is
+    // not.
     constexpr int32_t kLargest = kLowBits == 16 ? 0x477fffff : 0x477fffe0;
     const I normal = rounded_word<kLowBits>(moved_up(min_int(b, spread<I>(kLargest)) - (112 << 23), 3));
-    // Below 2^-14 a float16 is a multiple of 2^-24; what is missing has kLowBits more.
+    // Below 2^-14 a float16 is a multiple of 2^-24; the remainder has kLowBits more bits.
     const F y = magnitude(x), shifted = y + 0.5f;
-    // Unsigned, as larger numbers, whose result is not taken, overflow.
+    // Unsigned, because larger numbers overflow here; `select` below drops their result.
     const F rounded = (y - (shifted - 0.5f)) * (16777216.0f * (1 << kLowBits)) + kWhole;
     const auto low = as_unsigned(bits(rounded)) + -static_cast<uint32_t>(kWholeBits);
     const auto units = as_unsigned(bits(shifted) - 0x3f000000) << 16;
@@ -53,7 +54,7 @@ SHARDOPT_HD IntOf<F> master_word(F x) {
   }
 }
 
-// The inverse: a float.
+// The float of a master weight: the inverse of master_word.
 template <DType kDType, class I>
 SHARDOPT_HD auto float_from_master_word(I word) {
   if constexpr (kDType == DType::kBFloat16) {
@@ -67,38 +68,38 @@ SHARDOPT_HD auto float_from_master_word(I word) {
   }
 }
 
-// A weight in two words: the parameter's and, signed, kLowBits (8 or 16) more bits. Each in the low bits of an integer,
-// whatever stands above.
+// A master weight in two words: the parameter's and, signed, kLowBits (8 or 16) more bits. Each word stands in the low
+// bits of an integer; higher bits are undefined.
 template <class I>
 struct SplitWeight {
   I high, low;
 };
 
-// The parameter is the nearest one, away from zero in a tie.
+// Splits a weight; the parameter is the nearest float of its dtype, away from zero in a tie.
 template <DType kDType, int kLowBits, class F>
 SHARDOPT_HD SplitWeight<IntOf<F>> split_weight(F x) {
   const IntOf<F> word = master_word<kDType, kLowBits>(x);
   return {(word + 0x8000) >> 16, word >> (16 - kLowBits)};
 }
 
-// `low` as a signed number.
+// Joins the words of a weight; `low` is a signed number.
 template <DType kDType, int kLowBits, class I>
 SHARDOPT_HD auto join_weight(I high, I low) {
   const I nearest = high << 16;
   const I joined = as_signed(as_unsigned(nearest) + as_unsigned(moved_up(low, 16 - kLowBits)));
-  // Another sign: the parameter was set to zero from outside, and the low bits are still those of another weight.
+  // If the sign changes, the parameter was set to zero from outside, and the low bits still belong to another weight.
   return float_from_master_word<kDType>(select((joined ^ nearest) < 0, nearest, joined));
 }
 
-// Random bits by counter: of a parameter, a step and an element's index in the flattened global parameter (modulo
-// 2^32), so that they do not depend on who asks. The mixing is that of lowbias32 (C. Wellons, "Prospecting for Hash
-// Functions"), keyed.
+// Random bits by counter. The bits depend on a parameter, a step and an element's index in the flattened global
+// parameter (modulo 2^32) alone, so that any sharding and device draws alike. Mixes as lowbias32 does (C. Wellons,
+// "Prospecting for Hash Functions"), with a key.
 struct Noise {
   uint32_t first = 0, second = 0;
 
   Noise() = default;
 
-  // `key`: of the seed and the parameter. `element`: the index from which bits_at counts.
+  // `key`: made of the seed and the parameter. `element`: the index from which bits_at counts.
   SHARDOPT_HD Noise(uint64_t key, float step, int64_t element) {
     const uint64_t mixed = mix(mix(key) + static_cast<uint64_t>(step));
     first = static_cast<uint32_t>(mixed) + static_cast<uint32_t>(element);
@@ -127,7 +128,7 @@ struct Noise {
   }
 };
 
-// The bfloat16 next below in magnitude or next above, above with the probability that makes the mean exact.
+// The bfloat16 next below x in magnitude or next above; above with the probability that makes the mean exact.
 template <class F>
 SHARDOPT_HD IntOf<F> bf16_at_random(F x, IntOf<F> random) {
   const IntOf<F> b = bits(x);

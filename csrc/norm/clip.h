@@ -1,12 +1,12 @@
-// The norm of all gradients, from the sum of their squares or the largest magnitude, and what to multiply them by.
+// The norm of all gradients, from the sum of their squares or the largest magnitude, and the factor that clips them.
 #pragma once
 
 #include "core/exact_sum.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// The norm, and by what gradients are multiplied so that theirs is at most some number: computed from the norm as
-// torch.nn.utils.clip_grad_norm_ does it, in float32.
+// The norm, and the factor of gradients that makes their norm at most a given number: computed from the norm as by
+// torch.nn.utils.clip_grad_norm_, in float32.
 struct Clip {
   float norm, coefficient;
 };

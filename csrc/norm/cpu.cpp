@@ -29,11 +29,11 @@ struct Work {
   const NormCall& call;
   const float factor;
   const NormKernels kernels;
-  std::vector<int64_t> ends;  // per kernel row, the tasks of all kernel rows up to it
+  std::vector<int64_t> ends;  // per kernel row, the number of tasks up to the row's last one
   std::atomic<int64_t> next{0};
 };
 
-// One thread's part of the exact sum that it adds to.
+// One thread's part of an exact sum.
 class Gathered {
  public:
   ExactSum& at(uint64_t address) {
@@ -42,7 +42,7 @@ class Gathered {
     return sum_;
   }
 
-  // Adds it to those of other threads.
+  // Adds the thread's part to the sum, as other threads do.
   void share() {
     if (address_ == 0) return;
     generic::carry_once(sum_);
@@ -70,7 +70,7 @@ void run_tasks(void* context, int) {
   const std::vector<int64_t>& ends = work.ends;
   Gathered gathered;
   for (int64_t next; (next = work.next.fetch_add(1)) < ends.back();) {
-    // Gradients are multiplied from the last one on: the norm's pass has left that in the cache.
+    // Gradients are multiplied from the last to the first: the norm's pass has left the last in the cache.
     const int64_t task = work.call.pass == NormPass::kScale ? ends.back() - 1 - next : next;
     const auto i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
     const KernelRow& kernel_row = work.call.kernel_rows[i];

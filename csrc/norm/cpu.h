@@ -7,7 +7,7 @@
 
 namespace shardopt {
 
-// On at most `threads` threads, with a target's kernels (cpu_targets()); the results depend on neither.
+// Runs on at most `threads` threads, with a target's kernels (cpu_targets()); the results depend on neither.
 void norm_cpu(const NormCall& call, float factor, int threads, const std::string& target);
 
 // Gradients are n contiguous elements at any address.

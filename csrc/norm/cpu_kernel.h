@@ -20,8 +20,8 @@ SHARDOPT_HD void store_pack(char* to, DType dtype, Pack x) {
   store_lanes(reinterpret_cast<uint16_t*>(to), dtype == DType::kBFloat16 ? bf16_from_float(x) : fp16_from_float(x));
 }
 
-// Calls act(address) for every kEach elements; for the last, if there are fewer, with a copy that zeros fill up, which
-// is copied back where kWrites.
+// Calls act(address) for every kEach elements. If the last are fewer, calls act with a copy that zeros fill up; if
+// kWrites, the copy is copied back.
 template <bool kWrites, class Act>
 SHARDOPT_HD void each_pack(char* gradient, uint64_t bytes, int64_t n, Act act) {
   for (; n >= kEach; n -= kEach, gradient += kEach * bytes) act(gradient);
@@ -34,7 +34,8 @@ SHARDOPT_HD void each_pack(char* gradient, uint64_t bytes, int64_t n, Act act) {
 
 void squares(ExactSum& sum, const char* gradient, DType dtype, int64_t n) {
   alignas(64) float floats[kNormBlock];
-  const int zeros = dtype == DType::kFloat32 ? 0 : dtype == DType::kBFloat16 ? 16 : 13;  // below 8 and 11 bits
+  // Low bits of a float32 that are zero for numbers with 8 or 11 significant bits.
+  const int zeros = dtype == DType::kFloat32 ? 0 : dtype == DType::kBFloat16 ? 16 : 13;
   for (int64_t left = n; left > 0; left -= kNormBlock, gradient += kNormBlock * bytes_of(dtype)) {
     const int count = static_cast<int>(left < kNormBlock ? left : kNormBlock);
     const char* const ahead = gradient + kNormBlock * bytes_of(dtype);

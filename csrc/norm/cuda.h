@@ -13,8 +13,8 @@ struct NormTask {
 };
 constexpr int64_t kNormTask = 8192;
 
-// Both only launch, in the given stream of the current device, and throw std::runtime_error if that fails. All pointers
-// are of the device. The results are those of norm_cpu and clip_of.
+// Both functions only launch kernels, in the given stream of the current device, and throw std::runtime_error if the
+// launch fails. All pointers point to memory of the device. The results equal the results of norm_cpu and clip_of.
 void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, const float* factor, void* stream);
 // clip: two floats.
 void clip_cuda(const int64_t* words, bool is_magnitude, float max_norm, float* clip, void* stream);

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kNormThreads)
   const KernelRow& kernel_row = kernel_rows[task.kernel_row];
   const Streams streams(kernel_row);
   const int64_t left = kernel_row.cols - task.first, end = task.first + (left < kNormTask ? left : kNormTask);
-  const bool is_aligned = streams.gradient % 16 == 0;  // and so are tasks and lanes
+  const bool is_aligned = streams.gradient % 16 == 0;  // then tasks and lanes are aligned, too
   const float by = kPass == NormPass::kScale ? *factor : 1.0f;
   if (kPass == NormPass::kScale && by == 1.0f) return;
   WarpSum sum;

@@ -1,4 +1,4 @@
-// One pass over gradients: what their norm is made of, or their multiplication by a coefficient.
+// One pass over gradients: takes the squares or magnitudes for their norm, or multiplies them by a coefficient.
 #pragma once
 
 #include "core/call.h"
@@ -11,8 +11,8 @@ enum class NormPass : int32_t {
   kScale = 2,    // multiplies the gradients by a factor, rounding once
 };
 
-// Of a kernel row are used: gradient and gradient_dtype; cols, the number of elements; sums, where the result goes,
-// which kernel rows share.
+// Uses these columns of a kernel row: gradient and gradient_dtype; cols, the number of elements; sums, the address of
+// the result, which kernel rows share.
 struct NormCall {
   const KernelRow* kernel_rows;
   int64_t count;

@@ -9,7 +9,7 @@ struct Adagrad {
   static constexpr const char* kName = "adagrad";
   using Kept = Moments<MomentKind::kUnsigned>;
   static constexpr const char* kHyper[] = {"lr", "lr_decay", "eps", "coupled_decay"};
-  static constexpr float kLargestSum = 0x1p126f;  // sums grow without limit, but must not become infinite
+  static constexpr float kLargestSum = 0x1p126f;  // sums of squares grow without limit, but must not become infinite
 
   float rate, eps, coupled_decay;
 

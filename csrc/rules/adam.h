@@ -12,8 +12,8 @@ struct Adam {
   static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay"};
 
   float one_minus_beta1, one_minus_beta2, eps;
-  float coupled_decay;             // added to the gradient, times the parameter (Adam)
-  float decoupled_decay;           // share of the parameter that goes first (AdamW)
+  float coupled_decay;             // Adam: times the parameter, added to the gradient
+  float decoupled_decay;           // AdamW: share of the parameter that is taken off first
   float step_size;                 // lr / (1 - beta1^t)
   float inverse_root_correction2;  // 1 / sqrt(1 - beta2^t)
 
@@ -30,8 +30,8 @@ struct Adam {
     return rule;
   }
 
-  // Roots of v below it come from gradients that are not large, and from kLeastQuickRoot up to it all that is computed
-  // of them is a normal number. 0: of no root.
+  // Roots of v below the limit come from gradients that are not large, and every number computed from roots between
+  // kLeastQuickRoot and the limit is normal. A limit of 0 promises this of no root.
   SHARDOPT_HD float root_limit() const {
     const bool is_usual = (coupled_decay == 0.0f || coupled_decay >= 1e-9f) && step_size < 1e3f && eps < 1e9f &&
                           inverse_root_correction2 < 1e9f;
@@ -42,7 +42,7 @@ struct Adam {
   SHARDOPT_HD void update(F& param, F gradient, F* moment, F* roots) const {
     const F g = add_scaled(coupled_decay, param, gradient);
     const F m = fma(one_minus_beta1, g - moment[0], moment[0]);
-    const F v = fma(one_minus_beta2, fma(g, g, -moment[1]), moment[1]);  // >= 0: so is 1 - beta2, and at most 1
+    const F v = fma(one_minus_beta2, fma(g, g, -moment[1]), moment[1]);  // >= 0, as 0 <= 1 - beta2 <= 1
     const F root = square_root(v);
     const F denominator = fma(root, inverse_root_correction2, eps);
     param = fma(-step_size, m * reciprocal(denominator), decayed(param, decoupled_decay));

@@ -33,7 +33,7 @@ struct Adan {
     return rule;
   }
 
-  // Of the gradient and its difference from the last one.
+  // Bounds the factor of the gradient plus its difference from the last gradient.
   SHARDOPT_HD float gain() const { return 4.0f; }
 
   template <class F>

@@ -11,10 +11,10 @@ struct Adopt {
   static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay"};
 
   float lr, one_minus_beta1, one_minus_beta2, eps, coupled_decay, decoupled_decay;
-  float largest;  // normalized gradient: (t - 1)^(1/4)
+  float largest;  // bound of the normalized gradient: (t - 1)^(1/4)
 
   SHARDOPT_HD static Adopt make(const double* hyper, double step) {
-    const bool is_first = step <= 1.0;  // which only makes the second moment
+    const bool is_first = step <= 1.0;  // the first step only makes the second moment
     Adopt rule;
     rule.lr = static_cast<float>(is_first ? 0.0 : hyper[0]);
     rule.one_minus_beta1 = static_cast<float>(1.0 - hyper[1]);

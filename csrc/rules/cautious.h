@@ -1,6 +1,6 @@
-// Cautious optimizers (Liang et al., arXiv 2411.16085, algorithm 1), which leave out what an update has against the
-// gradient, and cautious weight decay (Chen et al., arXiv 2510.12402, algorithm 1), which decays only where the update
-// goes the same way. Around a rule that uses the parameter for nothing but decay.
+// Cautious optimizers (Liang et al., arXiv 2411.16085, algorithm 1), which leave out elements of the update that go
+// against the gradient, and cautious weight decay (Chen et al., arXiv 2510.12402, algorithm 1), which decays only where
+// decay and update have one direction. Wraps a rule that uses the parameter for nothing but decay.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ constexpr std::array<const char*, kCount + 2> with_flags(const char* const (&nam
   return all;
 }
 
-// The place of a name, or -1.
+// The index of a name in a list, or -1.
 template <std::size_t kCount>
 constexpr int index_of(std::string_view name, const char* const (&names)[kCount]) {
   for (std::size_t i = 0; i < kCount; ++i) {
@@ -41,11 +41,11 @@ struct Cautious {
   static constexpr const char* kName = std::is_same_v<Rule, Adam> ? "cautious_adam" : "cautious_lion";
   using Kept = typename Rule::Kept;
   static constexpr auto kHyper = cautious::with_flags(Rule::kHyper);
-  static constexpr int kSums = 1;  // of ones, where the update goes with the gradient
+  static constexpr int kSums = 1;  // the number of elements whose update goes with the gradient
 
   Rule rule;  // without decay
   float coupled_decay, decoupled_decay;
-  float scale;  // of an update that leaves something out
+  float scale;  // factor of an update that leaves elements out
   bool is_cautious, decays_cautiously;
 
   static constexpr int kCoupled = cautious::index_of("coupled_decay", Rule::kHyper);
@@ -96,19 +96,19 @@ struct Cautious {
     return change;
   }
 
-  // Whether one is positive and the other negative. NaN is neither, whatever its sign bit.
+  // Whether one of a and b is positive and the other negative. NaN is neither, whatever its sign bit.
   template <class F>
   SHARDOPT_HD auto differ(F a, F b) const {
     return select((bits(a) ^ bits(b)) < 0, lesser_bits(a, b), spread<IntOf<F>>(0)) > 0;
   }
 
-  // Whether both are positive or both negative.
+  // Whether a and b are both positive or both negative.
   template <class F>
   SHARDOPT_HD auto agree(F a, F b) const {
     return select((bits(a) ^ bits(b)) < 0, spread<IntOf<F>>(0), lesser_bits(a, b)) > 0;
   }
 
-  // The lesser one of both magnitudes, as bits: zero if either is NaN.
+  // The lesser magnitude of a and b, as bits; zero if either is NaN.
   template <class F>
   SHARDOPT_HD IntOf<F> lesser_bits(F a, F b) const {
     const auto x = magnitude_bits(a), y = magnitude_bits(b);

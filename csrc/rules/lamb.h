@@ -9,10 +9,10 @@ struct Lamb {
   static constexpr const char* kName = "lamb";
   using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned>;
   static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
-  static constexpr int kSums = 2;  // of the weights' and the direction's squares
+  static constexpr int kSums = 2;  // squares of the weights; squares of the direction
 
   float one_minus_beta1, one_minus_beta2, eps, weight_decay, inverse_correction1, inverse_root_correction2;
-  float lr;  // times the trust ratio
+  float lr;  // the learning rate times the trust ratio
 
   SHARDOPT_HD static Lamb make(const double* hyper, double step) {
     const double beta1 = hyper[1], beta2 = hyper[2];
@@ -52,7 +52,7 @@ struct Lamb {
     roots[0] = square_root(moment[1]);
     const F denominator = fma(roots[0], inverse_root_correction2, eps);
     const F scaled = inverse_correction1 * moment[0] * reciprocal(denominator);
-    // One element of 0 / 0 would make the norm NaN, and with it the parameter.
+    // One element of 0 / 0 would make the norm NaN, and with the norm the parameter.
     return add_scaled(weight_decay, param, select(denominator < 0x1p-126f, spread<F>(0.0f), scaled));
   }
 };

@@ -7,12 +7,12 @@ SHARDOPT_BEGIN_NAMESPACE
 
 struct Lars {
   static constexpr const char* kName = "lars";
-  using Kept = Moments<MomentKind::kOwnUnits>;  // it has the learning rates in it
+  using Kept = Moments<MomentKind::kOwnUnits>;  // momentum includes the learning rates
   static constexpr const char* kHyper[] = {"lr", "momentum", "weight_decay", "trust_coefficient"};
-  static constexpr int kSums = 2;  // of the weights' and the gradient's squares
+  static constexpr int kSums = 2;  // squares of the weights; squares of the gradient
 
   float momentum, weight_decay, trust_coefficient;
-  float lr;  // times the local learning rate
+  float lr;  // the learning rate times the local learning rate
 
   SHARDOPT_HD static Lars make(const double* hyper, double) {
     return {static_cast<float>(hyper[1]), static_cast<float>(hyper[2]), static_cast<float>(hyper[3]),

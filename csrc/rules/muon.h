@@ -1,11 +1,12 @@
-// Muon (Jordan et al., 2024): between the two rules the direction is orthogonalized, which is no matter of one element.
+// Muon (Jordan et al., 2024): two rules, between which shardopt/step/muon orthogonalizes the direction of the whole
+// matrix.
 #pragma once
 
 #include "core/rule.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Gives the direction in the parameter's place.
+// Stores the direction in the parameter's place.
 struct MuonDirection {
   static constexpr const char* kName = "muon_direction";
   using Kept = Moments<MomentKind::kSigned>;

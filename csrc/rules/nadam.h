@@ -8,8 +8,8 @@ SHARDOPT_BEGIN_NAMESPACE
 struct NAdam {
   static constexpr const char* kName = "nadam";
   using Kept = Moments<MomentKind::kSigned, MomentKind::kUnsigned>;
-  // decay_base: 0.96 to the power of momentum_decay. past_product: that of the decay rates of the first past_steps
-  // steps, which were taken with other values of beta1; a parameter without as many steps has none of them.
+  // decay_base: 0.96 to the power of momentum_decay. past_product: product of the decay rates of the first past_steps
+  // steps, which were taken with other values of beta1; they do not count for a parameter with fewer steps.
   static constexpr const char* kHyper[] = {
       "lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay", "decay_base", "past_steps", "past_product"};
 
@@ -21,7 +21,7 @@ struct NAdam {
     const double past = step > hyper[7] ? hyper[7] : 0.0;
     double product = past > 0.0 ? hyper[8] : 1.0, decay = power(hyper[6], past), mu = 0.0;
     for (int64_t i = static_cast<int64_t>(past) + 1; i <= static_cast<int64_t>(step) && product > 0x1p-60; ++i) {
-      // beyond, 1 - product is 1
+      // once a product is at most 2^-60, 1 - product is 1
       decay *= hyper[6];
       mu = beta1 * (1.0 - 0.5 * decay);
       product *= mu;

@@ -13,7 +13,7 @@ struct Prodigy {
   static constexpr const char* kHyper[] = {"lr",  "beta1",           "beta2",           "beta3",
                                            "eps", "coupled_decay",   "decoupled_decay", "d",
                                            "d0",  "bias_correction", "safeguard_warmup"};
-  static constexpr int kSums = 2;  // the gradient's products with the way back to the first weights; and of |s|
+  static constexpr int kSums = 2;  // the gradient times the way back to the first weights; |s|
   static constexpr bool kProducts = true;
   static constexpr bool kTotals = true;
 

@@ -8,7 +8,7 @@ SHARDOPT_BEGIN_NAMESPACE
 struct RAdam : Adam {
   static constexpr const char* kName = "radam";
 
-  float root_weight, floor;  // the denominator is root * root_weight + floor: 1 where the variance is not known
+  float root_weight, floor;  // denominator: root * root_weight + floor, which is 1 if the variance is not known
 
   SHARDOPT_HD static RAdam make(const double* hyper, double step) {
     RAdam rule{Adam::make(hyper, step), 0.0f, 1.0f};

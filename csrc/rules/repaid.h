@@ -1,13 +1,13 @@
-// Rules whose parameters make up for what the codes lose of the first moment. The error that coding leaves in it would
-// move the parameter in all later steps; `repaid` moves it by the sum of these movements at once.
+// Rules whose parameters make up for the rounding error of the first moment's codes. That error would move the
+// parameter in all later steps; `repaid` moves the parameter by the sum of these movements at once.
 #pragma once
 
 #include "rules/adam.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Adam. What an error e of the first moment moves in all later steps is lr e sum_{k >= 1} beta1^k / (1 - beta1^(t + k))
-// over the denominator of the update, for which the root as it was coded stands.
+// Adam. An error e of the first moment moves the parameter in all later steps by lr e sum_{k >= 1} beta1^k / (1 -
+// beta1^(t + k)), over the denominator of the update, which is computed from the coded root.
 struct RepaidAdam : Adam {
   static constexpr const char* kName = "repaid_adam";
   static constexpr bool kRepays = true;
@@ -21,7 +21,7 @@ struct RepaidAdam : Adam {
     return rule;
   }
 
-  // The parameter after `update`, given the error of its coded moment, true less coded, and the coded root.
+  // The parameter after `update`, moved for the error of its coded moment (true less coded), given the coded root.
   template <class F>
   SHARDOPT_HD F repaid(F param, F error, F root) const {
     const F denominator = fma(root, inverse_root_correction2, eps);
@@ -29,8 +29,8 @@ struct RepaidAdam : Adam {
   }
 
  private:
-  // The sum over k, as one over j of beta1^(j t) beta1^(1 + j) / (1 - beta1^(1 + j)), which has few terms once t is
-  // large.
+  // The sum over k, computed as the sum over j of beta1^(j t) beta1^(1 + j) / (1 - beta1^(1 + j)), which needs few
+  // terms once t is large.
   SHARDOPT_HD static double later_steps(double beta1, double step) {
     const double ratio = power(beta1, step);
     double sum = 0.0, weight = 1.0, decay = beta1;

@@ -37,7 +37,7 @@ struct RmsProp {
   static constexpr const char* kHyper[] = {"lr", "alpha", "eps", "coupled_decay", "momentum", "least_variance"};
 
   float lr, one_minus_alpha, eps, coupled_decay, momentum;
-  float least_variance;  // as a share of the mean square
+  float least_variance;  // least variance over the mean square
 
   SHARDOPT_HD static RmsProp make(const double* hyper, double) {
     return {static_cast<float>(hyper[0]), static_cast<float>(1.0 - hyper[1]), static_cast<float>(hyper[2]),
@@ -52,7 +52,7 @@ struct RmsProp {
     F deviation = root;
     if constexpr (kCentered) {
       moment[1] = fma(one_minus_alpha, g - moment[1], moment[1]);
-      // The difference of two averages, each with the errors of its codes, must not come near zero by them.
+      // The variance is a difference of two coded averages: their rounding errors must not bring it near zero.
       const F variance = max_float(fma(-moment[1], moment[1], v), least_variance * v);
       deviation = square_root(variance);
     }

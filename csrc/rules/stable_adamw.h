@@ -9,7 +9,7 @@ struct StableAdamW {
   static constexpr const char* kName = "stable_adamw";
   using Kept = Adam::Kept;
   static constexpr const char* kHyper[] = {"lr", "beta1", "beta2", "eps", "coupled_decay", "decoupled_decay"};
-  static constexpr int kSums = 1;  // of the squares of gradients over the root of their mean square
+  static constexpr int kSums = 1;  // squares of the gradient over the root of its mean square
 
   Adam adam;
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kTaskElements = 131072;
 constexpr size_t kFetchedAhead = 4;       // tasks
-constexpr int64_t kWorthAThread = 32768;  // elements: with less to do, a thread costs more than it brings
+constexpr int64_t kWorthAThread = 32768;  // elements: for fewer, a thread costs more time than it saves
 
 KernelOf kernels_of(const std::string& target) {
   check_target(target);
@@ -25,7 +25,7 @@ KernelOf kernels_of(const std::string& target) {
   return portable::cpu_kernel;
 }
 
-// Small tensors lie anywhere: the processor does not see them coming.
+// Fetches a kernel row's operands: small tensors lie anywhere, so the processor cannot foresee their addresses.
 void fetch(const KernelRow& kernel_row) {
   const auto one = [](uint64_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 1); };
   one(kernel_row.param);
@@ -48,7 +48,7 @@ std::vector<std::string> cpu_targets() {
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) targets.push_back("avx2");
 #elif defined(__aarch64__)
-  targets.push_back("neon");  // every such processor has it
+  targets.push_back("neon");  // every AArch64 processor has NEON
 #endif
   targets.push_back("portable");
   return targets;
@@ -92,7 +92,7 @@ void CpuStep::deal_out(int threads) {
   threads_ = threads;
 }
 
-// A thread that is done with its own share helps with the others'.
+// A thread that is done with its own share goes on with other threads' shares.
 void CpuStep::run_tasks(void* context, int worker) {
   Work& work = *static_cast<Work*>(context);
   const CpuStep& step = work.step;

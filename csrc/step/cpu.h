@@ -20,11 +20,10 @@ using KernelOf = CpuKernel (*)(int codec, int rule);
 // Steps of the same kernel rows, which are cut into tasks once.
 class CpuStep {
  public:
-  // The kernel rows stay the caller's; their sizes must not change.
+  // The caller owns the kernel rows and must not change their sizes.
   CpuStep(const KernelRow* kernel_rows, int64_t count);
 
-  // Has the steps that follow run on at most `threads` threads with a target's kernels. Their results depend on
-  // neither.
+  // Makes the following steps run on at most `threads` threads with a target's kernels. The results depend on neither.
   void prepare(int threads, const std::string& target);
 
   // Steps all kernel rows and returns the number of elements that were skipped. Cannot fail.
@@ -35,7 +34,8 @@ class CpuStep {
     const KernelRow* kernel_row;
     int64_t begin, end;  // blocks
   };
-  // The tasks that one thread begins with: neighbours, and the same ones in every step, so that memory stays near it.
+  // The tasks that one thread begins with: neighbours, and in every step the same tasks, so that their memory stays
+  // near the thread.
   struct alignas(64) Share {
     size_t begin, end;
     std::atomic<size_t> next;
@@ -51,7 +51,7 @@ class CpuStep {
   std::vector<Task> tasks_;
   std::vector<Share> shares_;
   std::string target_;
-  KernelOf kernel_of_ = nullptr;  // of the target
+  KernelOf kernel_of_ = nullptr;  // the target's
 };
 
 }  // namespace shardopt

@@ -1,7 +1,7 @@
 // The step of one block on the CPU, or of several short ones together: one source over the vectors of core/lanes.h.
 //
-// A block is read, updated and its weights written in one pass; its new moments wait in the first-level cache for the
-// scales, and are encoded from there.
+// One pass reads a block, updates it and writes its weights. The new moments wait in the first-level cache until the
+// scales are known, and are encoded from there.
 #pragma once
 
 #include "step/cpu_call.h"
@@ -11,12 +11,12 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 // Steps blocks of one kernel row, several of one length together: the processor works on one while another waits for
-// its maximum. kMost: elements of the longest block. kExact: all have as many, a number of packs.
+// its maximum. kMost: elements of the longest block, whole packs. kExact: every block has kMost elements.
 template <class Rule, class Codec, class Format, int kPack, int kMost, int kTogether, bool kExact>
 class BlockStepper {
   static constexpr int kMoments = Rule::Kept::kCount;
   static constexpr int kUnsigned = Rule::Kept::kUnsigned;
-  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // no rule keeps more than one
+  static constexpr int kSigned = kUnsigned == 0 ? 1 : 0;  // index of the one signed moment that these rules keep
   static constexpr bool kRelative = Codec::kRelative && kUnsigned >= 0;
   static constexpr int kStep = kPack * kLanes;
   static_assert(kMost % kStep == 0, "the longest block is a number of packs");
@@ -29,21 +29,21 @@ class BlockStepper {
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
   static constexpr bool kBlockwise = Signed::kScales > 0;
-  static constexpr bool kShares = kSharesCodes<Codec>;  // all moments are in the first one's codes
+  static constexpr bool kShares = kSharesCodes<Codec>;  // all moments have the codes of the first
   static constexpr int kArrays = kShares ? 1 : kMoments;
   static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
   static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
-  static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // places beside the moments
-  // Whether zeros of the unsigned moment are told apart, so that blocks without take the coder's cheaper way. Copies
-  // are filled up with zeros.
+  static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // indices in Kept::x, after the moments
+  // Whether blocks without zeros in the unsigned moment are told apart and take the coder's cheaper way. Only blocks of
+  // kMost elements are: shorter ones may be copies, which zeros fill up.
   static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom && !kRepays;
   static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
-    native::UnsignedInts smallest_root;  // of lanes: its bits, where zeros are told apart
-    // Signed moments, the unsigned one or its root; weights, if the rule repays what the codes lose; random bits.
+    native::UnsignedInts smallest_root;  // lane by lane, as bits; if kTellsZeros
+    // The moments, or an unsigned moment's root; weights, if the rule repays; random bits.
     F x[kMoments + 1 + kIsRandom][kCapacity];
   };
 
@@ -58,10 +58,10 @@ class BlockStepper {
         signed_table_(table_),
         unsigned_table_(table_) {}
 
-  // Takes a block, of as many elements as those that wait, and steps them once they are kTogether. Returns how many
-  // elements were skipped.
+  // Takes a block, as long as the blocks that wait, and steps the blocks once kTogether wait. Returns how many elements
+  // were skipped.
   SHARDOPT_HD int64_t add(const Block& block) {
-    // Rather than when it is stepped: the blocks beside it will not wait.
+    // Fetched here and not in the step, where the blocks beside this one do not wait for memory.
     if constexpr (!kExact && kBlockwise) fetch_ahead(block, block.n);
     waiting_[count_++] = block;
     return count_ == kTogether ? step_waiting() : 0;
@@ -93,7 +93,7 @@ class BlockStepper {
     return nonfinite;
   }
 
-  // Out of line: within a larger function the compiler makes less of it.
+  // Out of line: inlined into a larger function, this loop compiles to slower code.
   __attribute__((noinline, noclone)) int64_t step(const Block* blocks, int count) {
     const int n = kExact ? kMost : blocks[0].n;
     Kept kept[kTogether];
@@ -124,8 +124,8 @@ class BlockStepper {
     return reinterpret_cast<float*>(kernel_row_.scales[moment]) + Coder::kScales * block.scale_index;
   }
 
-  // Whether updates may overflow. A master weight is at most twice its rounded parameter, which is looked at: hence the
-  // factor 2.
+  // Whether updates may overflow. The factor 2 is for master weights: this reads the rounded parameter, and its master
+  // weight is at most twice as large.
   SHARDOPT_HD bool has_large(const Block& block, int n) const {
     static_assert(!kHasGain<Rule>, "look at the gradient times the gain");
     if (propagates_) return false;
@@ -147,8 +147,8 @@ class BlockStepper {
     return load_floats<kPack>(block.gradient, format_.gradient(), i, lanes) * gradient_scale_;
   }
 
-  // Has memory send what a later block of the row needs, or the next row: processors see neither beyond a page nor
-  // beyond a short block, which is left for later.
+  // Prefetches the operands of a later block of the row, or of the next row: processors prefetch neither past a page
+  // nor past a short block, which is stepped later.
   SHARDOPT_HD void fetch_ahead(const Block& block, int n) const {
     const auto count = static_cast<uint64_t>(n);
     const uint64_t weight_bytes = bytes_of(format_.weight()), low_bytes = low_bytes_of(format_.weight());
@@ -159,17 +159,17 @@ class BlockStepper {
     for (int k = 0; k < kArrays; ++k) fetch_lines(block.codes[k] + kFetchedAhead, count * sizeof(Code));
   }
 
-  // Updates blocks, each right after a look at its gradients, as memory delivers them; returns how many elements were
-  // skipped. Out of line, as step.
+  // Updates blocks, each right after its gradients are checked, in the order in which memory delivers them; returns the
+  // number of skipped elements. Out of line for the reason given at `step`.
   template <bool kZeros>
   __attribute__((noinline)) int64_t update_all(const Block* blocks, int count, int n, Kept* kept) const {
     int64_t nonfinite = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
-      const Block block = blocks[b].copy();  // a copy: the compiler sees that no store changes it
+      const Block block = blocks[b].copy();  // a copy, so that the compiler knows that no store changes it
       if constexpr (kExact && kBlockwise) fetch_ahead(block, kMost);
       if (has_large(block, n)) {
-        nonfinite += update_skipping(blocks[b], n, kept[b]);  // the copy stays in registers
+        nonfinite += update_skipping(blocks[b], n, kept[b]);  // not `block`, which stays in registers
       } else {
         update<false, kZeros>(block, n, kept[b]);
       }
@@ -181,10 +181,9 @@ class BlockStepper {
     return update<true, true>(block, n, kept);
   }
 
-  // Reads the block, applies the rule and writes the weights, but those of a rule that repays; the new moments are kept
-  // and, without blocks, encoded.
-  // kSkips: elements whose update is lost keep weight and moments; returns how many they are. kZeros: unsigned codes
-  // may be zero.
+  // Reads the block, applies the rule and writes the weights, unless the rule repays. Keeps the new moments and, if the
+  // codec has no blocks, encodes them. kSkips: elements whose update is lost keep weight and moments; returns their
+  // number. kZeros: unsigned codes may be zero.
   template <bool kSkips, bool kZeros>
   SHARDOPT_HD int64_t update(const Block& block, int n, Kept& kept) const {
     const Rule rule = rule_;
@@ -276,8 +275,8 @@ class BlockStepper {
     return false;
   }
 
-  // Encodes the roots of blocks and turns their signed moments into units of what the codes stand for, which a rule
-  // that repays finds in the roots' place. kUsual: the coder's cheaper way suffices.
+  // Encodes the roots of blocks and turns their signed moments into units of the decoded roots. If the rule repays, the
+  // decoded roots replace the roots. kUsual: the coder's cheaper way suffices.
   template <bool kUsual>
   SHARDOPT_HD void encode_roots(const Block* blocks, int count, int n, const float (*scales)[kRootScales],
                                 Kept* kept) const {
@@ -378,9 +377,9 @@ class BlockStepper {
     for (int i = 0; i < Coder::kScales; ++i) scales<Coder>(moment, block)[i] = scale[i];
   }
 
-  // Of a moment that is zero: of an unsigned one, of a signed one. Where they share a code, it is the same.
+  // The codes of a zero unsigned moment and of a zero signed moment: equal if moments share a code.
   static constexpr Code kZeroCode[2] = {Code{}, static_cast<Code>(kBlockwise ? Signed::kZero : 0)};
-  // For the coder of a moment that the rule does not keep, or of a codec without blocks.
+  // Scales for the coder of a moment that the rule does not keep, or of a codec without blocks.
   static constexpr float kNoScales[2] = {};
 
   const KernelRow& kernel_row_;

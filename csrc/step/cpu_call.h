@@ -1,4 +1,4 @@
-// Between the CPU driver and the kernels of each instruction set.
+// The interface between the CPU driver and the kernels of each instruction set.
 #pragma once
 
 #include "core/call.h"

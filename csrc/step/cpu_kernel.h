@@ -36,7 +36,7 @@ SHARDOPT_HD void each_block(const KernelRow& kernel_row, int64_t begin, int64_t 
   }
 }
 
-// Blocks of any size, one after the other.
+// Steps blocks of any size, one after the other.
 template <class Rule, class Codec, class Format, int kPack>
 int64_t step_each(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, kernel_row);
@@ -45,8 +45,8 @@ int64_t step_each(const StepCall& call, const KernelRow& kernel_row, int64_t beg
   return nonfinite;
 }
 
-// Blocks of 128 elements by packs of SHARDOPT_PACK vectors, and the shorter ones at the rows' ends by 16 elements;
-// where memory is masked, the usual codecs' longer ones by packs, too.
+// Steps blocks of 128 elements by packs of SHARDOPT_PACK vectors, and shorter blocks at rows' ends by 16 elements. If
+// memory is masked, usual codecs take the longer ones of these by packs, too.
 template <class Rule, class Codec, class Format>
 int64_t step_blocks_of_128(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
@@ -69,7 +69,8 @@ int64_t step_blocks_of_128(const StepCall& call, const KernelRow& kernel_row, in
   }
 }
 
-// The kernel of a kernel row in these formats, which are known when compiling; nullptr for another kernel row.
+// The kernel for kernel rows in these formats, which are known when compiling; nullptr if the kernel row has other
+// formats.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 CpuKernel kernel_of_format(const KernelRow& kernel_row) {
   const bool is_it = kernel_row.weight_format == static_cast<int32_t>(kWeight) &&
@@ -83,7 +84,8 @@ CpuKernel kernel_of_format(const KernelRow& kernel_row) {
   }
 }
 
-// Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, others run by run.
+// Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, and other blocks
+// run by run.
 template <class Rule, class Codec>
 int64_t step_usual(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   CpuKernel kernel = nullptr;

@@ -1,4 +1,4 @@
-// How the CPU's vectors are read and written: floats of any dtype, weights in their formats, extremes, chunks of codes.
+// Reads and writes the CPU's vectors: floats of any dtype, weights in their formats, extremes, codes.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ SHARDOPT_BEGIN_NAMESPACE
 constexpr uint64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 constexpr uint64_t bytes_of(WeightFormat format) { return format == WeightFormat::kFloat32 ? 4 : 2; }
 
-// The parameter's dtype.
+// The dtype of a parameter with a weight format.
 constexpr DType dtype_of(WeightFormat format) {
   switch (format) {
     case WeightFormat::kFloat32:
@@ -56,7 +56,8 @@ SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i, Lane
 }
 
 // Whether one of `n` numbers (a whole number of packs where memory is not masked) times `scale` has a magnitude of at
-// least float_from_bits(least), is infinite or NaN. The magnitudes' bits are ordered as they are, in every dtype.
+// least float_from_bits(least), is infinite or NaN. In every dtype, the bits of magnitudes are ordered as the
+// magnitudes.
 template <int kPack>
 SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale, int32_t least) {
   const auto is_any = [&](Floats<1> x) { return any(magnitude_bits(x * scale) >= least); };
@@ -121,7 +122,7 @@ SHARDOPT_HD bool any_zero(const uint8_t* codes, int n) {
 #endif
 }
 
-// Inline: most copies are of few bytes, and of as many as the one before, so that the branches are foreseen.
+// Inline: most copies are short and as long as the previous copy, so that their branches are predicted.
 SHARDOPT_HD void copy_bytes(void* to, const void* from, uint64_t n) {
   auto t = static_cast<char*>(to);
   auto f = static_cast<const char*>(from);
@@ -138,7 +139,7 @@ SHARDOPT_HD void copy_bytes(void* to, const void* from, uint64_t n) {
 // The weights of a block.
 struct Weights {
   char* words;     // the parameter
-  char* low_bits;  // of its master weights
+  char* low_bits;  // the master weights' low bits
   Noise noise;
 
   template <int kPack, class Lanes = AllLanes>
@@ -201,14 +202,14 @@ struct Weights {
   }
 };
 
-// The random bits of what begins at a column of a row.
+// The random bits of elements from a row and column on.
 SHARDOPT_HD Noise noise_at(const KernelRow& kernel_row, int64_t row, int64_t col) {
   const float step = *reinterpret_cast<const float*>(kernel_row.step);
   return Noise(kernel_row.noise_key, step, kernel_row.first_element + row * kernel_row.global_row_numel + col);
 }
 
-// The formats of weights and gradients, known when compiling or only when running. kIsRandom: codes are rounded at
-// random.
+// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat). kIsRandom:
+// codes are rounded at random.
 template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
 struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
@@ -239,8 +240,8 @@ struct AnyFormat {
   }
 };
 
-// The extremes of some packs, lane by lane: the largest magnitude, and of unsigned numbers the smallest above zero less
-// one (so that zero counts as the largest).
+// The extremes of some packs, lane by lane: the largest magnitude, and for unsigned numbers the smallest above zero,
+// less one (zero less one wraps around and so does not count).
 struct LaneExtremes {
   native::UnsignedInts high, low;
 
@@ -267,7 +268,7 @@ struct LaneExtremes {
   }
 };
 
-// The table that a coder looks up, in the form that is fastest for packs; nothing for a coder without one.
+// The table that a coder looks up, in the form that is fastest for packs; empty for a coder without a table.
 template <class Coder, int kPack, class = void>
 struct FastTable {
   SHARDOPT_HD explicit FastTable(const float*) {}
@@ -276,7 +277,7 @@ struct FastTable {
   SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes = {}, uint8_t rest = 0) const {
     return coder.decode(load_lanes<kPack>(codes, lanes, rest));
   }
-  // Of codes in the low bytes.
+  // Decodes codes in the low bytes of integers.
   SHARDOPT_HD Floats<kPack> decode(const Coder& coder, Ints<kPack> codes) const { return coder.decode(codes & 0xff); }
 };
 
@@ -292,7 +293,7 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
     table.look_up(codes, found.x);
     return found * coder.scale;
   }
-  // Of the first codes; the others count as `rest`.
+  // Decodes the codes in `lanes`; the others count as `rest`.
   SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t = 0) const {
     return decode(coder, codes);
   }

@@ -1,5 +1,5 @@
-// The passes of a run of blocks on the CPU. Each is compiled once, for a rule, for a coder or for all of them; they
-// hand floats to each other in the first-level cache.
+// The passes over a run of blocks on the CPU. Each pass is compiled once: for a rule, for a coder, or for all of them.
+// Passes hand floats to each other in the first-level cache.
 #pragma once
 
 #include <cstddef>
@@ -38,8 +38,8 @@ struct CoderPasses {
   bool measures_smallest;
   void (*measure)(const Extremes& extremes, float* scales);
   void (*decode)(float* to, const void* codes, const float* scales, const float* table, int n, int block_size);
-  // unit: of an unsigned coder of a relative codec, receives the decoded values. Neither it nor codes is written where
-  // nullptr. noise: counts from the run's first element.
+  // unit: receives the decoded values from an unsigned coder of a relative codec. A nullptr as unit or codes is not
+  // written. noise: counts from the run's first element.
   void (*encode)(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
                  int block_size, const Noise& noise);
 };
@@ -54,7 +54,7 @@ void decode_run(float* to, const void* codes, const float* scales, const float* 
   }
 }
 
-// How encode_run stores a code: alone, beside what it decodes to, or added to the code that is there.
+// How encode_run stores a code: alone, with its decoded value in `unit`, or added to the code in memory.
 enum class Coding { kAlone, kWithUnit, kAdded };
 
 template <class Coder, class Code, Coding kCoding>
@@ -115,11 +115,11 @@ constexpr CodecPasses codec_passes(int index, int wide) {
 struct RunFloats {
   float* param;
   float* gradient;
-  float* moments[kMaxMoments];  // of kUnsigned ones the root, where the codec codes that
+  float* moments[kMaxMoments];  // roots of kUnsigned moments, if the codec codes roots
 };
 
-// Updates n elements, a multiple of kEach. kRoots: the codec codes roots. kSkips: elements whose update is lost stay as
-// they are; returns how many they are.
+// Updates n elements, a multiple of kEach. kRoots: the codec codes roots. kSkips: elements whose update is lost stay
+// unchanged; returns their number.
 template <class Rule, bool kRoots, bool kSkips>
 int64_t update_run(const void* scalars, const RunFloats& run, int n) {
   using F = Floats<kEachPack>;
@@ -160,8 +160,8 @@ int64_t update_run(const void* scalars, const RunFloats& run, int n) {
   return skipped;
 }
 
-// Computes n elements' terms of the rule's sums, a multiple of kEach. Those of updates that are lost are zero. terms:
-// an array per sum; of products one for each first factor, then one for each second.
+// Computes the terms that n elements, a multiple of kEach, add to the rule's sums. Terms of lost updates are zero.
+// terms: an array per sum; for sums of products, arrays of first factors, then of second factors.
 template <class Rule, bool kRoots, bool kSkips>
 void terms_of_run(const void* scalars, const RunFloats& run, float* const* terms, int n) {
   using F = Floats<kEachPack>;
@@ -193,15 +193,15 @@ constexpr size_t kRuleBytes = 64;
 
 struct RulePasses {
   int moments, first_unsigned, sums;
-  bool products;  // whether the sums are of products
+  bool products;  // whether the sums add up products
   const MomentKind* kinds;
   void (*make)(void* rule, const double* hyper, float step);
   Gains (*gains)(const void* rule);
-  void (*with_sums)(void* rule, const double* sums, double numel);  // nullptr: of no rule with sums, or with totals
+  void (*with_sums)(void* rule, const double* sums, double numel);  // nullptr for a rule without sums, or with totals
   int64_t (*update[2][2])(const void* rule, const RunFloats& run, int n);                   // [kRoots][kSkips]
-  void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // the same
-  // Moves parameters for the error of a signed moment in units of the coded root `unit`, of which `coded` is left;
-  // nullptr: of a rule that does not.
+  void (*terms[2][2])(const void* rule, const RunFloats& run, float* const* terms, int n);  // [kRoots][kSkips]
+  // Moves parameters for the rounding error of a signed moment: `in_units` before coding and `coded` after, in units of
+  // the coded root `unit`. nullptr for a rule that does not repay.
   void (*repay)(const void* rule, float* param, const float* in_units, const float* coded, const float* unit, int n);
 };
 
@@ -215,8 +215,8 @@ void repay_run(const void* scalars, float* param, const float* in_units, const f
   }
 }
 
-// The rule's scalars. Kernel rows mostly share them with the one before, and to make them takes longer than to step a
-// small kernel row, so that each thread keeps the last ones.
+// The rule's scalars. Each thread keeps the last: most kernel rows have the scalars of the row before, and making
+// scalars takes longer than stepping a small kernel row.
 template <class Rule>
 Rule rule_of(const double* hyper, float step) {
   struct Made {
@@ -265,8 +265,8 @@ constexpr RulePasses rule_passes() {
   return passes;
 }
 
-// Gradients times `scale`, n of them and zeros up to a multiple of kEach. Returns whether one of them, or of the
-// parameters, is large.
+// Loads n gradients, times `scale`, and zeros up to a multiple of kEach. Returns whether any gradient or parameter is
+// large.
 template <class T, class Convert>
 bool load_gradients(const RunFloats& to, const char* gradient, float scale, Gains gains, int n, Convert convert) {
   const T* from = reinterpret_cast<const T*>(gradient);
@@ -290,7 +290,7 @@ inline bool load_gradients(const RunFloats& to, const char* from, DType dtype, f
   }
 }
 
-// Calls take(format) with a type that has the format as `value`.
+// Calls take(format) with a type whose `value` is the format.
 template <class Take>
 SHARDOPT_HD void with_format(WeightFormat format, Take take) {
   switch (format) {
@@ -313,7 +313,7 @@ SHARDOPT_HD void with_format(WeightFormat format, Take take) {
   }
 }
 
-// Calls take(weights, i) for each kEach elements of a run, where `weights` has room for all of them.
+// Calls take(weights, i) for every kEach elements of a run; `weights` always has room for kEach.
 template <WeightFormat kFormat, bool kStores, class Take>
 SHARDOPT_HD void each_of(const Weights& weights, int n, Take take) {
   const int whole = n / kEach * kEach;
@@ -348,14 +348,14 @@ inline void store_weights(const Weights& weights, const float* from, WeightForma
   });
 }
 
-// to *= by, n elements, a multiple of kEach.
+// Multiplies n elements of `to`, a multiple of kEach, by those of `by`.
 inline void multiply(float* to, const float* by, int n) {
   for (int i = 0; i < n; i += kEach) {
     store_lanes(to + i, load_lanes<kEachPack>(to + i) * load_lanes<kEachPack>(by + i));
   }
 }
 
-// to /= unit, and zero where the root is.
+// Divides `to` by `unit`; zero where the root is zero.
 inline void divide_by_unit(float* to, const float* root, const float* unit, int n) {
   for (int i = 0; i < n; i += kEach) {
     const auto in_units = load_lanes<kEachPack>(to + i) * reciprocal(load_lanes<kEachPack>(unit + i));

@@ -1,24 +1,24 @@
-// Where a block lies in memory, copies of blocks that are filled up, and how memory is asked for what follows.
+// The place of a block in memory, copies of blocks that are filled up to whole packs, and prefetches.
 #pragma once
 
 #include "step/cpu_memory.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// How far ahead of a block memory is asked for what follows: in elements, so that it is a page of floats.
+// The distance of prefetches from a block, in elements: a page of floats.
 constexpr int64_t kFetchedAhead = 1024;
 
-// Where a block is: in the tensors, or in copies that are filled up to whole packs.
+// The place of a block: in the tensors, or in copies that are filled up to whole packs.
 template <class Code, int kMoments>
 struct Block {
   Weights weights;
   const char* gradient;
-  Code* codes[kMoments + 1];  // of each moment; where moments share a code, all are the same
+  Code* codes[kMoments + 1];  // per moment; all equal if moments share codes
   int64_t scale_index;
   int n;  // elements
 
-  // A copy, member by member: as a whole it would be loaded in one piece that spans several recent stores, which takes
-  // the processor as long as half a block.
+  // A copy, member by member. A load of the whole would span several recent stores, for which the processor waits half
+  // as long as a block takes.
   SHARDOPT_HD Block copy() const {
     Block block;
     block.weights = {weights.words, weights.low_bits, weights.noise};
@@ -31,20 +31,21 @@ struct Block {
   }
 };
 
-// Asks for the cache lines of some bytes; where there are none, nothing happens. Always inline: of a function that only
-// prefetches GCC believes that it has no effect, and drops its calls.
+// Prefetches the cache lines of `bytes` bytes; addresses without memory do no harm. Always inline: GCC takes a function
+// that only prefetches for one without effect, and drops calls of it.
 SHARDOPT_HD void fetch_lines(const void* from, uint64_t bytes) {
   const auto address = reinterpret_cast<uint64_t>(from);
   for (uint64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(address + i));
 }
 
-// A copy of a block of up to kMost elements. kArrays: of codes, one where the moments share them.
+// A copy of a block of up to kMost elements. kArrays: number of arrays of codes, 1 if moments share codes.
 template <class Code, int kMoments, int kArrays, int kMost>
 struct alignas(64) BlockCopy {
   char weights[4 * kMost], low_bits[2 * kMost], gradient[4 * kMost];
   Code codes[kArrays][kMost];
 
-  // Fills up to `padded` elements, less than kStep more: zeros, whose codes these are. Returns where the copy is.
+  // Copies a block and fills it up to `padded` elements, fewer than kStep more, with zeros. zero_codes: the moments'
+  // codes of zero. Returns the place of the copy.
   template <int kStep, class Format>
   SHARDOPT_HD Block<Code, kMoments> take(const Block<Code, kMoments>& from, int padded, const Format& format,
                                          const Code* zero_codes) {

@@ -9,7 +9,7 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kRun = 512;  // elements of a run, but of one that is a single block
+constexpr int kRun = 512;  // elements of a run, unless the run is a single longer block
 constexpr int kRunBlocks = kRun / kEach;
 constexpr int kMaxScales = 2;  // per block
 
@@ -56,7 +56,7 @@ class RunStepper {
     }
   }
 
-  // Steps blocks [begin, end) of the kernel row, counted along its rows. Returns how many elements were skipped.
+  // Steps blocks [begin, end) of the kernel row, counted along its rows. Returns the number of skipped elements.
   int64_t step(int64_t begin, int64_t end) {
     const int64_t size = kernel_row_.block_size, per_row = (kernel_row_.cols + size - 1) / size;
     const int64_t longest = size < kRun ? kRun / size : 1;
@@ -75,7 +75,7 @@ class RunStepper {
  private:
   ExactSum* shared_sums() const { return reinterpret_cast<ExactSum*>(kernel_row_.sums); }
 
-  // Other threads add theirs.
+  // Adds this thread's sums to the shared ones; other threads do so, too.
   void share_sums() {
     constexpr int kWords = sizeof(ExactSum) / sizeof(int64_t);
     for (int j = 0; j < rule_.sums; ++j) {
@@ -139,7 +139,7 @@ class RunStepper {
       return 0;
     }
     const int64_t skipped = rule_.update[codec_.root][skips](scalars_, run_, padded);
-    for (int k = 0; k < rule_.moments; ++k) {  // what the rule made of missing elements is no number for a coder
+    for (int k = 0; k < rule_.moments; ++k) {  // the rule's results for missing elements must not reach a coder
       for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
     }
     encode(padded, run_.gradient, weights.noise);
@@ -162,7 +162,7 @@ class RunStepper {
     }
   }
 
-  // unit: scratch memory; receives the root that a relative codec's codes stand for.
+  // unit: scratch memory, which receives the decoded root of a relative codec.
   void encode(int padded, float* unit, const Noise& noise) {
     for (int k = 0; k < rule_.moments; ++k) {
       if (is_relative(k)) continue;
@@ -203,7 +203,7 @@ class RunStepper {
     for (int i = 0; i < coder.scales * blocks_; ++i) scales(k)[i] = new_scales[i];
   }
 
-  // Moves the parameters for what the codes have lost, given the root that they stand for.
+  // Moves the parameters for the codes' rounding error, in units of the decoded root `unit`.
   void repay(int padded, const float* unit) {
     float* coded = run_.moments[rule_.first_unsigned];
     for (int k = 0; k < rule_.moments; ++k) {
@@ -223,7 +223,7 @@ class RunStepper {
   const CoderPasses* coders_[kMaxMoments];
   const float* tables_[kMaxMoments];
   int code_bytes_[kMaxMoments];
-  int n_ = 0, blocks_ = 0;  // of the run
+  int n_ = 0, blocks_ = 0;  // elements and blocks of the run
   int64_t offset_ = 0, scale_index_ = 0;
   RunFloats run_;
   alignas(64) char scalars_[kRuleBytes];

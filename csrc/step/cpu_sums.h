@@ -10,7 +10,7 @@ constexpr int kHalf = kLanes / 2;  // doubles in a vector
 using Doubles = native::Doubles;
 typedef uint64_t Longs __attribute__((vector_size(8 * kHalf)));  // unsigned: sums may wrap
 
-// Bits that a double still has for a term where 2 * kHalf doubles add up n terms.
+// The bits that a double has left for one term if 2 * kHalf doubles add up n terms.
 inline int window_bits(int n) {
   int room = 0;
   while ((kLanes << room) < n) ++room;
@@ -18,9 +18,9 @@ inline int window_bits(int n) {
 }
 
 // Adds products below 2^top in magnitude, all multiples of 2^(top - kRounds * window). Each round's totals are doubles
-// of one exponent, whose last bit is 2^window below the round's largest terms. Adding a term rounds it to that bit; the
-// rest, exact in a double, goes to the next round. kSquares: y is x. ahead: memory that is read next. Out of line:
-// inlined, GCC sends halves of vectors through memory.
+// of one exponent, whose last bit is 2^window below the round's largest terms. Adding a term rounds the term to that
+// bit; the remainder, exact in a double, goes to the next round. kSquares: y is x. ahead: memory to prefetch, which is
+// read next. Out of line: if this is inlined, GCC sends halves of vectors through memory.
 template <bool kSquares, int kRounds>
 __attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const float* y, int n, int top, int window,
                                            const char* ahead) {
@@ -53,14 +53,14 @@ __attribute__((noinline)) void add_windows(ExactSum& sum, const float* x, const 
     }
   }
   for (int r = 0; r < kRounds; ++r) {
-    const Longs counts = (Longs)total[r][0] + (Longs)total[r][1];  // from the bits of two zeros on
+    const Longs counts = (Longs)total[r][0] + (Longs)total[r][1];  // counts, plus the bits of two zeros
     uint64_t count = 0;
     for (int lane = 0; lane < kHalf; ++lane) count += counts[lane] - 2 * static_cast<uint64_t>(bits(zero[r]));
     add(sum, static_cast<int64_t>(count), top - (r + 1) * window);
   }
 }
 
-// Any floats, one pair after the other.
+// Adds the products of any floats, one pair after the other.
 inline void add_slowly(ExactSum& sum, const float* x, const float* y, int n) {
   const auto mantissa = [](int32_t m) -> int64_t { return (m & 0x7fffff) | (m >> 23 ? 0x800000 : 0); };
   for (int i = 0; i < n; ++i) {
@@ -90,7 +90,7 @@ struct Exponents {
   }
 };
 
-// zeros: low bits of all mantissas that are not set.
+// zeros: number of low bits that are zero in every mantissa.
 template <bool kSquares>
 void add_exactly(ExactSum& sum, const float* x, const float* y, int n, int zeros, const char* ahead) {
   const Exponents of_x(x, n), of_y = kSquares ? of_x : Exponents(y, n);
@@ -112,7 +112,7 @@ void add_exactly(ExactSum& sum, const float* x, const float* y, int n, int zeros
   }
 }
 
-// n: a multiple of kEach. zeros, ahead: see above.
+// n: a multiple of kEach. zeros: as in add_exactly. ahead: as in add_windows.
 inline void add_squares(ExactSum& sum, const float* x, int n, int zeros, const char* ahead) {
   add_exactly<true>(sum, x, x, n, zeros, ahead);
 }

@@ -16,7 +16,7 @@ namespace {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // a failed call leaves its error, which the check of the next launch would report as its own
+  cudaGetLastError();  // clears the error, which the check of the next launch would report again
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
@@ -69,7 +69,7 @@ void unpin_cuda(uint64_t address) {
 }
 
 CudaDeviceGuard::CudaDeviceGuard(int device) {
-  // Set it even where this runtime says that it is set: PyTorch's own runtime may have made another context current.
+  // Sets the device even if this runtime calls it current: PyTorch's own runtime may have made another context current.
   cuda::check(cudaGetDevice(&saved_), "cudaGetDevice");
   cuda::check(cudaSetDevice(device), "cudaSetDevice");
 }

@@ -1,8 +1,8 @@
 // The step of whole blocks of 128 elements that lie one after the other, aligned, in a usual format: a block per eight
 // lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory one or two turns ahead.
 //
-// A turn of a warp is four blocks. Zeros, numbers out of the ordinary and updates that would be lost are left to
-// WarpStepper, which does the whole turn: nothing is stored before all lanes know that there are none.
+// A turn of a warp is four blocks. A turn with zeros, numbers out of the ordinary or updates that would be lost is left
+// to WarpStepper as a whole: lanes store nothing before all lanes know that the turn has none of these.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -33,7 +33,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using typename Arithmetic::Low;
   using typename Arithmetic::Signed;
   using typename Arithmetic::Unsigned;
-  // Elements that a lane has side by side: as many as 16 bytes hold of the widest type.
+  // The number of neighbouring elements of a lane: as many as 16 bytes hold of the widest type.
   static constexpr int kPart = sizeof(High) == 4 || sizeof(Gradient) == 4 ? 4 : 8;
   static constexpr int kParts = kEach / kPart;
   template <class T>
@@ -41,7 +41,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using UnsignedScales = Words<float, Unsigned::kScales>;
   using SignedScales = Words<float, Signed::kScales>;
 
-  // The inputs of a lane in a turn. A lane copies its own, so that it need not wait for others.
+  // The inputs of a lane in a turn. Each lane copies its own inputs and so does not wait for other lanes.
   struct alignas(16) InputsWithoutLow {
     Part<High> high[kParts];
     Part<Gradient> gradient[kParts];
@@ -53,7 +53,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     Part<Low> low[kParts];
   };
   using Inputs = std::conditional_t<kHasLow, InputsWithLow, InputsWithoutLow>;
-  // From lane to lane an odd number of 16 bytes, so that they use different banks of the shared memory.
+  // The distance from lane to lane in 16 bytes: odd, so that lanes use different banks of the shared memory.
   static constexpr int kUnits = static_cast<int>(sizeof(Inputs) / 16) | 1;
   struct alignas(16) Stage {
     char bytes[kWarp][kUnits * 16];
@@ -64,7 +64,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
  public:
   using typename Arithmetic::Table;
 
-  // As many turns as static shared memory has room for, at most three.
+  // The number of turns in the ring: as many as static shared memory has room for, at most three.
   static constexpr int kStages = kAlignedWarps * 3 * sizeof(Stage) + sizeof(Table) <= kSharedBytes ? 3 : 2;
   using Ring = Stage[kStages];
   static_assert(kAlignedWarps * sizeof(Ring) + sizeof(Table) <= kSharedBytes, "too much shared memory");
@@ -86,7 +86,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  // Whether a kernel row's addresses are as they have to be.
+  // Whether a kernel row's addresses are aligned for this stepper.
   SHARDOPT_DEVICE static bool is_aligned(const KernelRow& kernel_row) {
     uint64_t codes = 0;
     for (int k = 0; k < kMoments; ++k) codes |= kernel_row.codes[k];
@@ -95,7 +95,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return aligned;
   }
 
-  // Copies what the first turns of `turns` read.
+  // Begins to copy the inputs of the first of `turns` turns.
   SHARDOPT_DEVICE void begin(int turns) {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
@@ -104,7 +104,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  // Steps the next turn; false if it was left as it is.
+  // Steps the next turn; returns false if the turn is left unchanged.
   SHARDOPT_DEVICE bool step(int turns_left) {
     __pipeline_wait_prior(kStages - 2);
     if (turns_left >= kStages) fetch(*inputs_[kStages - 1], kStages - 1);
@@ -126,7 +126,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return reinterpret_cast<T*>(address) + index;
   }
 
-  // Elements from the lane's first one to the first of part h.
+  // Elements from the lane's first element to the first element of part h.
   SHARDOPT_DEVICE static constexpr int part(int h) { return h * kPart * kBlockLanes; }
 
   template <class T>
@@ -135,7 +135,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     for (int h = 0; h < kParts; ++h) __pipeline_memcpy_async(&to[h], from + part(h), sizeof to[h]);
   }
 
-  // Begins to copy what the turn after `ahead` others reads.
+  // Begins to copy the inputs of the turn that comes after `ahead` others.
   SHARDOPT_DEVICE void fetch(Inputs& to, int ahead) const {
     copy(to.high, high_ + ahead * kTurn);
     copy(to.gradient, gradient_ + ahead * kTurn);
@@ -165,8 +165,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_.first += kTurn;
   }
 
-  // The lane's new weights and moments, the unsigned one's root where the codec wants that. Returns whether they can be
-  // encoded.
+  // Computes the lane's new weights and moments, or an unsigned moment's root if the codec codes roots. Returns whether
+  // all can be encoded.
   SHARDOPT_DEVICE bool update(const Inputs& inputs, float (&weight)[kEach], float (&root)[kEach],
                               float (&moment)[kEach]) {
     const Signed signed_coder(inputs.signed_scales.x, table_);
@@ -199,7 +199,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return this->is_usual(found);
   }
 
-  // Stores it all, if all lanes can.
+  // Encodes and stores the turn, if all lanes can encode their elements.
   SHARDOPT_DEVICE bool finish(bool usual, const float (&weight)[kEach], float (&root)[kEach], float (&moment)[kEach]) {
     float unsigned_scales[Unsigned::kScales], signed_scales[Signed::kScales];
     Part<uint8_t> unsigned_codes[kParts], signed_codes[kParts];
@@ -222,7 +222,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));
     largest = Arithmetic::template agreed<kBlockLanes>(largest);
-    usual = usual && largest < kLargestQuickMoment;  // and so no NaN
+    usual = usual && largest < kLargestQuickMoment;  // false for NaN, too
     if (!__all_sync(0xffffffffu, usual)) return false;
     Signed::measure({bits(largest), 0}, signed_scales);
     const Signed coder(signed_scales, table_, quick_reciprocal(Signed::inverted(signed_scales)));
@@ -285,7 +285,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   }
 
   const int lane_;
-  Inputs* inputs_[kStages];  // the lane's ones of this turn and those after it
+  Inputs* inputs_[kStages];  // the lane's inputs of this turn and the following turns
   High* high_;
   const Gradient* gradient_;
   Low* low_;

@@ -1,7 +1,7 @@
-// The arithmetic of blocks of kAlignedBlock elements in a usual format, element by element, and the agreement of the
-// lanes of a block: shared by the steppers, which differ in how elements come and go.
+// The arithmetic of blocks of kAlignedBlock elements in a usual format, element by element, and the agreement of a
+// block's lanes: shared by AlignedStepper and StagedStepper, which differ in how they load and store elements.
 //
-// Numbers are Quick ones. Zeros, numbers out of the ordinary and updates that would be lost are noticed and left to
+// Numbers are of type Quick. Zeros, numbers out of the ordinary and updates that would be lost are noticed and left to
 // WarpStepper.
 #pragma once
 
@@ -12,10 +12,10 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kEach = 16;         // elements of a lane in a turn
-constexpr int kAlignedWarps = 4;  // of a thread block
+constexpr int kAlignedWarps = 4;  // warps of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
 
-// Declares the thread block's dynamic shared memory. Where a CPU runs the kernels, in tests, it is something else.
+// Declares the thread block's dynamic shared memory. Tests that run the kernels on a CPU define the macro otherwise.
 #if !defined(SHARDOPT_DYNAMIC_SHARED)
 #define SHARDOPT_DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
 #endif
@@ -36,7 +36,7 @@ class BlockArithmetic {
   static constexpr int kLowBits = 8 * sizeof(Low);
   using Gradient = std::conditional_t<kGradient == DType::kFloat32, float, uint16_t>;
 
-  // Look-up tables in shared memory: the values of signed codes, and the codec's table where its coders need it.
+  // Look-up tables in shared memory: the values of signed codes, and the codec's table, if its coders need one.
   struct Table {
     static constexpr int kFloats = Codec::kCoderTable;
     float values[256];
@@ -58,28 +58,28 @@ class BlockArithmetic {
         values_(table.values),
         table_(table.codec) {}
 
-  // Properties of a lane's elements, found on the way.
+  // Properties of a lane's elements, gathered during the update.
   struct Found {
-    bool has_zero_code = false;  // an unsigned one, where its coder cannot do with them
+    bool has_zero_code = false;  // an unsigned code is zero, and its coder needs them not zero
     uint32_t low = ~0u, high = 0;
-    int32_t largest_unsigned = 0;                          // where roots are not what is coded
-    float largest_gradient = 0.0f, largest_weight = 0.0f;  // as gains_of counts gradients, without unsigned moments
+    int32_t largest_unsigned = 0;                          // if the codec does not code roots
+    float largest_gradient = 0.0f, largest_weight = 0.0f;  // gradient: with gains_of, and only without unsigned moments
   };
 
-  // The coder that decodes a block's unsigned moment. `scales`: of the block.
+  // The coder that decodes a block's unsigned moment, given the block's scales.
   SHARDOPT_DEVICE Unsigned unsigned_decoder(const float* scales) const {
     const float none[2] = {1.0f, 1.0f};
     return Unsigned(kHasUnsigned ? scales : none, table_, 0.0f);
   }
 
-  // A weight with its low bits, which stand where they belong in a word. If they turn its sign, the parameter is zero
-  // and the sum a NaN: so is the new weight, which is not usual then.
+  // Adds the low bits, at their place in a word, to a weight. If that turns the sign, the parameter is zero and the sum
+  // is NaN; then the new weight is NaN, too, and not usual.
   SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) {
     return float_from_bits(as_signed(as_unsigned(bits(high)) + as_unsigned(low)));
   }
 
-  // Updates one element: `param` becomes the new weight, `moment` the new signed moment, `root` the unsigned one's root
-  // where the codec wants that. signed_value: of the code, with the block's scale.
+  // Updates one element. Gives the new weight, the new signed moment as `moment`, and as `root` the new unsigned
+  // moment, or its root if the codec codes roots. signed_value: the signed code's value, times the block's scale.
   SHARDOPT_DEVICE void update_element(Found& found, Quick param, Quick gradient, int32_t unsigned_code,
                                       const Unsigned& unsigned_coder, Quick signed_value, float& weight, float& root,
                                       float& moment) const {
@@ -116,7 +116,7 @@ class BlockArithmetic {
            found.high < static_cast<uint32_t>(root_limit_);
   }
 
-  // The extremes of a block's unsigned moment, in all of its kLanes lanes.
+  // The extremes of a block's unsigned moment, given to all kLanes lanes of the block.
   template <int kLanes>
   SHARDOPT_DEVICE static Extremes agreed(const Found& found) {
     Extremes e = {static_cast<int32_t>(found.high), static_cast<int32_t>(found.low)};
@@ -130,7 +130,7 @@ class BlockArithmetic {
     return e;
   }
 
-  // The largest of these of a block.
+  // The largest number of a block, given to all kLanes lanes of the block.
   template <int kLanes>
   SHARDOPT_DEVICE static float agreed(float largest) {
 #pragma unroll
@@ -140,7 +140,7 @@ class BlockArithmetic {
     return largest;
   }
 
-  // The code of an unsigned moment; a relative signed moment is turned into units of what that decodes to.
+  // The code of an unsigned moment. Turns a relative signed moment into units of the decoded root.
   SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment) {
     if constexpr (kRelative) {
       Quick unit;

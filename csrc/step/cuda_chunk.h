@@ -1,5 +1,5 @@
-// How kernel rows of blocks of kAlignedBlock elements, of rows of any length, are cut into chunks that StagedStepper
-// takes at a time: whole rows if some fit, else some blocks of a row.
+// Cuts kernel rows with blocks of kAlignedBlock elements, and rows of any length, into chunks for StagedStepper:
+// several whole rows, or some blocks of a row that is longer than a chunk.
 #pragma once
 
 #include "core/call.h"
@@ -8,19 +8,19 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kChunkElements = 1056;  // of a chunk at most: 8 rows of 132, 32 rows of 33
+constexpr int kChunkElements = 1056;  // at most, of a chunk: 8 rows of 132, 32 rows of 33
 constexpr int kChunkBlocks = 32;
-constexpr int kTaskChunks = 8;  // of a task, but twice as many where rows end within it
-constexpr int kLongBlock = 64;  // elements from which a block is stepped by kLongLanes lanes
-constexpr int kLongLanes = 8;   // of a long block
-constexpr int kShortLanes = 4;  // of any other
-constexpr int kLongTurn = 4;    // long blocks that a warp steps at a time
-constexpr int kShortTurn = 8;   // others
+constexpr int kTaskChunks = 8;  // chunks of a task; up to twice as many if rows end within the task
+constexpr int kLongBlock = 64;  // elements from which on a block is long
+constexpr int kLongLanes = 8;   // lanes that step a long block
+constexpr int kShortLanes = 4;  // lanes that step a shorter block
+constexpr int kLongTurn = 4;    // long blocks that a warp steps together
+constexpr int kShortTurn = 8;   // shorter blocks that a warp steps together
 constexpr int kPartBlocks = 8;  // blocks of a chunk that is part of a row
 
 struct RowShape {
-  int blocks;  // of a row
-  int rows;    // of a chunk; 0 if a chunk is part of a row
+  int blocks;  // blocks of a row
+  int rows;    // rows of a chunk; 0 if a chunk is part of a row
   int long_blocks = 0;
 
   SHARDOPT_HD explicit RowShape(const KernelRow& kernel_row)
@@ -30,7 +30,7 @@ struct RowShape {
     const bool one_after_the_other = kernel_row.row_stride == kernel_row.cols && kernel_row.scales_row_stride == blocks;
     rows = kChunkElements / cols < kChunkBlocks / blocks ? kChunkElements / cols : kChunkBlocks / blocks;
     if (!one_after_the_other) rows = 1;
-    // As many as fill turns: an even number of rows with two long blocks, say.
+    // Takes as many rows as fill turns: an even number of rows with two long blocks each, for example.
     long_blocks = blocks - (cols % kAlignedBlock != 0 && cols % kAlignedBlock < kLongBlock);
     int unit = long_blocks == 0 ? kShortTurn : kLongTurn;
     if (long_blocks > 0 && long_blocks % 2 == 0) unit = long_blocks % 4 == 0 ? 1 : 2;
@@ -42,11 +42,11 @@ struct RowShape {
 
 // Consecutive blocks: whole rows, or blocks of a row.
 struct Chunk {
-  int64_t element, scale;  // the first ones' places in tensors and scales
+  int64_t element, scale;  // places of the first element in tensors, of the first block in scales
   int rows;
-  int row_blocks;  // of each row
+  int row_blocks;  // blocks of each row
   int row_elements;
-  uint32_t inverse;  // 2^16 over the long blocks of a row, rounded up; 0 for a single row
+  uint32_t inverse;  // 2^16 over the number of long blocks of a row, rounded up; 0 for part of a row
   uint32_t noise;    // the first element's index in the flattened global parameter, modulo 2^32
 };
 

@@ -1,4 +1,4 @@
-// How a kernel on CUDA keeps a rule and its moments, known when compiling.
+// The rule and moments of a CUDA kernel, as far as they are known when compiling.
 #pragma once
 
 #include <type_traits>
@@ -18,11 +18,11 @@ struct Prepared {
   bool skips;
 };
 
-// Passes over a block, one after the other: the extremes of all moments but relative ones, those of relative ones,
-// codes.
+// Passes over a block, in order: measure the extremes of all moments but relative ones, measure relative moments,
+// encode.
 enum Pass { kMeasure = 0, kRelate = 1, kEncode = 2 };
 
-// A number that is known when compiling: index().
+// A number that is known when compiling; calling an Index gives the number.
 template <int k>
 struct Index {
   SHARDOPT_HD constexpr int operator()() const { return k; }
@@ -51,11 +51,11 @@ struct KeptMoment {
   using Coder = std::conditional_t<kIsUnsigned, typename Used::Unsigned, typename Used::Signed>;
   using Code = typename Used::Code;
   static constexpr bool kIsRoot = Used::kRoot && kKind == MomentKind::kUnsigned;
-  static constexpr int kRoot = Kept::root_of(k);  // which of the rule's roots it is
+  static constexpr int kRoot = Kept::root_of(k);  // index of its root among the rule's roots
   static constexpr bool kRelates = Codec::kRelative && Kept::kUnsigned >= 0;
   static constexpr bool kIsUnit = kRelates && k == Kept::kUnsigned;
   static constexpr bool kIsRelative = kRelates && kKind == MomentKind::kSigned;
-  static constexpr int kPass = kIsRelative ? kRelate : kMeasure;  // in which it is measured
+  static constexpr int kPass = kIsRelative ? kRelate : kMeasure;  // the pass that measures the moment
   static constexpr bool kNeedsSmallest = kIsUnsigned && Coder::kMeasuresSmallest;
 };
 

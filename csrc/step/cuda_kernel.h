@@ -1,5 +1,5 @@
-// The kernels that step on CUDA: step_tasks steps the tasks of a rule, step_usual_tasks those of a rule, a codec and a
-// weight format, whether their blocks are whole and aligned or their rows have any length.
+// The kernels that step on CUDA: step_tasks steps the tasks of a rule, step_usual_tasks the tasks of a rule, a codec
+// and a weight format, whether their blocks are whole and aligned or their rows have any length.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kThreads = 128;
-constexpr int kResident = 5;  // thread blocks per multiprocessor that its registers must suffice for
+constexpr int kResident = 5;  // thread blocks that the registers of a multiprocessor must suffice for
 constexpr int kAlignedResident = 4;
 
 SHARDOPT_DEVICE bool is_off(const CudaCall& call) { return call.found_inf && *call.found_inf != 0.0f; }
@@ -26,15 +26,16 @@ SHARDOPT_DEVICE void count_skipped(const CudaCall& call, int skipped) {
   if (skipped) atomicAdd(call.nonfinite, static_cast<unsigned long long>(skipped));
 }
 
-// Functions of their own, so that no codec takes registers from another, nor the rare kind of block from the usual one.
+// Functions that are not inlined, so that no codec takes registers from another, nor a rare kind of block from the
+// usual kind.
 template <class Rule, class Codec, bool kOnce>
 __device__ __noinline__ int step_task(const CudaTask task, const KernelRow& kernel_row, const Prepared<Rule>& prepared,
                                       const float* table, Phase phase) {
   return WarpStepper<Rule, Codec>(kernel_row, prepared, table, phase).template step<kOnce>(task);
 }
 
-// Whether blocks can be read once and stay in registers: not with a rule that has no kernels of its own, which the
-// compiler would take twice as long for.
+// Whether blocks are read once and stay in registers: only for rules that have kernels of their own; compiling
+// the others so would take twice as long.
 template <class Rule, class Codec>
 constexpr bool kReadsOnce = is_usual<Rule, Codec>() && (Codec::Signed::kScales > 0);
 
@@ -69,8 +70,9 @@ SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task
    ...);
 }
 
-// The codecs that a rule's kernel rows may have. A rule without moments has no use for codecs: any of them stands for
-// all. Shared ones are for few rules, and repaying rules take relative ones, beside the float32 of small parameters.
+// The codecs that a rule's kernel rows may have. A rule without moments does not use its codec, so that one codec
+// stands for all. Few rules may have shared codecs; repaying rules have relative codecs, and float32 for small
+// parameters.
 template <class Rule>
 using CodecsOf =
     std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
@@ -101,7 +103,7 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
   const int turns = Stepper::is_aligned(kernel_row) ? task.blocks / kTurnBlocks : 0;
   static_assert(kMaxTaskBlocks <= 32 * kTurnBlocks, "a bit per turn");
-  uint32_t left = 0;  // turns that were not taken
+  uint32_t left = 0;  // a bit per turn that the stepper left unchanged
   Stepper stepper(kernel_row, prepared, table, task.first_block, ring);
   stepper.begin(turns);
 #pragma unroll 1
@@ -124,7 +126,7 @@ SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, cons
   const KernelRow& kernel_row = call.kernel_rows[task.kernel_row];
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
   Stepper stepper(kernel_row, prepared, table, stage);
-  uint32_t left = 0;  // chunks that were not taken
+  uint32_t left = 0;  // a bit per chunk that the stepper left unchanged
   ChunkWalk walk(kernel_row, task);
 #pragma unroll 1
   for (int i = 0; walk.blocks_left > 0; ++i) {
@@ -144,8 +146,8 @@ SHARDOPT_DEVICE int step_staged(const CudaCall& call, const CudaTask& task, cons
   return skipped;
 }
 
-// Bytes of shared memory that a warp needs: for its ring if the batch has whole, aligned blocks, for its stage if it
-// has others. A thread block's warps may need either, so that one size holds for the whole launch.
+// Bytes of shared memory that a warp needs: for a ring if the batch has whole, aligned blocks, for a stage if the batch
+// has others. Warps of one thread block may need either, so that the larger size holds for the whole launch.
 template <class Aligned, class Staged>
 SHARDOPT_HD unsigned warp_bytes(const CudaBatch& batch) {
   constexpr unsigned kRing = sizeof(typename Aligned::Ring), kStage = sizeof(typename Staged::Stage);
@@ -153,8 +155,8 @@ SHARDOPT_HD unsigned warp_bytes(const CudaBatch& batch) {
   return ring > stage ? ring : stage;
 }
 
-// A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory: a ring or a
-// stage per warp, as it steps aligned blocks or others.
+// A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory has a ring or a
+// stage per warp, as the warp steps aligned blocks or others.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 __global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(CudaCall call, CudaBatch batch) {
   using Aligned = AlignedStepper<Rule, Codec, kWeight, kGradient>;
@@ -193,7 +195,7 @@ Kernel usual_kernel(const CudaBatch& batch) {
     return {step_usual_tasks<Rule, Codec, kFound.weight, kFound.gradient>,
             kAlignedWarps * warp_bytes<Aligned, Staged>(batch)};
   } else {
-    return {nullptr};  // make_cuda_tasks gives these no format
+    return {nullptr};  // make_cuda_tasks gives no format to other pairs of rule and codec
   }
 }
 
@@ -210,15 +212,15 @@ Kernel kernel_of_codec(const CudaBatch& batch, List<Codec...>) {
   return kernels[batch.codec];
 }
 
-// The kernel that steps a batch, of kThreads threads per thread block. rule: the batch's place in this list of rules; a
-// template, so that each source compiles the kernels of its own list.
+// The kernel that steps a batch, of kThreads threads per thread block. rule: the index of the batch's rule in the list.
+// A template, so that each source file compiles the kernels of its own list.
 template <class... Rule>
 Kernel kernel_of(const CudaBatch& batch, int rule, List<Rule...>) {
   const Kernel kernels[] = {kernel_of_codec<Rule>(batch, Codecs{})...};
   return kernels[rule];
 }
 
-// Of OtherRules and SumRules, which have sources of their own: step/cuda_rules.cu and step/cuda_sum_rules.cu.
+// The kernels of OtherRules and of SumRules, compiled in step/cuda_rules.cu and step/cuda_sum_rules.cu.
 Kernel other_kernel_of(const CudaBatch& batch, int rule);
 Kernel sum_kernel_of(const CudaBatch& batch, int rule);
 

@@ -1,5 +1,5 @@
-// How a lane of a warp reads and writes its consecutive elements of a tensor: by 16 or 8 bytes at a time where the
-// addresses allow, else one by one.
+// Reads and writes the consecutive elements of a lane of a warp: by 16 or 8 bytes at a time where the addresses allow,
+// else one by one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,16 +14,16 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Inlined without question: what is not cannot keep its arrays in registers.
+// Forces inlining: functions that are not inlined cannot keep their arrays in registers.
 #define SHARDOPT_DEVICE __device__ __forceinline__
 
 constexpr int kLane = 8;  // elements of a lane
 constexpr int kWarp = 32;
 
-// The value of the lane whose number differs in these bits. All lanes of the warp take part.
+// The value of the lane whose number differs in `lane_bits`. All lanes of the warp take part.
 SHARDOPT_DEVICE int32_t exchange(int32_t x, int lane_bits) { return __shfl_xor_sync(0xffffffffu, x, lane_bits); }
 
-// A code as what codecs decode.
+// A code in the type that codecs decode.
 SHARDOPT_DEVICE int32_t as_number(uint8_t code) { return code; }
 SHARDOPT_DEVICE int32_t as_number(uint16_t code) { return code; }
 SHARDOPT_DEVICE float as_number(float code) { return code; }
@@ -33,15 +33,14 @@ struct alignas(sizeof(T) == 1 ? 8 : 16) Vector {
   T x[kLane];
 };
 
-// Elements that a lane has: the first `n` of its kLane.
+// The elements of a lane that exist: the first `n` of its kLane.
 struct Span {
-  int64_t element;  // the first one's place in the tensors
+  int64_t element;  // index of the first one in the tensors
   int n;
-  bool in_words;  // all of them, and aligned in every tensor
+  bool in_words;  // n is kLane, and the elements are aligned in every tensor
 };
 
-// The elements that there are, and beyond these `fill`. Each byte is used once: the loads and stores are marked as
-// streaming.
+// Loads the span's elements, and `fill` beyond them. Each byte is used once: loads and stores are marked as streaming.
 template <class T>
 SHARDOPT_DEVICE Vector<T> load_lane(uint64_t address, const Span& span, T fill = T{}) {
   const T* from = reinterpret_cast<const T*>(address) + span.element;
@@ -86,7 +85,7 @@ SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span
   }
 }
 
-// The nearest bfloat16, in the low half. In assembly, since nvcc moves halves of words about before it stores them.
+// The nearest bfloat16, in the low half. In assembly, as nvcc would rearrange halves of words before storing them.
 SHARDOPT_DEVICE uint32_t nearest_bf16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t word;
@@ -111,7 +110,7 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   return v;
 }
 
-// Fields of a kernel row that every turn needs; the rest is seldom used, and read when it is.
+// The fields of a kernel row that every turn needs; the other fields are seldom used and read on use.
 struct Streams {
   const KernelRow& kernel_row;
   uint64_t param, gradient;
@@ -210,8 +209,9 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
   }
 }
 
-// Random bits for the lane's elements. `row`, `col`: of the first one in the kernel row. The bits depend on the
-// element's place in its block of the global parameter alone, and a lane's elements may lie in two of these.
+// Random bits for the lane's elements. `row`, `col`: place of the lane's first element in the kernel row. The bits
+// depend on the block of the global parameter and on the element's place in the block alone; a lane's elements may lie
+// in two blocks.
 SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const KernelRow& kernel_row, float step, int64_t row,
                                 int64_t col) {
   const int64_t first_col = kernel_row.first_element % kernel_row.global_row_numel;
@@ -235,7 +235,7 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], co
   return v;
 }
 
-// at_random: rounds them with bf16_lane_at_random.
+// Stores weights in their format. at_random: rounds weights with bf16_lane_at_random.
 template <class Random>
 SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& streams, const Span& span,
                                    Random at_random) {

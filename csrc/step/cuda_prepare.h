@@ -1,4 +1,4 @@
-// The kernels that begin a CUDA step: they count it and compute the scalars of all kernel rows.
+// The kernels that begin a CUDA step: they count the step and compute the scalars of all kernel rows.
 #pragma once
 
 #include "step/cuda_kernel.h"
@@ -44,7 +44,7 @@ SHARDOPT_DEVICE void prepare_row(const CudaCall& call, int64_t i, uint64_t gradi
   prepare_row(call, i, Rules{});
 }
 
-// The addresses of gradients as they go with a launch.
+// The addresses of gradients that a launch carries.
 struct LaunchedGradients {
   uint64_t address[kLaunchedGradients];
 };
@@ -53,7 +53,7 @@ SHARDOPT_DEVICE void count_step(const CudaCall& call, int64_t i) {
   if (call.phase != Phase::kSums) *call.steps[i] += 1.0f;
 }
 
-// One thread block: the steps must be counted before a kernel row's is read.
+// Runs as one thread block: all steps must be counted before a kernel row's step count is read.
 __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const LaunchedGradients gradients) {
   if (is_off(call)) return;
   for (int64_t i = threadIdx.x; i < call.step_count; i += blockDim.x) count_step(call, i);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(CudaCall call, const 
   for (int64_t i = threadIdx.x; i < call.row_count; i += blockDim.x) prepare_row(call, i, gradients.address[i]);
 }
 
-// For more kernel rows than addresses go with a launch: two launches of many thread blocks do what prepare does.
+// For more kernel rows than a launch carries addresses: two launches of many thread blocks replace `prepare`.
 __global__ void __launch_bounds__(kPrepareThreads) count_steps(CudaCall call) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(kPrepareThreads) + threadIdx.x;
   if (i < call.step_count && !is_off(call)) count_step(call, i);

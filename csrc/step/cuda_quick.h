@@ -1,5 +1,5 @@
-// Numbers whose square roots and reciprocals go without the guards that any float needs: the instructions that nvcc
-// makes of the guarded ones, where the guards let a number pass.
+// Numbers whose square roots and reciprocals are computed without guards for unusual floats: by the instructions that
+// nvcc generates for numbers which pass the guards.
 #pragma once
 
 #include "step/cuda_lane.h"
@@ -19,12 +19,12 @@ SHARDOPT_DEVICE float near_reciprocal_root(float x) {
 }
 #endif
 
-// Roots above it are normal numbers, and their residuals, too.
+// Roots above this bound are normal numbers, and so are the residuals of their computation.
 constexpr float kLeastQuickRoot = 0x1p-50f;
-// Moments below it have scales whose reciprocals are normal numbers.
+// Moments below this bound have scales whose reciprocals are normal numbers.
 constexpr float kLargestQuickMoment = 0x1p120f;
 
-// The larger one; NaN if one is.
+// The larger of a and b; NaN if either is NaN.
 SHARDOPT_DEVICE float larger(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float x;
@@ -64,7 +64,7 @@ struct Quick {
 #endif
   }
 
-  // Correctly rounded from 2^-100 to 2^124; NaN of zero, of what is below it, of infinity and of NaN.
+  // Correctly rounded from 2^-100 to 2^124; NaN for zero, negative numbers, infinity and NaN.
   friend SHARDOPT_DEVICE Quick square_root(Quick a) {
 #if defined(__CUDA_ARCH__)
     const float y = near_reciprocal_root(a.x), s = a.x * y;

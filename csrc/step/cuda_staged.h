@@ -1,13 +1,13 @@
 // The step of whole blocks of 128 elements, and of the shorter ones at the ends of rows, wherever they begin: chunks of
 // consecutive blocks are copied into shared memory by words of 16 bytes, stepped there in place, and copied back.
 //
-// A long block is stepped by eight lanes, a short one by four, up to sixteen elements per lane, each read and written
-// by itself: neighbouring lanes take neighbouring elements, so that no two of them wait for the same bank. The lanes'
-// elements are taken in windows of consecutive elements which cover the block; where windows overlap, or lanes have no
-// block of their own, an element is stepped twice, to the same bits.
+// Eight lanes step a long block, four lanes a short one, with up to sixteen elements per lane, each read and written by
+// itself. Neighbouring lanes take neighbouring elements, so that no two lanes wait for the same bank. Lanes take their
+// elements from windows of consecutive elements which cover the block. If windows overlap, or lanes have no block of
+// their own, an element is stepped twice, to the same bits.
 //
-// Words that hold other elements, too, are read whole, and only the chunk's elements in them are written. Whatever
-// BlockArithmetic cannot step is left to WarpStepper, with the whole chunk: nothing is copied back then.
+// Words that also hold elements of other chunks are read whole; only the chunk's own elements are written. If
+// BlockArithmetic cannot step an element, the whole chunk is left to WarpStepper, and nothing is copied back.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -38,7 +38,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   using typename Arithmetic::Signed;
   using typename Arithmetic::Unsigned;
 
-  // Elements as bytes, from the 16-byte word on that the first one stands in.
+  // Elements as bytes, beginning with the whole 16-byte word that has the first element.
   template <class T>
   struct alignas(kWord) Staged {
     static constexpr int kWords = (kChunkElements * static_cast<int>(sizeof(T)) + 2 * kWord - 2) / kWord;
@@ -71,7 +71,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_ = Noise(kernel_row.noise_key, prepared.step, 0);
   }
 
-  // Steps a chunk; false if it was left as it is.
+  // Steps a chunk; returns false if the chunk is left unchanged.
   SHARDOPT_DEVICE bool step(const Chunk& chunk) {
     const int count = chunk.rows * chunk.row_elements, blocks = chunk.rows * chunk.row_blocks;
     high_ = copy_in<High>(stage_.high, kernel_row_.param, chunk.element, count);
@@ -105,7 +105,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return address + static_cast<uint64_t>(index) * sizeof(T);
   }
 
-  // An address, computed here and not wherever it is used.
+  // Makes nvcc compute an address here, once, instead of at each use.
   template <class T>
   SHARDOPT_DEVICE static T* settled(T* address) {
 #if defined(__CUDA_ARCH__)
@@ -114,7 +114,8 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return address;
   }
 
-  // Begins to copy elements of a tensor into the stage, where the first one will be as far into a word as it is there.
+  // Begins to copy elements of a tensor into the stage. The first element has the same offset within a word in the
+  // stage as in the tensor.
   template <class T>
   SHARDOPT_DEVICE T* copy_in(Staged<T>& to, uint64_t tensor, int64_t element, int count) const {
     const uint64_t address = at<T>(tensor, element);
@@ -129,7 +130,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return reinterpret_cast<T*>(to.bytes + offset);
   }
 
-  // Whole words, and the elements beside them one by one.
+  // Copies whole words back, and elements in incomplete words one by one.
   template <class T>
   SHARDOPT_DEVICE void copy_out(const Staged<T>& from, uint64_t tensor, int64_t element, int count) const {
     const uint64_t address = at<T>(tensor, element);
@@ -149,7 +150,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  // Runs something for the scales of a chunk, in the stage and where they are kept.
+  // Calls run(staged, kept) for each scale of a chunk: its address in the stage and in the tensor.
   template <class Do>
   SHARDOPT_DEVICE void for_scales(int64_t first, int blocks, Do run) const {
     if constexpr (kHasUnsigned) {
@@ -194,14 +195,14 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     return stepped;
   }
 
-  // Slots [kFirst, kFirst + kCount) of a lane's elements.
+  // Indices [kFirst, kFirst + kCount) of a lane's elements in its registers.
   template <int kFirst, int kCount>
   struct Slots {
     static constexpr int kBegin = kFirst, kEnd = kFirst + kCount;
   };
 
-  // Runs something for the windows of a block of n elements: for the slots that its elements are in, and with the
-  // window's first element. All blocks of a turn of short ones have the same length.
+  // Calls run(slots, first) for each window of a block of n elements: the slots of the window's elements, and the
+  // window's first element. In a turn of short blocks, all blocks have the same length.
   template <int kLanes, class Do>
   SHARDOPT_DEVICE static void in_windows(int n, Do run) {
     if constexpr (kLanes == kLongLanes) {
@@ -219,7 +220,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  // Steps a block per kLanes lanes, in the stage; false if one of them cannot be.
+  // Steps a block per kLanes lanes, in the stage; returns false if any block cannot be stepped.
   template <int kLanes>
   SHARDOPT_DEVICE bool step_turn(const Chunk& chunk, int row, int in_row, int n) {
     const int in_block = min_int(lane_ % kLanes, n - 1);
@@ -253,7 +254,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
     found.has_zero_code = least_code == 0;
     bool usual = this->is_usual(found);
-    __syncwarp();  // all lanes have read what is written from here on
+    __syncwarp();  // all lanes have read the memory that is written from here on
     float new_scales[Unsigned::kScales + 1] = {}, largest = 0.0f;
     if constexpr (kHasUnsigned) {
       const Extremes e = Arithmetic::template agreed<kLanes>(found);
@@ -277,7 +278,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       }
     });
     largest = Arithmetic::template agreed<kLanes>(largest);
-    usual = usual && largest < kLargestQuickMoment;  // and so no NaN
+    usual = usual && largest < kLargestQuickMoment;  // false for NaN, too
     if (!__all_sync(0xffffffffu, usual)) return false;
     float scales[Signed::kScales];
     Signed::measure({bits(largest), 0}, scales);

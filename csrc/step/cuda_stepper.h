@@ -1,9 +1,9 @@
-// The step of a task on CUDA: a block per group of lanes, eight consecutive elements per lane, the same rule and codec
-// headers as on the CPU.
+// The step of a task on CUDA: a block per group of lanes, eight consecutive elements per lane. Uses the rule and codec
+// headers that the CPU uses.
 //
 // A block of up to kWarp * kLane elements is read once and stays in registers from the update to the encoding. A larger
-// one is taken in chunks and computed anew in each pass; nothing of it is stored before the last one. So are cut
-// blocks, whose passes are launches of their own.
+// block is taken in chunks and computed anew in each pass; only the last pass stores. So are cut blocks, whose passes
+// are separate launches.
 #pragma once
 
 #include "step/cuda.h"
@@ -44,7 +44,7 @@ class WarpStepper {
     });
   }
 
-  // Returns how many elements this lane has skipped.
+  // Steps the task's blocks; returns the number of elements that this lane has skipped.
   template <bool kOnce>
   SHARDOPT_DEVICE int step(const CudaTask& task) {
     each_turn(task, [this] {
@@ -79,7 +79,7 @@ class WarpStepper {
   }
 
  private:
-  // Calls take() with the lane at each of the task's blocks in turn.
+  // Moves the lane to each of the task's blocks in turn and calls take().
   template <class Take>
   SHARDOPT_DEVICE void each_turn(const CudaTask& task, Take take) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -108,7 +108,7 @@ class WarpStepper {
     }
   }
 
-  // A codec without blocks.
+  // Steps elements whose codec has no blocks.
   SHARDOPT_DEVICE void step_plain() {
     const float no_scales[2] = {};
     for (int begin = 0; begin < kernel_row_.block_size; begin += kChunk) {
@@ -118,7 +118,7 @@ class WarpStepper {
     }
   }
 
-  // kOnce: a whole block of one chunk.
+  // Steps a block. kOnce: the block is whole and has one chunk.
   template <bool kOnce>
   SHARDOPT_DEVICE void step_block() {
     const int first = kOnce || phase_ == Phase::kStep ? kMeasure : phase_ == Phase::kRelative ? kRelate : kEncode;
@@ -155,14 +155,14 @@ class WarpStepper {
     if (last == kEncode) store_scales(found);
   }
 
-  // Reads and updates the lane's elements of the chunk that begins there. Missing elements are zeros.
+  // Reads and updates the lane's elements of the chunk from `begin` on. Missing elements are zeros.
   SHARDOPT_DEVICE void compute(int begin, bool counts) {
     find_span(begin);
     const int32_t largest = update<false>(counts);
     if (largest >= kLargeBits && prepared_.skips) update<true>(counts);
   }
 
-  // The lane's elements of the chunk that begins there.
+  // Finds the lane's elements of the chunk from `begin` on.
   SHARDOPT_DEVICE void find_span(int begin) {
     const int left = n_ - begin - lane_ * kLane;
     span_.element = element_ + begin;
@@ -170,8 +170,8 @@ class WarpStepper {
     span_.in_words = aligned_ && left >= kLane;
   }
 
-  // The terms of the lane's elements of the chunk that begins there: zeros for missing ones and lost updates. factors:
-  // the second ones of products.
+  // Computes the terms of the lane's elements of the chunk from `begin` on: zeros for missing elements and lost
+  // updates. factors: the second factors, for sums of products.
   SHARDOPT_DEVICE void compute_terms(float (*terms)[kLane], float (*factors)[kLane], int begin) {
     find_span(begin);
     float gradient[kLane], old[kMoments + 1][kLane];
@@ -199,8 +199,8 @@ class WarpStepper {
     }
   }
 
-  // Nothing is written: this can be done again. kSkips: elements whose update is lost stay as they are. Returns the
-  // largest largest_product.
+  // Updates the lane's elements in registers. Writes no memory, so that this may be repeated. kSkips: elements whose
+  // update is lost stay unchanged. Returns the maximum of largest_product over the elements.
   template <bool kSkips>
   SHARDOPT_DEVICE int32_t update(bool counts) {
     float gradient[kLane], old[kMoments + 1][kLane];
@@ -230,7 +230,7 @@ class WarpStepper {
     return largest;
   }
 
-  // The moments, or the roots of those that are coded by theirs.
+  // Decodes the moments, or the roots of moments that are coded by their roots.
   SHARDOPT_DEVICE void decode(float (&moment)[kMoments + 1][kLane]) const {
     each_of<kMoments>([&](auto k) {
       using Kept = Moment<k()>;
@@ -247,8 +247,8 @@ class WarpStepper {
     });
   }
 
-  // Encodes the moment in units of whose root others are coded, and turns these into such units, of the root as it will
-  // be decoded.
+  // Encodes the unsigned moment in units of whose root signed moments are coded, and divides these signed moments by
+  // that root as decoded.
   SHARDOPT_DEVICE void relate(const Extremes* found, bool stores) {
     if constexpr (kRelative) {
       using Unit = Moment<kUnsigned>;
@@ -268,7 +268,7 @@ class WarpStepper {
         }
         if constexpr (kRepays) units_.x[i] = unit;
         const bool is_zero = bits(x) == 0;
-        const float inverse = reciprocal(is_zero ? 1.0f : unit);  // that of 0 takes long
+        const float inverse = reciprocal(is_zero ? 1.0f : unit);  // not of 0, which takes long
         each_of<kMoments>([&](auto k) {
           if (Moment<k()>::kIsRelative) kept_[k()][i] = is_zero ? 0.0f : kept_[k()][i] * inverse;
         });
@@ -281,7 +281,7 @@ class WarpStepper {
     }
   }
 
-  // Encodes a moment, and moves the parameters for what that loses, where the rule repays.
+  // Encodes a moment. If the rule repays, moves the parameters for the codes' rounding error.
   template <int k>
   SHARDOPT_DEVICE void store_codes(const float* scales) {
     const typename Moment<k>::Coder coder(scales, table_);
@@ -319,7 +319,7 @@ class WarpStepper {
   }
 
   SHARDOPT_DEVICE void store_scales(const Extremes* found) const {
-    __syncwarp();  // all lanes have read the old ones
+    __syncwarp();  // all lanes have read the old scales
     if (lane_ > 0 || n_ == 0) return;
     each_of<kMoments>([&](auto k) {
       using Coder = typename Moment<k()>::Coder;
@@ -330,7 +330,7 @@ class WarpStepper {
 
   template <int k>
   SHARDOPT_DEVICE void widen(Extremes& e) const {
-    uint32_t smallest = ~0u;  // of the bits above zero, less one
+    uint32_t smallest = ~0u;  // bits of the smallest magnitude above zero, less one
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       const int32_t b = magnitude_bits(kept_[k][i]);
@@ -342,7 +342,7 @@ class WarpStepper {
     }
   }
 
-  // The extremes of the whole block, in all of its lanes.
+  // Makes each lane's extremes those of the whole block.
   template <int k>
   SHARDOPT_DEVICE void agree(Extremes& e) const {
 #pragma unroll
@@ -385,16 +385,17 @@ class WarpStepper {
   const Phase phase_;
   uint64_t codes_[kMoments + 1];
   bool aligned_;
-  int lanes_ = 0, lane_ = 0;  // of the block's group, and which of them this is
-  int64_t left_ = 0;          // elements from the block's first one to its row's end
-  int64_t element_ = 0;       // the lane's first one in the block's first chunk
-  int64_t scale_index_ = 0;   // the block's place in scales and extremes
-  int n_ = 0;                 // its elements
-  Span span_ = {};            // the lane's elements
+  int lanes_ = 0, lane_ = 0;  // number of lanes of a block, and this lane's index among them
+  int64_t left_ = 0;          // elements from the block's first element to its row's end
+  int64_t element_ = 0;       // index of the lane's first element in the block's first chunk
+  int64_t scale_index_ = 0;   // index of the block in scales and extremes
+  int n_ = 0;                 // elements of the block
+  Span span_ = {};            // the lane's elements in the current chunk
   int skipped_ = 0;
   float param_[kLane];
-  float kept_[kMoments + 1][kLane];  // the moments, but the unsigned one's root where the codec wants that
-  // Only where the rule repays, the root as it was encoded; only where moments share codes, the unsigned one's part.
+  float kept_[kMoments + 1][kLane];  // the moments; of a moment that is coded by its root, the root
+  // units_: the decoded root, if the rule repays. shared_: the unsigned moment's part of the code, if moments share
+  // codes.
   std::conditional_t<kRepays, Vector<float>, Nothing> units_;
   std::conditional_t<kSharesCodes<Codec>, Vector<typename Codec::Code>, Nothing> shared_;
 };

@@ -6,7 +6,7 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// The value of the lane whose number differs in these bits. All lanes of the warp take part.
+// The value of the lane whose number differs in `lane_bits`. All lanes of the warp take part.
 SHARDOPT_DEVICE int64_t exchange(int64_t x, int lane_bits) {
   const auto low = static_cast<uint32_t>(exchange(static_cast<int32_t>(x), lane_bits));
   return static_cast<int64_t>(exchange(static_cast<int32_t>(x >> 32), lane_bits)) * (int64_t{1} << 32) + low;
@@ -25,7 +25,7 @@ SHARDOPT_DEVICE int32_t warp_max(int32_t x) {
   return x;
 }
 
-// An exact sum that the lanes of a warp hold together: each has one of its words.
+// An exact sum that the lanes of a warp hold together, one word per lane.
 class WarpSum {
   static constexpr int kWords = sizeof(ExactSum) / sizeof(int64_t);
   static_assert(kWords <= kWarp, "a word per lane");
@@ -37,7 +37,8 @@ class WarpSum {
   // Adds the products of each lane's numbers. All lanes of the warp take part.
   SHARDOPT_DEVICE void add_products(const float (&x)[kLane], const float (&y)[kLane]) { add<false>(x, y); }
 
-  // Other warps add theirs. kCarries: carries from each digit to the next one, once.
+  // Adds the warp's sum to a sum in memory, atomically: other warps add to it, too. kCarries: carries from each digit
+  // to the next, once.
   template <bool kCarries>
   SHARDOPT_DEVICE void add_to(ExactSum* sum) const {
     if (lane_ >= kWords || word_ == 0) return;

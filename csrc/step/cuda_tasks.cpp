@@ -8,7 +8,8 @@
 namespace shardopt {
 namespace {
 
-// Fewer per task where a step is short, so that the last tasks to end do not keep most of the device waiting.
+// The number of elements per task: fewer for a short step, so that the last tasks do not keep most of the device
+// waiting.
 int64_t task_elements(int64_t elements) {
   constexpr int64_t kMany = 500'000'000, kSome = 50'000'000, kMost = kMaxTaskBlocks * kAlignedBlock;
   return elements >= kMany ? kMost : elements >= kSome ? kMost / 2 : kMost / 4;
@@ -31,7 +32,7 @@ int format_of(const KernelRow& kernel_row, int rule) {
   if (kernel_row.cut || kernel_row.block_size != kAlignedBlock || kernel_row.rows == 0 || kernel_row.cols == 0)
     return -1;
   if (!has_kernels(rule, kernel_row.codec, tasks::Codecs{})) return -1;
-  // Short blocks that do not lie one after the other would be staged one by one.
+  // Staging would take short blocks that do not lie one after the other one by one.
   if (kernel_row.row_stride != kernel_row.cols && kernel_row.rows > 1 && kernel_row.cols < kAlignedBlock) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {
     if (kernel_row.weight_format == static_cast<int32_t>(kAlignedFormats[i].weight) &&
@@ -41,8 +42,8 @@ int format_of(const KernelRow& kernel_row, int rule) {
   return -1;
 }
 
-// Whether the kernel row is whole blocks, one after the other, and begins where vectors may. Addresses may change from
-// step to step: the kernels look at them again.
+// Whether the kernel row has whole blocks, one after the other, and aligned addresses. Addresses may change from step
+// to step: the kernels check them again.
 bool is_aligned(const KernelRow& kernel_row) {
   const bool contiguous = kernel_row.rows == 1 ||
                           (kernel_row.row_stride == kernel_row.cols && kernel_row.global_row_numel == kernel_row.cols &&
@@ -53,7 +54,7 @@ bool is_aligned(const KernelRow& kernel_row) {
          (kernel_row.param | kernel_row.gradient | kernel_row.low_bits) % 16 == 0 && codes % 8 == 0 && scales % 8 == 0;
 }
 
-// Whole chunks and, where a task has room for some, whole rows.
+// The number of blocks of a staged task: whole chunks and, if a task has room for any, whole rows.
 int64_t staged_task_blocks(const KernelRow& kernel_row, int64_t elements) {
   const tasks::RowShape shape(kernel_row);
   const int64_t chunk = shape.chunk_blocks();

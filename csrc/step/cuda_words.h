@@ -1,7 +1,7 @@
-// Consecutive elements of a lane as words of 32 bits: how they are moved, taken apart and put together.
+// Consecutive elements of a lane as words of 32 bits: moves them, takes them apart and puts them together.
 //
-// Branches for __CUDA_ARCH__ are single instructions that nvcc does not make of the other branch. Tests of the
-// emulation run the other branch, tests/ptx and tests/gpu the instructions.
+// Branches for __CUDA_ARCH__ are single instructions that nvcc does not generate from the other branch. Tests of the
+// emulation run the other branch; tests/ptx and tests/gpu run the instructions.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,7 @@ struct alignas(sizeof(T) * kCount) Words {
   T x[kCount];
 };
 
-// The type that the device moves so many bytes by.
+// The type by which the device moves kBytes bytes at once.
 template <size_t kBytes>
 using Moved = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
@@ -58,10 +58,11 @@ SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
 #endif
 }
 
-// Bytes k of a word as a signed number, times 2^8; and its half k.
+// Byte k of a word as a signed number, times 2^8; half k of a word as a signed number.
 SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
 #if defined(__CUDA_ARCH__)
-  // In assembly: __byte_perm looks at three bits of each of the selector's digits, of which the fourth is "its sign".
+  // In assembly: __byte_perm reads three bits of each digit of the selector, not the fourth, which selects the byte's
+  // sign.
   uint32_t x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(word), "r"(0), "r"(0x8804 + k * 0x1110));
   return static_cast<int32_t>(x);
@@ -71,7 +72,7 @@ SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
 }
 SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) { return static_cast<int16_t>(word >> (16 * k)); }
 
-// Half k of two words; byte k of four.
+// Packs half k of two words; byte k of four words.
 SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
 #if defined(__CUDA_ARCH__)
   return __byte_perm(a, b, k == 0 ? 0x5410 : 0x7632);
@@ -90,18 +91,18 @@ SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
 #endif
 }
 
-// A master weight's word plus half a unit of the parameter, whose bits are then the upper half. Those below it, and in
-// the low 16 bits of it the first one turned, are the low bits.
+// A master weight's word plus half a unit of the parameter. The upper half of the result is the parameter; the bits
+// below, with the first of them turned, are the low bits.
 template <int kLowBits>
 SHARDOPT_DEVICE uint32_t raised_word(float weight) {
   const auto word = static_cast<uint32_t>(bits(weight));
   if (kLowBits == 16) return word + 0x8000u;
-  // word + 0x8000 + 0x7f + (word >> 8 & 1), rounded to even, in two instructions: that bit comes as the carry.
+  // word + 0x8000 + 0x7f + (word >> 8 & 1), rounded to even, in two instructions: the last term is added as a carry.
   return static_cast<uint32_t>(((uint64_t{word} << 32 | word << 23) + 0x807f80000000u) >> 32);
 }
 
-// A table in shared memory, whose address there is computed once. The load is no memory access to the compiler: it
-// stays behind the thread block's barrier because its index comes from a load that does.
+// A table in shared memory, whose address there is computed once. The compiler does not see that `value` reads memory:
+// the load stays behind the thread block's barrier because its index comes from a load that does.
 struct SharedTable {
 #if defined(__CUDA_ARCH__)
   uint32_t address;
@@ -144,7 +145,7 @@ struct Packed {
   }
 };
 
-// Not zero if one of the codes is.
+// Not zero if any of the codes is zero.
 template <int kCount>
 SHARDOPT_DEVICE uint32_t zero_bytes(const Packed<uint8_t, kCount>& codes) {
   uint32_t found = 0;
@@ -153,7 +154,7 @@ SHARDOPT_DEVICE uint32_t zero_bytes(const Packed<uint8_t, kCount>& codes) {
   return found & 0x80808080u;
 }
 
-// Half k of each word.
+// Packs half k of each word.
 template <class Part, int kParts, int kWords>
 SHARDOPT_DEVICE void pack_halves(Part (&to)[kParts], const uint32_t (&word)[kWords], int k) {
   uint32_t packed[kWords / 2];
@@ -163,7 +164,7 @@ SHARDOPT_DEVICE void pack_halves(Part (&to)[kParts], const uint32_t (&word)[kWor
   __builtin_memcpy(to, packed, sizeof packed);
 }
 
-// Byte k of each word, with the bits of `turned` turned.
+// Packs byte k of each word and flips the bits that are set in `turned`.
 template <class Part, int kParts, int kWords>
 SHARDOPT_DEVICE void pack_bytes(Part (&to)[kParts], const uint32_t (&word)[kWords], int k, uint32_t turned = 0) {
   uint32_t packed[kWords / 4];

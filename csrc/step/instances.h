@@ -1,4 +1,4 @@
-// Every rule and every codec that is built. A new one is its header and its name in the list.
+// Every rule and every codec that is built. To add one, include its header and put its name in a list.
 #pragma once
 
 #include <type_traits>
@@ -36,8 +36,8 @@ struct List {
   static constexpr int kCount = sizeof...(Types);
 };
 
-// Rules and codecs that are compiled together into kernels of their own: the fastest ones, but each pair takes the
-// compiler seconds per instruction set.
+// Rules and codecs that are compiled together into kernels of their own: these kernels are the fastest, but each pair
+// takes the compiler seconds per instruction set.
 using UsualRules = List<Adam, Lion, Momentum>;
 using UsualCodecs = List<Float32, BFloat16, Log8, Companded8, Dynamic8>;
 
@@ -62,7 +62,7 @@ using Codecs = decltype(joined(UnsharedCodecs{}, SharedCodecs{}));
 template <class Codec>
 using WideCodec = std::conditional_t<(Codec::Signed::kScales > 0), Companded16, Float32>;
 
-// The place of a type in a list; the list's length if it is not there.
+// The index of a type in a list; the list's length if the type is not in it.
 template <class T, class... Types>
 constexpr int index_of(List<Types...>) {
   int index = 0, found = sizeof...(Types);
@@ -84,7 +84,7 @@ constexpr bool is_usual() {
   return index_of<Rule>(UsualRules{}) < UsualRules::kCount && index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
 }
 
-// Further pairs that the CPU, whose runs cost more than the GPU's, has kernels of.
+// Further pairs with kernels of their own on the CPU, where stepping run by run costs more than on a GPU.
 template <class Rule, class Codec>
 constexpr bool is_usual_on_cpu() {
   return (std::is_same_v<Rule, RepaidAdam> && std::is_same_v<Codec, Log8>) ||

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kPieceBytes = 1 << 20;
 
-// Stores past the caches spare the reading of what is written over, a third of the traffic.
+// Stores past the caches do not read the memory that they overwrite, which saves a third of the traffic.
 void copy(char* to, const char* from, int64_t n) {
 #if defined(__x86_64__)
   constexpr int64_t kStep = 4 * sizeof(__m128i);
@@ -38,7 +38,7 @@ struct Work {
   const uint64_t* to;
   const uint64_t* from;
   const int64_t* nbytes;
-  std::vector<int64_t> pieces;  // of the ranges up to each one
+  std::vector<int64_t> pieces;  // per range, the number of pieces up to its end
   std::atomic<int64_t> next{0};
 };
 

@@ -5,8 +5,8 @@
 
 namespace shardopt {
 
-// Copies nbytes[i] bytes from from[i] to to[i] for each i, by several threads, past the caches: for copies that are not
-// read again soon. The ranges do not overlap.
+// Copies nbytes[i] bytes from from[i] to to[i] for each i, on several threads, past the caches: for copies that are not
+// soon read again. The ranges do not overlap.
 void copy_ranges(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, int threads);
 
 }  // namespace shardopt

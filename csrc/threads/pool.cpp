@@ -95,7 +95,8 @@ class ThreadPool {
   uint64_t generation_ = 0;
 };
 
-// Never destroyed: its threads wait in it until the process ends. A forked child has no such threads and starts anew.
+// The pool is never destroyed: its threads wait in it until the process ends. A forked child has no such threads and
+// starts a new pool.
 ThreadPool* pool = new ThreadPool;
 const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new ThreadPool; });
 

@@ -6,16 +6,18 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+#: Of C++: a string, which may have "//" in it, or a comment, in a group.
+STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|(//[^\n]*|/\*.*?\*/)', re.DOTALL)
 BEGINNING = re.compile(r"(?:^|(?<=[.!?] ))(What|That of|Those|The same|It|Its|They)\b")
 
 
-FOLDERS = ("shardopt", "tests", "benchmarks", "launch", "examples", "docs")
+FOLDERS = ("shardopt", "csrc", "tests", "benchmarks", "launch", "examples", "docs")
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
@@ -35,16 +37,38 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
     yield last, " ".join(block)
 
 
-def riddles(source: str) -> list[tuple[int, str]]:
-    sentences = ((line, " ".join(text.split())) for line, text in texts(source))
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments of C++, with the lines where they begin; comments on successive lines of their own are one."""
+    block: list[str] = []
+    first = following = 0
+    for match in STRING_OR_COMMENT.finditer(source):
+        if not match[1]:
+            continue
+        before = source[: match.start()]
+        line, is_alone = before.count("\n") + 1, not before.rpartition("\n")[2].strip()
+        if line != following or not is_alone:
+            yield first, " ".join(block)
+            block, first = [], line
+        block += (part.strip("/* ") for part in match[1].splitlines())
+        following = line + len(match[1].splitlines()) if is_alone else 0
+    yield first, " ".join(block)
+
+
+#: Of a source file, by its suffix: the function that finds its texts.
+READERS = {".py": texts, ".h": comments, ".cpp": comments, ".cu": comments}
+
+
+def riddles(texts: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    sentences = ((line, " ".join(text.split())) for line, text in texts)
     return [(line, text[at.start() :][:60]) for line, text in sentences for at in BEGINNING.finditer(text)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_sentence_begins_with_a_pronoun(folder: str) -> None:
     found = {
-        str(path.relative_to(ROOT)): riddles(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / folder).rglob("*.py"))
+        str(path.relative_to(ROOT)): riddles(READERS[path.suffix](path.read_text(encoding="utf-8")))
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in READERS
     }
     assert found
     assert not {path: sentences for path, sentences in found.items() if sentences}
@@ -59,4 +83,23 @@ def test_no_sentence_begins_with_a_pronoun(folder: str) -> None:
     ],
 )
 def test_riddles_are_found(source: str) -> None:
-    assert len(riddles(source)) == 1
+    assert len(riddles(texts(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "// What a step needs.\nint x;\n",
+        "int x = 0;  // rows\n// Those of others.\n",
+        'auto url = "https://host";  // It is read first.\n',
+        "// Takes one block, or\n// several.\n// The same of rows.\n",
+        "/* Takes one.\n * Its size is n. */\n",
+    ],
+)
+def test_riddles_in_cpp_are_found(source: str) -> None:
+    assert len(riddles(comments(source))) == 1
+
+
+def test_strings_and_code_in_cpp_are_no_sentences() -> None:
+    source = 'auto text = "// It is a text";\n// Takes rows\n// It has given back.\nauto It = 1;  // a number\n'
+    assert riddles(comments(source)) == []

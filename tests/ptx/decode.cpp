@@ -1,4 +1,4 @@
-// What each instruction of PTX does. One that is not here ends the parser, as do modifiers that are not.
+// The effect of each instruction of PTX. An instruction or modifier that is not listed here ends the parser.
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
@@ -57,7 +57,7 @@ Handler of_integers(const std::string& type, F f) {
   return nullptr;
 }
 
-// The same for types of which only the size matters.
+// f(zero) with a zero of the unsigned type of this size, for types of which only the size matters.
 template <class F>
 Handler of_sizes(int bits, F f) {
   return bits == 16 ? f(u16{}) : bits == 32 ? f(u32{}) : bits == 64 ? f(u64{}) : nullptr;

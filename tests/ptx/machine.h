@@ -1,4 +1,4 @@
-// What the interpreter has while it runs: a launch's thread blocks one after the other, their warps, and their
+// The state of the running interpreter: a launch's thread blocks one after the other, their warps, and their
 // registers.
 #pragma once
 

@@ -171,7 +171,7 @@ void read_source(const Warp& w, AsyncCopy& copy, int lane) {
     copy.data[b] = 0;
     if (b >= copy.read) continue;
     copy.data[b] = byte_or_random(at);
-    // What another thread writes meanwhile may be as it was, or as it will be.
+    // Bytes that another thread writes meanwhile may be read before or after the write.
     if (!range_of(at).end || writer_is_unordered(global_access(at), who(w, lane))) copy.state[b] = Byte::kUndefined;
   }
 }
@@ -324,7 +324,7 @@ void atomic_max(Warp& w, const Instruction& i, u32 mask) {
   atomic(w, i, mask, [](u64 a, u64 b) { return std::max(a, b); });
 }
 
-// What it writes is undefined until it has been waited for.
+// Begins an asynchronous copy, whose target is undefined until the copy has been waited for.
 void begin_copy(Warp& w, const Instruction& i, u32 mask) {
   if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask)
     w.report("an asynchronous copy with an undefined address", i);

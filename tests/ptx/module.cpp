@@ -40,7 +40,7 @@ class CheckedAllocator final : public c10::Allocator {
 
 c10::Allocator* usual = nullptr;
 
-// Whether tensors are allocated so that kernels may read and write them. Those from before never may.
+// Sets whether kernels may read and write tensors that are allocated from now on. Tensors from before stay forbidden.
 void check_allocations(bool on) {
   static auto* const checked = new CheckedAllocator;
   if (!usual) usual = c10::GetAllocator(c10::DeviceType::CPU);

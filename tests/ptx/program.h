@@ -113,7 +113,7 @@ Function* find_kernel(const std::string& name);
 std::string trimmed(const std::string& s);
 std::vector<std::string> split_operands(const std::string& s);
 
-// What decode() needs of the function that is being parsed.
+// The function that is being parsed, as decode() needs it.
 struct Parser {
   explicit Parser(Function& function) : f(function) {}
   void parse();

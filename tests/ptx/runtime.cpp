@@ -17,7 +17,7 @@ enum Error {
   kInvalidDevice = 101,
   kLaunchFailure = 719
 };
-// What a launch gets without asking for more.
+// The limits of a launch that asks for no more.
 constexpr size_t kSharedBytes = 48 * 1024, kParameterBytes = 4096;
 constexpr unsigned kMaxThreads = 1024;
 
