@@ -45,6 +45,9 @@ CLIENTS = {
     "axolotl": Client("0.19", "plugins: [shardopt.clients.axolotl.Names], optimizer: shardopt_adamw_8bit"),
     "lightning": Client("2.6", "configure_optimizers returns shardopt.AdamW8bit(...)"),
     "llamafactory": Client("0.9.5", "optim: shardopt_adamw_8bit, shardopt run -m llamafactory.launcher config.yml"),
+    "megatron-core": Client(
+        "0.16", "shardopt.clients.megatron.replace_adam(get_megatron_optimizer(...), shardopt.AdamW8bit)"
+    ),
     "ms-swift": Client(
         "4.6", "--optimizer shardopt_adamw_8bit --external_plugins, a file: import shardopt.clients.swift"
     ),

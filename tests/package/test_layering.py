@@ -45,7 +45,7 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 SHARDING_LEVEL = LEVELS["shardopt.sharding"]
 SHARDING = ("torch.distributed", "deepspeed")
 #: Integrations register what checkpoints need to know of a framework; checkpoints name none of them.
-FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "torchtitan", "transformers", "shardopt.sharding")
+FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers", "shardopt.sharding")
 NO_FRAMEWORK = "shardopt.sharding.exchange"
 
 #: Folders of csrc and those that they may include.

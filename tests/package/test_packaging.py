@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 #: Distributions that are not called as the module that they hold.
-DISTRIBUTIONS = {"swift": "ms_swift", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"megatron": "megatron_core", "swift": "ms_swift", "yaml": "pyyaml"}
 
 
 def third_party(folder: Path, own: set[str], on_import: bool) -> set[str]:

@@ -22,7 +22,7 @@ sys.stdout.flush()
 os._exit(0)
 """
 #: Frameworks of docs/clients.md.
-FRAMEWORKS = ("accelerate", "lightning", "torchtitan", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "megatron", "torchtitan", "transformers")
 
 
 def used(snippet: str) -> list[str]:

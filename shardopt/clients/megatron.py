@@ -1,0 +1,235 @@
+"""Megatron-Core and Megatron-Bridge: shardopt's kernels on the ranges that Megatron's DistributedOptimizer steps.
+
+Megatron's DistributedOptimizer takes no optimizer but Adam, so Megatron makes its Adam, and :func:`replace_adam`
+replaces that before any state exists. Gradient scaling, clipping, the schedule and the exchange of gradients and
+parameters stay Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import distrib_optimizer as _theirs
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.optim import AdamW, ShardedOptimizer
+from shardopt.sharding.megatron import adopt, held_by_group, shards_of, stepped_by_group
+
+#: The moments in Megatron's checkpoints, by the names that both optimizers have.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: The options that Megatron's Adam and shardopt's have in common.
+_COMMON = ("lr", "weight_decay", "betas", "eps")
+
+
+def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **options: Any) -> Any:
+    """Replaces the Adam in a Megatron optimizer by one of shardopt's optimizers, before the first step.
+
+    The learning rate, the weight decay and the param groups are Megatron's. So are betas and eps for AdamW and Adam;
+    other rules have their own defaults. All ranks must call this.
+
+    Args:
+        optimizer: the result of ``get_megatron_optimizer`` with ``use_distributed_optimizer=True``.
+        optimizer_class: ``shardopt.AdamW8bit``, for example.
+        **options: arguments of the class, such as ``codec``.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: Megatron's optimizer is or contains another than DistributedOptimizer.
+        ValueError: the optimizer has state already; Megatron's config leaves weights or state to its own Adam; or the
+            rule has sums over parameters, or treats them as matrices, of which each rank has a part only.
+    """
+    wrappers = [
+        w for w in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(w, "is_stub_optimizer", False)
+    ]
+    for wrapper in wrappers:
+        _check(wrapper)
+    for wrapper in wrappers:
+        wrapper.__class__ = DistributedOptimizer
+        wrapper.replace(optimizer_class, options)
+    adopt([chunk for wrapper in wrappers for chunk in wrapper.model_chunks], [optimizer, *wrappers])
+    return optimizer
+
+
+def _check(wrapper: Any) -> None:
+    if not isinstance(wrapper, _theirs.DistributedOptimizer):
+        raise TypeError(
+            f"got Megatron's {type(wrapper).__name__}, expected DistributedOptimizer; set "
+            "use_distributed_optimizer=True in the configs of the optimizer and of DistributedDataParallel"
+        )
+    if wrapper.ddp_config.use_megatron_fsdp:
+        raise TypeError("got use_megatron_fsdp=True, expected Megatron's DistributedDataParallel; switch it off")
+    if wrapper.config.use_precision_aware_optimizer:
+        raise ValueError(
+            "got use_precision_aware_optimizer=True, with which Megatron's FusedAdam keeps the weights, expected "
+            "False; switch it off: shardopt's state is smaller"
+        )
+    if isinstance(wrapper.optimizer, HybridDeviceOptimizer):
+        raise ValueError(
+            'got optimizer_cpu_offload=True, expected False; give replace_adam offload="state" for state in the '
+            "host's memory"
+        )
+    if wrapper.optimizer.state:
+        raise ValueError("got an optimizer that has state already, expected a new one; replace its Adam before steps")
+
+
+class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
+    """Megatron's DistributedOptimizer around one of shardopt's optimizers; :func:`replace_adam` makes it.
+
+    Megatron's checkpoints hold float32 moments, decoded to save and encoded again to load: the codes decode to the same
+    values, and checkpoints of Megatron's Adam load here and the other way round. Costs 8 bytes per element of this
+    rank's ranges while a checkpoint is saved or loaded.
+
+    Attributes:
+        stepped: per param group, the tensors that the optimizer has, by the model's parameters.
+    """
+
+    optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _Decoded
+    stepped: list[dict[Tensor, Tensor]]
+
+    def replace(self, optimizer_class: type[ShardedOptimizer], options: dict[str, Any]) -> None:
+        """Replaces Megatron's Adam; see :func:`replace_adam`."""
+        self._held = held_by_group(self)
+        self.stepped = stepped_by_group(shards_of(self), self._held, self.data_parallel_group)
+        replaced = self.optimizer
+        taken = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
+        self._dropped = [
+            {key: value for key, value in group.items() if key in replaced.defaults and key not in taken}
+            for group in replaced.param_groups
+        ]
+        groups = [
+            {**{k: v for k, v in group.items() if k not in dropped and k not in options}, "params": [*stepped.values()]}
+            for group, dropped, stepped in zip(replaced.param_groups, self._dropped, self.stepped, strict=True)
+        ]
+        self.optimizer = optimizer_class(groups, **options)
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
+        whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
+        if not whole and any(rule.sums or rule.totals or rule.orthogonalized is not None for rule in rules):
+            raise ValueError(
+                f"got {type(self.optimizer).__name__}, which needs whole parameters, with tensor, pipeline or expert "
+                "parallelism, expected data parallelism only; take AdamW8bit or another rule of single elements"
+            )
+
+    def get_parameters(self) -> list[Tensor]:
+        """The tensors with elements on this rank, of whose gradients Megatron takes norms."""
+        return [tensor for held in self._held for tensor in held.values()]
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
+        return [tensor.grad.detach() for tensor in self.get_parameters() if tensor.grad is not None]
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        """The moments in Megatron's checkpoints."""
+        return _MOMENTS
+
+    def state_dict(self) -> Any:
+        """See Megatron's method."""
+        with self._as_adam():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """See Megatron's method."""
+        with self._as_adam(loads=True):
+            super().load_state_dict(state_dict)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See Megatron's method."""
+        with self._as_adam():
+            return super().sharded_state_dict(*args, **kwargs)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """See Megatron's method."""
+        with self._as_adam():
+            super().save_parameter_state(filename)
+
+    def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
+        """See Megatron's method."""
+        with self._as_adam(loads=True):
+            super().load_parameter_state(*args, **kwargs)
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+        (tensor,) = (held[model_param] for held in self._held if model_param in held)
+        return {"param": tensor, **{name: self.optimizer.state[tensor][name] for name in _MOMENTS}}
+
+    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Any]) -> None:
+        for name, tensor in self._get_main_param_and_optimizer_states(model_param).items():
+            tensor.detach().copy_(tensors[name])
+
+    @contextmanager
+    def _as_adam(self, *, loads: bool = False) -> Iterator[None]:
+        """Inside, Megatron's methods see an optimizer with this rank's ranges and Adam's float32 moments of them.
+
+        Args:
+            loads: whether to encode the moments afterwards.
+        """
+        ours = self.optimizer
+        if isinstance(ours, _Decoded):  # inside of another of these methods
+            yield
+            return
+        if not isinstance(ours, AdamW) or any(group["amsgrad"] for group in ours.param_groups):
+            raise RuntimeError(
+                f"got {type(ours).__name__} for Megatron's own checkpoint, which knows Adam's two moments only, "
+                "expected AdamW or Adam without amsgrad; use shardopt.checkpoint.save and load"
+            )
+        self.optimizer = decoded = _Decoded(ours, self._held, self._dropped)
+        try:
+            yield
+        finally:
+            self.optimizer = ours
+        if loads:
+            decoded.encode(ours)
+
+
+class _Decoded(Optimizer):
+    """Megatron's Adam as its checkpoints know it: this rank's ranges, with the moments of shardopt's optimizer."""
+
+    def __init__(self, ours: AdamW, held: list[dict[Tensor, Tensor]], dropped: list[dict[str, Any]]) -> None:
+        params = [param for group in ours.param_groups for param in group["params"]]
+        saved = ours.state_dict(dequantize=True)["state"]
+        state = {param: saved[index] for index, param in enumerate(params) if index in saved}
+        steps = sorted({int(of_param.pop("step")) for of_param in state.values()}) or [0]
+        if len(steps) > 1:
+            raise RuntimeError(
+                f"got parameters with {steps} steps for Megatron's own checkpoint, which knows one number, expected "
+                "the same; use shardopt.checkpoint.save and load"
+            )
+        groups = [
+            {**of_adam, **_common(ours, group), "step": steps[0], "params": [*tensors.values()]}
+            for group, tensors, of_adam in zip(ours.param_groups, held, dropped, strict=True)
+        ]
+        super().__init__(groups, {})
+        for param in (param for group in self.param_groups for param in group["params"]):
+            moments = state.get(param) or {name: torch.zeros_like(param) for name in _MOMENTS}
+            if not _theirs.HAVE_APEX_OR_TE:  # torch's Adam, whose state has the step
+                moments["step"] = torch.tensor(float(steps[0]))
+            self.state[param] = moments
+
+    def encode(self, ours: AdamW) -> None:
+        """Has shardopt's optimizer load the moments, steps and options. All ranks must call this."""
+        indices = {
+            param: index for index, param in enumerate(p for group in ours.param_groups for p in group["params"])
+        }
+        groups, state = [], {}
+        for group, loaded in zip(ours.param_groups, self.param_groups, strict=True):
+            options = {key: loaded.get(key, value) for key, value in _common(ours, group).items()}
+            groups.append({**options, "params": [indices[param] for param in group["params"]]})
+            for param in loaded["params"]:
+                step = torch.tensor(float(loaded.get("step", 0)))
+                state[indices[param]] = {**self.state[param], "step": step}
+        ours.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _common(ours: AdamW, group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a param group that Megatron's Adam has too, and what Megatron keeps there."""
+    theirs = (key for key in group if key != "params" and (key in _COMMON or key not in ours.defaults))
+    return {key: group[key] for key in theirs}

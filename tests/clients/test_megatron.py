@@ -1,0 +1,256 @@
+"""Megatron-Core's DistributedOptimizer with our kernels on its ranges, on the CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardopt
+from megatron_runs import Run, Unsharded, make, on_cpu, replaced, train
+from needed import needs
+from ranks.models import loss_of, make_batch
+from ranks.pool import Pool
+from ranks.snapshot import assert_same, snapshot
+
+pytestmark = needs("megatron")
+STEPS = 3
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def assert_parameters(run: Run, whole: Unsharded) -> None:
+    """Demands the unsharded run's parameters: Megatron gathers them after each step."""
+    assert_same(dict(run.bare.named_parameters()), dict(whole.model.named_parameters()))
+
+
+def assert_state(run: Run, whole: Unsharded, folder: Path) -> None:
+    """Demands the unsharded run's masters and state: a checkpoint of them, loaded into an unsharded optimizer."""
+    shardopt.checkpoint.save(folder, run.chunk, run.optimizer)
+    loaded = Unsharded.make(torch.float32, 5, type(whole.optimizer))
+    assert shardopt.checkpoint.load(folder, loaded.masters, loaded.optimizer).converted == {}
+    got, expected = (snapshot(dict(each.masters.named_parameters()), each.optimizer) for each in (loaded, whole))
+    assert_same(got, expected)
+
+
+def train_and_save(dtype: torch.dtype, optimizer_class: Any, folder: Path) -> None:
+    with on_cpu():
+        run, whole = replaced(dtype, 0, optimizer_class), Unsharded.make(dtype, 0, optimizer_class)
+        assert type(run.inner.optimizer) is optimizer_class
+        held = [len(p) for group in run.inner.optimizer.param_groups for p in group["params"]]
+        assert dist.get_world_size() == 1 or 0 in held  # a rank without any element of a parameter
+        train(run, 0, STEPS)
+        whole.train(0, STEPS)
+        assert_parameters(run, whole)
+        assert_state(run, whole, folder)
+
+
+def load_and_go_on(dtype: torch.dtype, optimizer_class: Any, folder: Path) -> None:
+    with on_cpu():
+        run, whole = replaced(dtype, 1, optimizer_class), Unsharded.make(dtype, 0, optimizer_class)
+        shardopt.checkpoint.load(folder, run.chunk, run.optimizer)
+        whole.train(0, STEPS)
+        assert_parameters(run, whole)
+        train(run, STEPS, 2 * STEPS)
+        whole.train(STEPS, 2 * STEPS)
+        assert_parameters(run, whole)
+        assert_state(run, whole, folder / "after")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_the_unsharded_run(client_ranks: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Parameters and state; and a portable checkpoint loads on another number of ranks."""
+    client_ranks.run(3, train_and_save, dtype, shardopt.AdamW8bit, tmp_path)
+    for world_size in (2, 1):
+        client_ranks.run(world_size, load_and_go_on, dtype, shardopt.AdamW8bit, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "optimizer_class", [shardopt.Lion8bit, shardopt.LAMB8bit, shardopt.AdamW], ids=lambda c: c.__name__
+)
+def test_other_rules(client_ranks: Pool, tmp_path: Path, optimizer_class: Any) -> None:
+    client_ranks.run(2, train_and_save, torch.bfloat16, optimizer_class, tmp_path)
+
+
+def backward_and_compare() -> None:
+    """Megatron's own backward pass, reduce-scatter, norm and step, with one batch on both ranks: exact means."""
+    with on_cpu():
+        run, whole = replaced(torch.float32), Unsharded.make(torch.float32)
+        for step in range(STEPS):
+            run.chunk.zero_grad_buffer()
+            run.optimizer.zero_grad()
+            loss_of(run.chunk, make_batch(step)).backward()
+            run.chunk.finish_grad_sync()
+            succeeded, norm, _ = run.optimizer.step()
+            assert succeeded
+            loss_of(whole.masters, make_batch(step)).backward()
+            gradients = [param.grad for param in whole.masters.parameters()]
+            assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
+            whole.optimizer.step()
+            whole.optimizer.zero_grad()
+            whole.model.load_state_dict(whole.masters.state_dict())
+            assert_parameters(run, whole)
+
+
+def test_backward_pass(client_ranks: Pool) -> None:
+    client_ranks.run(2, backward_and_compare)
+
+
+def skip_a_step() -> None:
+    """A gradient of inf under Megatron's loss scale: Megatron skips the step on all ranks, before our optimizer's."""
+    with on_cpu():
+        run = make(torch.float32, loss_scale=2.0)
+        from shardopt.clients.megatron import replace_adam
+
+        replace_adam(run.optimizer, shardopt.AdamW8bit)
+        before = {name: param.detach().clone() for name, param in run.bare.named_parameters()}
+        for param in run.bare.parameters():
+            param.main_grad.zero_()
+        if dist.get_rank() == 1:
+            next(iter(run.bare.parameters())).main_grad.fill_(torch.inf)
+            run.chunk.buffers[0].grad_data.fill_(torch.inf)
+        succeeded, _, _ = run.optimizer.step()
+        assert not succeeded
+        assert not run.inner.optimizer.state
+        assert_same(dict(run.bare.named_parameters()), before)
+
+
+def test_a_skipped_step(client_ranks: Pool) -> None:
+    client_ranks.run(2, skip_a_step)
+
+
+def model_of(run: Run) -> dict[str, Any]:
+    """The model in Megatron's sharded state dict."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    rank = dist.get_rank()
+    named = run.bare.named_parameters()
+    return {name: ShardedTensor.from_rank_offsets(name, p, replica_id=(0, 0, rank)) for name, p in named}
+
+
+def state_of(run: Run, kind: str, *, is_loading: bool = False) -> dict[str, Any]:
+    model = model_of(run)
+    metadata = {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": False}
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_by_megatron(kind: str, folder: Path, adam: bool) -> None:
+    from megatron.core import dist_checkpointing
+
+    with on_cpu():
+        run = make(torch.bfloat16) if adam else replaced(torch.bfloat16)
+        train(run, 0, STEPS)
+        with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+            dist_checkpointing.save(state_of(run, kind), str(folder))  # by processes of its own
+
+
+def load_by_megatron(kind: str, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    with on_cpu():
+        run = replaced(torch.bfloat16, 1)
+        loaded = dist_checkpointing.load(state_of(run, kind, is_loading=True), str(folder))
+        run.bare.load_state_dict(loaded["model"])
+        run.optimizer.load_state_dict(loaded["optimizer"])
+        whole = Unsharded.make(torch.bfloat16)
+        whole.train(0, STEPS)
+        train(run, STEPS, 2 * STEPS)
+        whole.train(STEPS, 2 * STEPS)
+        assert_parameters(run, whole)
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+def test_megatrons_own_checkpoint(client_ranks: Pool, tmp_path: Path, kind: str) -> None:
+    """Decoded moments on disk; encoded again, the run goes on with its bits, on another number of ranks as well."""
+    client_ranks.run(2, save_by_megatron, kind, tmp_path, False)
+    for world_size in (2, 3):
+        client_ranks.run(world_size, load_by_megatron, kind, tmp_path)
+
+
+def move_over(kind: str, folder: Path) -> None:
+    """Loads a checkpoint of Megatron's Adam, and gives it back: the moments are encoded ones of Adam's."""
+    from megatron.core import dist_checkpointing
+
+    with on_cpu():
+        run = replaced(torch.bfloat16, 1)
+        loaded = dist_checkpointing.load(state_of(run, kind, is_loading=True), str(folder))
+        run.bare.load_state_dict(loaded["model"])
+        run.optimizer.load_state_dict(loaded["optimizer"])
+        theirs = make(torch.bfloat16)
+        train(theirs, 0, STEPS)
+        assert_same(dict(run.bare.named_parameters()), dict(theirs.bare.named_parameters()))
+        decoded = run.inner.optimizer.state_dict(dequantize=True)["state"]
+        tensors = [param for group in run.inner.optimizer.param_groups for param in group["params"]]
+        ours = {param: decoded[index] for index, param in enumerate(tensors) if index in decoded}
+        for model_param, tensor in ((p, t) for group in run.inner._held for p, t in group.items()):
+            name = next(name for name, param in run.bare.named_parameters() if param is model_param)
+            other = dict(theirs.bare.named_parameters())[name].main_param
+            expected = theirs.inner.optimizer.state[other]
+            assert int(ours[tensor]["step"]) == int(expected["step"]) == STEPS
+            if model_param.dim() == 1:  # float32 state
+                assert_same({name: ours[tensor]["exp_avg_sq"]}, {name: expected["exp_avg_sq"]})
+            else:
+                roots = ours[tensor]["exp_avg_sq"].sqrt(), expected["exp_avg_sq"].sqrt()
+                assert torch.allclose(*roots, rtol=0.1, atol=0)
+
+
+def test_a_run_moves_from_megatrons_adam(client_ranks: Pool, tmp_path: Path) -> None:
+    client_ranks.run(2, save_by_megatron, "dp_reshardable", tmp_path, True)
+    client_ranks.run(2, move_over, "dp_reshardable", tmp_path)
+
+
+def refuse() -> None:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from shardopt.clients.megatron import replace_adam
+
+    with on_cpu():
+        stepped = make(torch.float32)
+        train(stepped, 0, 1)
+        with pytest.raises(ValueError, match="has state already"):
+            replace_adam(stepped.optimizer, shardopt.AdamW8bit)
+        whole = OptimizerConfig(optimizer="adam", lr=0.1)
+        with pytest.raises(TypeError, match="FP32Optimizer, expected DistributedOptimizer"):
+            replace_adam(get_megatron_optimizer(whole, [make(torch.float32).chunk]), shardopt.AdamW8bit)
+        lion = replaced(torch.float32, 0, shardopt.Lion8bit)
+        with pytest.raises(RuntimeError, match=r"use shardopt\.checkpoint\.save and load"):
+            state_of(lion, "dp_reshardable")
+        amsgrad = replaced(torch.float32, amsgrad=True)
+        with pytest.raises(RuntimeError, match="without amsgrad"):
+            amsgrad.optimizer.state_dict()
+        with pytest.raises(TypeError, match="got an optimizer beside a Megatron engine"):
+            shardopt.checkpoint.save("nowhere", lion.chunk, amsgrad.inner.optimizer)
+
+
+def test_errors(client_ranks: Pool) -> None:
+    client_ranks.run(1, refuse)
+
+
+def provide() -> None:
+    """The call of Megatron-Bridge's setup_optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from shardopt.clients.megatron import replace_adam
+
+    class EightBit(OptimizerConfig):
+        def provide(self, model_chunks: Any, **arguments: Any) -> Any:
+            return replace_adam(get_megatron_optimizer(self, model_chunks, **arguments), shardopt.AdamW8bit)
+
+    with on_cpu():
+        chunk = make(torch.float32).chunk
+        config = EightBit(optimizer="adam", lr=0.1, adam_beta2=0.95, use_distributed_optimizer=True)
+        optimizer = config.provide(
+            model_chunks=[chunk], config_overrides=None, use_gloo_process_groups=False, pg_collection=None
+        )
+        (group, _) = optimizer.param_groups
+        assert (group["lr"], group["betas"], group["codec"]) == (0.1, (0.9, 0.95), "log8")
+        assert (group["wd_mult"], group["max_lr"]) == (1.0, 0.1)  # Megatron's schedule reads its own keys
+
+
+def test_provide(client_ranks: Pool) -> None:
+    client_ranks.run(1, provide)
