@@ -10,6 +10,6 @@ import pytest
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skips a test where one of these packages is missing, and says which; nothing is imported."""
     missing = [package for package in packages if find_spec(package) is None]
-    return pytest.mark.skipif(
-        bool(missing), reason=f"{', '.join(missing)} not installed: pip install 'shardopt[clients,deepspeed,megatron-core]'"
-    )
+    extras = "clients,deepspeed,megatron-core"
+    reason = f"{', '.join(missing)} not installed: pip install 'shardopt[{extras}]'"
+    return pytest.mark.skipif(bool(missing), reason=reason)
