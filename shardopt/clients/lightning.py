@@ -1,4 +1,4 @@
-"""Lightning: FSDP1 with the portable checkpoint, as torch's own gathering of FSDP1 cannot carry 8-bit state.
+"""Lightning: FSDP1 with the portable checkpoint, which loads under any sharding and has the size of 8-bit state.
 
 ``ddp``, ``ModelParallelStrategy`` (FSDP2) and DeepSpeed need no part of shardopt's.
 """

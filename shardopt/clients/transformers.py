@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: the portable checkpoint in place of the optimizer file, and clipping by the exact norm.
 
-Trainer can write and read its own optimizer files on one process, under DistributedDataParallel, FSDP2 and DeepSpeed.
-FSDP1's optimizer files cannot carry 8-bit state, and DeepSpeed's load on an unchanged number of ranks only.
+Trainer can write and read its own optimizer files, too, on one process, under DistributedDataParallel, FSDP1, FSDP2 and
+DeepSpeed. FSDP1's are four times as large, and DeepSpeed's load on an unchanged number of ranks only.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
+from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
@@ -75,10 +76,13 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded, is_held = all_or_none(exchanges, lambda: _read(internals, state_dict))
     _demand_held(exchanges, is_held)
+    specs, names = [item.spec for item in loaded], [item.name for item in loaded]
+    unpacked = unpack_loaded(specs, [item.entries for item in loaded], names, exchanges)
+    loaded = [item._replace(entries=entries) for item, entries in zip(loaded, unpacked, strict=True)]
     # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
     all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
-    encoded = encode_flat_moments([item.spec for item in loaded], [item.entries for item in loaded], exchanges)
+    encoded = encode_flat_moments(specs, [item.entries for item in loaded], exchanges)
     loaded = [item._replace(entries=entries) for item, entries in zip(loaded, encoded, strict=True)]
     loaded, failure = _encode_cut_columns(loaded)
     state = all_or_none(exchanges, lambda: _adopted(internals, loaded, failure))

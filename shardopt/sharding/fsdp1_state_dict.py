@@ -1,8 +1,10 @@
-"""Hooks by which torch's own gathering of optimizer state under FSDP1 refuses codes and scales, which it cannot carry.
+"""Hooks by which torch's own functions for optimizer state under FSDP1 carry ours, packed: bits as they are.
 
 ``FullyShardedDataParallel.optim_state_dict`` puts state together from flat tensors of the parameters' shapes and of one
-dtype; scales have other shapes, and blocks may be cut. torch.optim's state passes in both directions:
-``state_dict(dequantize=True)``, and state that torch's own optimizer saved.
+dtype; scales have other shapes, and blocks may be cut. State of shardopt's optimizers passes as
+:mod:`shardopt.state.packed` has it, in both directions and between any numbers of ranks. State of quantize_state is
+refused. torch.optim's state passes unchanged: ``state_dict(dequantize=True)``, and state that torch's own optimizer
+saved.
 """
 
 from __future__ import annotations
@@ -10,12 +12,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardopt.optim import ShardedOptimizer
+from shardopt.optim.loading import HELD
 from shardopt.report.memory import owner_of
+from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
+from shardopt.state.packed import check_packable, is_packed, pack, words_of
+from shardopt.state.tensor_state import TensorState
 from shardopt.wrapper.loading import is_quantized
 from shardopt.wrapper.optimizer import QuantizedState
 
@@ -23,7 +33,7 @@ from shardopt.wrapper.optimizer import QuantizedState
 def hook_fsdp1(module: Any) -> None:
     """Hooks into the two functions of ``torch.distributed.fsdp`` by which all optimizer state is converted.
 
-    In a version without these functions the state is not refused.
+    In a version without these functions state is neither packed nor refused.
     """
     fsdp = module.FullyShardedDataParallel
     save = getattr(fsdp, "_optim_state_dict_impl", None)
@@ -31,19 +41,26 @@ def hook_fsdp1(module: Any) -> None:
     if save is None or load is None:
         return
 
-    @functools.wraps(save)
-    def _optim_state_dict_impl(model: Any, optim: Any, optim_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(optim_state_dict):
-            _refuse_saving(optim)
-        return save(model, optim, optim_state_dict, *args, **kwargs)
+    saving, loading = inspect.signature(save), inspect.signature(load)
 
-    parameters = inspect.signature(load)
+    @functools.wraps(save)
+    def _optim_state_dict_impl(*args: Any, **kwargs: Any) -> Any:
+        call = saving.bind(*args, **kwargs)
+        given = call.arguments
+        if _is_ours(given["optim_state_dict"]):
+            _check_saving(given["optim"])
+            owner = owner_of(given["optim"])
+            if isinstance(owner, ShardedOptimizer):
+                given["optim_state_dict"] = _packed(owner, given["optim_state_dict"])
+            if "cpu_offload" in saving.parameters and _computes_on_the_cpu(given["model"]):
+                given["cpu_offload"] = False  # which there has torch return one buffer for all entries, not copies
+        return save(*call.args, **call.kwargs)
 
     @functools.wraps(load)
     def _optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs).arguments
+        given = loading.bind(*args, **kwargs).arguments
         rank0_only = given.get("rank0_only", False)
-        _refuse_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
+        _check_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
         return load(*args, **kwargs)
 
     fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
@@ -63,33 +80,92 @@ def hook_state_dict(module: Any) -> None:
     @functools.wraps(save)
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         for optimizer in optimizers:
-            _refuse_saving(optimizer)
+            _check_saving(optimizer, flattened=info.flatten_optimizer_state_dict)
         return save(model, optimizers, info)
 
     @functools.wraps(load)
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
         rank0_only = info.full_state_dict and (info.cpu_offload or info.broadcast_from_rank0)
         for optimizer in optimizers:
-            _refuse_loading(optimizer, state_dict, rank0_only, lambda: group_of(model, info))
+            _check_loading(optimizer, state_dict, rank0_only, lambda: group_of(model, info))
         return load(model, optimizers, state_dict, info)
 
     module._get_optim_state_dict = _get_optim_state_dict
     module._load_optim_state_dict = _load_optim_state_dict
 
 
-def _refuse_saving(optimizer: Any) -> None:
-    """Raises on every rank if an optimizer of ours has parameters of FSDP1. Nothing was changed."""
-    if _has_flat_shards(optimizer):
+def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of the optimizer with the state of FSDP1's parameters packed.
+
+    Without any state, these parameters get the state that their first step would begin with: a checkpoint of
+    torch.distributed.checkpoint is loaded into what the optimizer has.
+    """
+    specs = _flat_specs(optimizer)
+    words = words_of(flat.spec for flat in specs.values())
+    old = state_dict["state"]
+    state = dict(old)
+    for index, flat in specs.items():
+        if not old and flat.param.requires_grad:
+            state[index] = pack(flat.spec, flat.spec.new(flat.param.device), words)
+        elif old.get(index):
+            state[index] = pack(flat.spec, old[index], words)
+    groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+class _Flat(NamedTuple):
+    """A parameter of FSDP1 with its name and the description of its state."""
+
+    name: str
+    param: Tensor
+    spec: TensorState
+
+
+def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, _Flat]:
+    """The parameters of FSDP1, by their indices in state dicts."""
+    listed = [
+        (listed_name(group, number, position), param, group)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, param in enumerate(group["params"])
+    ]
+    return {
+        index: _Flat(name, param, optimizer._internals.state_of(param, group))
+        for index, (name, param, group) in enumerate(listed)
+        if _is_flattened(param)
+    }
+
+
+def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
+    """Raises on every rank if torch cannot carry an optimizer's state of FSDP1's parameters. Nothing was changed.
+
+    Args:
+        optimizer: the optimizer, or a wrapper of it.
+        flattened: whether torch is to flatten the state dict.
+
+    Raises:
+        RuntimeError: the optimizer is of quantize_state, the state dict is to be flattened, or ranks do not agree on
+            the scales of cut blocks.
+    """
+    if not _has_flat_shards(optimizer):
+        return
+    owner = owner_of(optimizer)
+    if isinstance(owner, QuantizedState):
         raise RuntimeError(
-            "got an optimizer of shardopt for torch's optim_state_dict of FSDP1, which carries state of the "
-            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer); in Hugging Face's "
-            "Trainer use FSDP2, whose state torch carries, or save_only_model=True and a callback that calls "
-            "shardopt.checkpoint.save"
+            "got an optimizer of quantize_state for torch's optim_state_dict of FSDP1, which carries state of the "
+            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer), or one of shardopt's "
+            "own optimizers"
         )
+    if flattened:
+        raise RuntimeError(
+            "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch could "
+            "not load it again: it looks for the optimizer's entries, and they are packed; leave the option out"
+        )
+    for name, _, spec in _flat_specs(owner).values() if isinstance(owner, ShardedOptimizer) else ():
+        check_packable(spec, name)
 
 
-def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
-    """Raises on every rank if torch is to cut shardopt's state for FSDP1. Nothing was changed.
+def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
+    """Raises on every rank if torch is to cut state of shardopt for FSDP1 that is not packed. Nothing was changed.
 
     Args:
         optimizer: the optimizer that is to load the state; None if torch does not know it.
@@ -99,14 +175,14 @@ def _refuse_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Ca
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
-    is_ours = [_is_ours(state_dict)]
+    is_refused = [_is_ours(state_dict) and not _is_carried(state_dict)]
     if rank0_only:  # other ranks would wait for rank 0
-        dist.broadcast_object_list(is_ours, group=group(), group_src=0)
-    if is_ours[0]:
+        dist.broadcast_object_list(is_refused, group=group(), group_src=0)
+    if is_refused[0]:
         raise RuntimeError(
-            "got shardopt's state for torch's optim_state_dict_to_load of FSDP1, which cuts state of the parameters' "
-            "shapes only, expected shardopt.checkpoint.load(path, model, optimizer) of a checkpoint that "
-            "shardopt.checkpoint.save wrote"
+            "got shardopt's state in codes and scales for torch's optim_state_dict_to_load of FSDP1, which cuts state "
+            "of the parameters' shapes only, expected what optim_state_dict gave under FSDP1, not flattened, or "
+            "shardopt.checkpoint.load(path, model, optimizer) of a checkpoint that shardopt.checkpoint.save wrote"
         )
 
 
@@ -114,8 +190,7 @@ def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
     is_wrapped = isinstance(owner_of(optimizer), QuantizedState)
     return any(
-        (is_wrapped or is_own(group)) and any(getattr(param, "_fsdp_flattened", False) for param in group["params"])
-        for group in optimizer.param_groups
+        (is_wrapped or is_own(group)) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups
     )
 
 
@@ -126,3 +201,21 @@ def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
         return any(is_own(group) or is_quantized(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
     return is_own(options) or is_quantized(options)
+
+
+def _computes_on_the_cpu(model: Any) -> bool:
+    """Whether FSDP1 gathers the model's parameters on the CPU."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return any(unit.compute_device == torch.device("cpu") for unit in units)
+
+
+def _is_flattened(param: Tensor) -> bool:
+    """Whether a parameter is FSDP1's."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def _is_carried(state_dict: Mapping[str, Any]) -> bool:
+    """Whether torch can cut the state of shardopt: it is packed, or there are no entries beside step counts."""
+    states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
+    bare = all(key == "step" for entries in states for key in entries)
+    return "state" in state_dict and (bare or any(is_packed(entries) for entries in states))

@@ -39,13 +39,13 @@ HOOKS = (
         "torch",
         "torch.distributed.fsdp",
         "sharding.fsdp1_state_dict:hook_fsdp1",
-        "FSDP1's own optim_state_dict refuses quantized state, which it would damage",
+        "FSDP1's own optim_state_dict carries quantized state, packed",
     ),
     Hook(
         "torch",
         "torch.distributed.checkpoint.state_dict",
         "sharding.fsdp1_state_dict:hook_state_dict",
-        "get_optimizer_state_dict refuses quantized state, too, before it takes a step without gradients",
+        "get_optimizer_state_dict refuses state that cannot be packed before it takes a step without gradients",
     ),
     Hook(
         "torch",

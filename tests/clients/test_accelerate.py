@@ -28,7 +28,7 @@ def test_one_process(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> 
     assert any(name.endswith("exp_avg_sq_codes") for name in expected)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp2 sharded", *ZERO])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp1 sharded", "fsdp2", "fsdp2 sharded", *ZERO])
 def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
     """The bits are those of one process: our optimizer stays where DeepSpeed offloads it."""
     assert client_ranks.run(2, accelerated, mode, tmp_path) == [plain[0]] * 2
@@ -43,13 +43,12 @@ def test_fsdp2_loads_on_another_number_of_ranks(
     assert client_ranks.run(1, accelerated, mode, tmp_path, "state", True) == [plain[0]]
 
 
-def refused_by_fsdp1(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"expected shardopt\.checkpoint\.save\(path, model, optimizer\)"):
-        accelerated("fsdp1", folder)
-
-
-def test_fsdp1_refuses_save_state(client_ranks: Pool, tmp_path: Path) -> None:
-    client_ranks.run(2, refused_by_fsdp1, tmp_path)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_fsdp1_loads_on_another_number_of_ranks(
+    client_ranks: Pool, plain: tuple[dict[str, str], Path], world_size: int, tmp_path: Path
+) -> None:
+    client_ranks.run(2, accelerated, "fsdp1", tmp_path)
+    assert client_ranks.run(world_size, accelerated, "fsdp1", tmp_path, "state", True) == [plain[0]] * world_size
 
 
 @pytest.mark.parametrize("before", ["fsdp1", "fsdp2", pytest.param("zero2", marks=needs("deepspeed"))])

@@ -47,7 +47,7 @@ def test_resume_in_one_process(client_ranks: Pool, plain: tuple[dict[str, str], 
     assert client_ranks.run(1, trained, "plain", output, str(output / "checkpoint-3")) == [expected]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp2 sharded", *ZERO])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp1 sharded", "fsdp2", "fsdp2 sharded", *ZERO])
 def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
     """Training is that of one process, and goes on from Trainer's own checkpoint as if it had not stopped."""
     assert client_ranks.run(2, trained, mode, tmp_path) == [plain[0]] * 2
@@ -85,22 +85,13 @@ def test_ddp_resumes_on_another_number_of_ranks(
     assert found == [plain[0]] * after[0]
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2 sharded"])
-def test_fsdp2_resumes_on_another_number_of_ranks(
+@pytest.mark.parametrize("mode", ["fsdp1", "fsdp2", "fsdp2 sharded"])
+def test_fsdp_resumes_on_another_number_of_ranks(
     client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path
 ) -> None:
     """From Trainer's own checkpoint."""
     client_ranks.run(2, trained, mode, tmp_path)
     assert client_ranks.run(1, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]]
-
-
-def refused_by_fsdp1(output: Path) -> None:
-    with pytest.raises(RuntimeError, match="save_only_model=True and a callback"):
-        trained("fsdp1", output)
-
-
-def test_fsdp1_refuses_trainers_optimizer_file(client_ranks: Pool, tmp_path: Path) -> None:
-    client_ranks.run(2, refused_by_fsdp1, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +138,6 @@ MUON = {"optimizer": hugging_face.muon, "options": {"lr": 2e-2, "adamw_lr": 3e-3
 
 
 def trained_by_muon(mode: str, output: Path, resume: str | None = None) -> Any:
-    if mode == "fsdp1":
-        return trained_portably(mode, output, resume, **MUON)
     return trained(mode, output, resume, **MUON)
 
 

@@ -70,6 +70,39 @@ def test_a_decoded_value_is_coded_as_itself(kind: Kind) -> None:
     assert torch.equal(kind.decode(again, scales), values)
 
 
+#: The blocks in a hundred whose decoded moments, encoded with scales measured anew, are other numbers: m and v.
+CHANGED_BLOCKS = {
+    "log8": (16, 0),
+    "log4": (17, 0),
+    "dynamic8": (50, 0),
+    "companded8": (0, 70),
+    "companded16": (0, 0.15),
+    "bf16": (0, 0),
+    "fp32": (0, 0),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoded_moments_do_not_tell_their_scales(codec: str) -> None:
+    """Only fp32 and bf16 survive decoding and encoding, which is why FSDP1 is given codes and scales, packed."""
+    generator = torch.Generator().manual_seed(0)
+    m, v = (torch.randn((4096, 128), generator=generator) for _ in range(2))
+    once = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], [m, v * v])).values
+    twice = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], once)).values
+    changed = [float((a != b).any(-1).double().mean()) * 100 for a, b in zip(once, twice, strict=True)]
+    assert changed == pytest.approx(CHANGED_BLOCKS[codec], abs=2, rel=0.1)
+    assert (changed == [0, 0]) is (codec in ("fp32", "bf16"))
+
+
+def test_nearly_equal_second_moments_do_not_tell_their_step() -> None:
+    """Of log8: the smallest root is rounded up by half a step, and fewer bits span the decoded roots."""
+    codec, m = get_codec("log8"), torch.zeros((1, 128))
+    v = torch.linspace(1, 1 + 300 * 253.5 * 2.0**-22, 128).unsqueeze(0)
+    once = decode_moments(codec, [M, V], encode_moments(codec, [M, V], [m, v]))
+    twice = decode_moments(codec, [M, V], encode_moments(codec, [M, V], once.values))
+    assert not torch.equal(once.roots[0], twice.roots[0])
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_all_codes_of_16_bits(signed: bool) -> None:
     """Each stands for a number of its own, which is coded as itself; the largest one is the scale."""

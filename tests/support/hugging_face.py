@@ -51,6 +51,16 @@ MODES: dict[str, dict[str, Any]] = {
             "cpu_ram_efficient_loading": False,
         },
     },
+    "fsdp1 sharded": {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 1,
+            "transformer_layer_cls_to_wrap": [LAYER],
+            "sync_module_states": False,
+            "cpu_ram_efficient_loading": False,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
     "zero2": {
         "deepspeed": {
             "zero_optimization": {"stage": 2},
@@ -146,7 +156,7 @@ def as_accelerators(mode: str) -> None:
 
     if mode.startswith("fsdp"):
         PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-    if mode == "fsdp1":  # parameters that are on the CPU would be freed there once they have come from there
+    if mode.startswith("fsdp1"):  # parameters that are on the CPU would be freed there once they have come from there
         FlatParamHandle.to_cpu = nullcontext
     if mode.startswith("zero"):
         PartialState._shared_state.update(distributed_type=DistributedType.DEEPSPEED, device=torch.device("cpu"))
@@ -249,7 +259,7 @@ def accelerated(
     accelerator = Accelerator(**plugins)
     model = tiny_llama()
     optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS)
-    if mode == "fsdp1":  # which makes other parameters
+    if mode.startswith("fsdp1"):  # which makes other parameters
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(shardopt.AdamW8bit(model.parameters(), **OPTIONS))
     else:

@@ -1,34 +1,47 @@
-"""torch's own ways to an optimizer's state under FSDP1: ours is refused at once, on all ranks, and nothing changes."""
+"""torch's own ways to an optimizer's state under FSDP1: ours is carried bit for bit, to any number of ranks.
+
+What torch cannot carry is refused at once, on all ranks, and nothing changes.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+)
 from torch.distributed.fsdp import StateDictType as Type
 
 import shardopt
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
-from ranks.models import copy_weights, fsdp1, make_net
-from ranks.runs import step_with
+from ranks.layouts import mesh_of
+from ranks.models import copy_weights, fsdp1, make_net, make_odds
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from versions import needs_fsdp1_on_some_ranks, shards_may_be_empty
+from versions import needs_fsdp1_on_some_ranks
 
 SMALL = {"min_quantized_numel": 64}
+STEPS = 2
+SAVE = "shardopt.checkpoint.save(path, model, optimizer)"
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -63,6 +76,11 @@ def _refused(optimizer: ShardedOptimizer, remedy: str, call: Callable[[], object
         call()
     assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert_unchanged(optimizer, before)
+
+
+def assert_unchanged(optimizer: Any, before: dict[str, Any]) -> None:
+    """The optimizer's state has the bits that its state dict had before."""
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert after["state"].keys() == before["state"].keys()
@@ -70,30 +88,330 @@ def _refused(optimizer: ShardedOptimizer, remedy: str, call: Callable[[], object
         assert_same(after["state"][index], entries)
 
 
+def _loaded(way: str, rule: str, saved: Any, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    """The model after its steps, with another optimizer, which has loaded what torch's function carried."""
+    model, _ = trained(way, STEPS, rule, **options)
+    optimizer = make_optimizer(way, model, rule, **options)
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+    return model, optimizer
+
+
+def _goes_on(way: str, rule: str, saved: Any, **options: Any) -> None:
+    """As a run in one process that was never saved."""
+    model, optimizer = _loaded(way, rule, saved, **options)
+    assert_same(snapshot_of(model, optimizer), single(STEPS, rule, **options))
+    step_with(model, optimizer, STEPS)
+    assert_same(snapshot_of(model, optimizer), single(STEPS + 1, rule, **options))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        *((2, way) for way in ("fsdp1", "fsdp1 flat", "fsdp1 none", "fsdp1 none flat")),
+        *((3, way) for way in ("fsdp1 grad", "fsdp1 grad flat", "fsdp1 nested", "fsdp1 nested flat")),
+        *((4, way) for way in ("fsdp1 hybrid", "fsdp1 hybrid flat")),
+        (1, "fsdp1"),
+    ],
+)
+def test_carried(world_size: int, way: str) -> None:
+    model, optimizer = trained(way, STEPS)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    assert_unchanged(optimizer, before)
+    for entries in saved["state"].values():
+        assert {key for key, value in entries.items() if value.dim()} == {f"packed_{word}" for word in range(2)}
+    _goes_on(way, "adamw", copy.deepcopy(saved))
+
+
+#: Codecs of one and two bytes, with scales and without, that share codes, that round at random; one moment to three.
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("adamw", {"codec": "companded8", "block_size": 32}),
+    ("adamw", {"codec": "dynamic8"}),
+    ("adamw", {"codec": "companded16", "block_size": 16}),
+    ("adamw", {"codec": "bf16"}),
+    ("adamw", {"codec": "fp32"}),
+    ("repaid_adamw", {"codec": "log4", "block_size": 64}),
+    ("amsgrad", {}),
+    ("lion", {}),
+    ("sgd", {}),
+    ("ademamix", {}),
+    ("adan", {"codec": "companded8"}),
+    ("nadam", {}),
+    ("prodigy", {}),
+    ("adagrad", {"codec": "dynamic8"}),
+]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
+@pytest.mark.parametrize(("rule", "options"), OPTIONS)
+def test_rules_and_codecs(way: str, rule: str, options: dict[str, Any]) -> None:
+    saved = FullyShardedDataParallel.optim_state_dict(*trained(way, STEPS, rule, **options))
+    _goes_on(way, rule, saved, **options)
+
+
+def _save(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    saved = FullyShardedDataParallel.optim_state_dict(*trained(way, STEPS, rule, **options))
+    if dist.get_rank() == 0:
+        torch.save(saved, path)
+    dist.barrier()
+
+
+def _load(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    _goes_on(way, rule, torch.load(path), **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rule", "options"),
+    [
+        ((3, "fsdp1"), (2, "fsdp1 flat"), "adamw", {}),
+        ((4, "fsdp1 flat"), (3, "fsdp1"), "adamw", {"block_size": 16}),
+        ((2, "fsdp1"), (1, "fsdp1 none flat"), "ademamix", {}),
+        ((1, "fsdp1"), (4, "fsdp1 hybrid"), "adamw", {"codec": "dynamic8"}),
+        ((2, "fsdp1 nested flat"), (3, "fsdp1 flat"), "adamw", {}),
+        ((3, "fsdp1"), (4, "fsdp1 nested"), "muon", {}),
+    ],
+)
+def test_other_ranks_and_wrapping(
+    ranks: Pool,
+    tmp_path: Path,
+    before: tuple[int, str],
+    after: tuple[int, str],
+    rule: str,
+    options: dict[str, Any],
+) -> None:
+    """Blocks are cut at other places, and flat parameters are made of other parameters."""
+    ranks.run(before[0], _save, before[1], tmp_path / "optimizer.bin", rule, options)
+    ranks.run(after[0], _load, after[1], tmp_path / "optimizer.bin", rule, options)
+
+
+def _odds(orig: bool, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    _, model = make_odds(dtype, use_orig_params=orig)
+    return model, shardopt.AdamW8bit(model.parameters(), min_quantized_numel=32, **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "orig"), [(3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("dtype", "options", "words"),
+    [
+        (torch.float32, {}, 4),
+        (torch.bfloat16, {"master_weight_bits": 24}, 4),
+        (torch.bfloat16, {"master_weight_bits": 32, "block_size": 16}, 4),
+    ],
+)
+def test_odd_shapes(world_size: int, orig: bool, dtype: torch.dtype, options: dict[str, Any], words: int) -> None:
+    """A row of one element more than blocks have: that block's codes and scales lie in a single element."""
+    model, optimizer = _odds(orig, dtype, **options)
+    for step in range(2):
+        step_with(model, optimizer, step)
+    expected = gathered(model, optimizer)
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    assert all(len(entries) == words + 1 for entries in saved["state"].values())
+    other, theirs = _odds(orig, dtype, **options)
+    copy_weights(model, other)
+    theirs.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, theirs, saved))
+    assert_same(gathered(other, theirs), expected)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("orig", [True, False])
-@pytest.mark.parametrize(("steps", "options"), [(0, {}), (1, {}), (1, {"codec": "fp32"}), (1, {"codec": "bf16"})])
-def test_saving_is_refused(orig: bool, steps: int, options: dict[str, Any]) -> None:
-    model, optimizer = _made(orig, steps, **options)
-    save = FullyShardedDataParallel.optim_state_dict
-    calls: list[Callable[[], object]] = [
-        lambda: save(model, optimizer),
-        lambda: save(model, optimizer, optimizer.state_dict()),
-        lambda: save(model, optim=Wrapper(optimizer)),
-        lambda: FullyShardedDataParallel.full_optim_state_dict(model, optimizer),
-        lambda: FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer),
-        lambda: get_optimizer_state_dict(model, optimizer),
-        lambda: get_optimizer_state_dict(model, [optimizer], options=StateDictOptions(full_state_dict=True)),
+def test_all_ways_of_torch(orig: bool) -> None:
+    model, optimizer = _made(orig, 1)
+    expected, fsdp = gathered(model, optimizer), FullyShardedDataParallel
+    to_load = fsdp.optim_state_dict_to_load
+
+    def loads(state: Any) -> None:
+        theirs = shardopt.AdamW8bit(model.parameters(), **SMALL)
+        theirs.load_state_dict(state)
+        assert_same(gathered(model, theirs), expected)
+
+    loads(to_load(model, optimizer, fsdp.optim_state_dict(model, optimizer, optimizer.state_dict())))
+    loads(to_load(model, optimizer, fsdp.optim_state_dict(model, Wrapper(optimizer))))
+    full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    loads(fsdp.shard_full_optim_state_dict(full, model, optim=optimizer))
+    loads(fsdp.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer))
+    named = fsdp.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, make_net())
+    loads(to_load(model, optimizer, fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_NAME, make_net())))
+    sharded = fsdp.sharded_optim_state_dict(model, optimizer)
+    loads(fsdp.flatten_sharded_optim_state_dict(sharded, model, optimizer))
+    only = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with fsdp.state_dict_type(model, Type.FULL_STATE_DICT, FullStateDictConfig(), only):
+        on_first = fsdp.optim_state_dict(model, optimizer)
+        assert bool(on_first) is (dist.get_rank() == 0)
+        loads(to_load(model, optimizer, on_first or None))
+    with fsdp.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        loads(to_load(model, optimizer, fsdp.optim_state_dict(model, optimizer)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [StateDictOptions(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)],
+    ids=["sharded", "full"],
+)
+def test_get_and_set_optimizer_state_dict(orig: bool, options: StateDictOptions) -> None:
+    model, optimizer = _made(orig, 1)
+    expected = gathered(model, optimizer)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    assert bool(saved.get("state")) is (not options.full_state_dict or dist.get_rank() == 0)
+    theirs = shardopt.AdamW8bit(model.parameters(), **SMALL)
+    set_optimizer_state_dict(model, theirs, saved, options=options)
+    assert_same(gathered(model, theirs), expected)
+
+
+def _on_a_mesh(steps: int) -> tuple[nn.Module, ShardedOptimizer]:
+    """Of DTensors in sharded state dicts, as DCP of PyTorch 2.13 loads no optimizer's state of ShardedTensors."""
+    model = fsdp1(make_net(), device_mesh=mesh_of((dist.get_world_size(),)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
+    for step in range(steps):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _save_by_dcp(path: Path) -> None:
+    model, optimizer = _on_a_mesh(2)
+    with FullyShardedDataParallel.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        dcp.save({"optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}, checkpoint_id=path)
+
+
+def _load_by_dcp(path: Path) -> None:
+    """Into the state of an optimizer that has taken another step, as DCP does."""
+    model, optimizer = _on_a_mesh(2)
+    expected = gathered(model, optimizer)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    other, theirs = _on_a_mesh(3)
+    with FullyShardedDataParallel.state_dict_type(other, Type.SHARDED_STATE_DICT):
+        state = {"optimizer": FullyShardedDataParallel.optim_state_dict(other, theirs)}
+        dcp.load(state, checkpoint_id=path)
+    with FullyShardedDataParallel.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    optimizer.load_state_dict(loaded)
+    assert_same(gathered(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_distributed_checkpoint(ranks: Pool, tmp_path: Path, world_size: int) -> None:
+    ranks.run(2, _save_by_dcp, tmp_path)
+    ranks.run(world_size, _load_by_dcp, tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_subnormal_moments() -> None:
+    """As in an embedding's rare rows."""
+    model, optimizer = _made(True, 1)
+    state = optimizer.state_dict(dequantize=True)
+    for entries in state["state"].values():
+        entries["exp_avg_sq"].mul_(0).add_(torch.linspace(1, 1.001, len(entries["exp_avg_sq"])) * 1e-42)
+    optimizer.load_state_dict(state)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.ranks(3)
+def test_decoded_moments_would_not_do() -> None:
+    """Encoding them again gives other scales and so other moments, which is why state is packed."""
+    model, optimizer = _made(True, 2)
+    expected = gathered(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
+    found = gathered(model, optimizer)
+    assert any(not torch.equal(found[key], expected[key]) for key in found if key.endswith("exp_avg_scales"))
+
+
+def _damaged(saved: dict[str, Any], what: str) -> dict[str, Any]:
+    saved = copy.deepcopy(saved)
+    if what == "options":
+        saved["param_groups"][0]["block_size"] = 64
+        return saved
+    for name, entries in saved["state"].items():
+        for key in [key for key, value in entries.items() if value.dim()]:
+            if what == "dtype":
+                entries[key] = entries[key].double()
+            elif what == "missing" and key == "packed_1":
+                del entries[key]
+            elif what == "values" and name == "up.weight":
+                entries[key].fill_(float("nan"))
+    return saved
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtype", "got packed_0 of torch.float64, expected torch.float32"),
+        ("missing", "expected step, packed_0, packed_1; was it saved by another|got state that another rank refused"),
+        ("options", "got state saved with block_size=64, expected 128"),
+        ("values", "that stands for NaN or Inf|NaN, Inf or numbers below zero"),
+    ],
+)
+def test_damaged_state_is_refused(orig: bool, what: str, message: str) -> None:
+    """Before anything changes."""
+    model, optimizer = _made(orig, 1)
+    saved = _damaged(FullyShardedDataParallel.optim_state_dict(model, optimizer), what)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(loaded)
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_state_on_one_rank_is_refused(orig: bool) -> None:
+    """The blocks that both ranks have elements of lack scales then, which the first rank's elements carry."""
+    model, optimizer = _made(orig, 1)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+        model, optimizer, FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    )
+    before = copy.deepcopy(optimizer.state_dict())
+    message = "bytes of the scales of block" if dist.get_rank() == 1 else "got state that another rank refused"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(loaded if dist.get_rank() == 1 else {**loaded, "state": {}})
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_refused(orig: bool, steps: int) -> None:
+    model, optimizer = _made(orig, steps)
+    flatten = StateDictOptions(flatten_optimizer_state_dict=True)
+    wrapped = shardopt.quantize_state(torch.optim.AdamW(model.parameters()), min_quantized_numel=64)
+    fragments = shardopt.AdamW8bit(model.parameters(), **SMALL, exact_cut_blocks=False)
+    cases: list[tuple[str, Any, Callable[[], object]]] = [
+        ("leave the option out", optimizer, lambda: get_optimizer_state_dict(model, optimizer, options=flatten)),
+        ("leave exact_cut_blocks out", fragments, lambda: get_optimizer_state_dict(model, fragments)),
+        (
+            "leave exact_cut_blocks out",
+            fragments,
+            lambda: FullyShardedDataParallel.optim_state_dict(model, fragments),
+        ),
+        (SAVE, wrapped, lambda: FullyShardedDataParallel.optim_state_dict(model, wrapped)),
+        (SAVE, wrapped, lambda: get_optimizer_state_dict(model, wrapped)),
     ]
-    for call in calls:
+    for remedy, refusing, call in cases:
         with counted_collectives() as collectives:
-            _refused(optimizer, "shardopt.checkpoint.save(path, model, optimizer)", call)
+            _refused(refusing, remedy, call)
         assert collectives == []
-    if shards_may_be_empty:
-        _refused(
-            optimizer, "shardopt.checkpoint.save(path, model, optimizer)", lambda: get_state_dict(model, optimizer)
-        )
     assert bool(optimizer.state) is bool(steps)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_without_state(orig: bool) -> None:
+    """torch is shown the state that a first step begins with, and the optimizer keeps none."""
+    model, optimizer = _made(orig, 0)
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    assert not optimizer.state
+    assert saved["state"].keys() == dict(make_net().named_parameters()).keys()
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+    step_with(model, optimizer, 0)
+    assert_same(gathered(model, optimizer), gathered(*_made(orig, 1)))
 
 
 def _legacy(model: nn.Module, optimizer: ShardedOptimizer, saved: dict[str, Any], remedy: str) -> None:
@@ -110,10 +428,7 @@ def _legacy(model: nn.Module, optimizer: ShardedOptimizer, saved: dict[str, Any]
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(("orig", "steps"), [(True, 0), (False, 0), (True, 1), (False, 1)])
 def test_loading_is_refused(orig: bool, steps: int, flatten: bool) -> None:
-    """On all ranks, even if only one has the state.
-
-    State that torch gathered of our optimizer elsewhere, where it can.
-    """
+    """On all ranks, even if only one has the state: codes and scales that torch gathered of our optimizer elsewhere."""
     whole = make_net()
     their_optimizer = shardopt.AdamW8bit(whole.parameters(), **SMALL)
     step_with(whole, their_optimizer, 0)

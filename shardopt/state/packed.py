@@ -1,0 +1,331 @@
+"""State packed into float32 tensors of the parameter's shape, the only form that FSDP1's own functions carry.
+
+Bits are moved, never computed with. Decoded moments would not do: the scales of most blocks cannot be told from decoded
+numbers, so that encoding them again gives other bits.
+
+An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its own bytes of the entries that
+have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
+then some bytes of its block's scales, as many as let the parameter's shortest block carry them all: they begin at the
+block's first element and go on at the next ones. The rest is zeros: FSDP1 demands the same entries of all parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.layout import Exchange, FlatBuffer, FlatShard, Shard
+from shardopt.state.agreement import all_or_none, on_any_rank
+from shardopt.state.loaded_entries import check_entry
+from shardopt.state.slice_spec import SliceSpec, StateDict
+from shardopt.state.tensor_state import TensorState
+
+_PREFIX = "packed_"
+_WORD = 4  # bytes
+
+
+def is_packed(entries: Iterable[str]) -> bool:
+    """Whether entries of these names are packed state."""
+    return any(name.startswith(_PREFIX) for name in entries)
+
+
+def words_of(specs: Iterable[TensorState]) -> int:
+    """The words per element that the state of each of some tensors fits in, on any number of ranks."""
+    return max((_Layout(slice_.spec).words for spec in specs for slice_ in spec.slices), default=0)
+
+
+def check_packable(spec: TensorState, name: str) -> None:
+    """Checks that ranks agree on the scales of the blocks that they share.
+
+    Raises:
+        RuntimeError: each rank has scales of its own for its part of a block, and other ranks have other parts.
+    """
+    for slice_ in spec.slices:
+        if not slice_.spec.exact_cut_blocks and _Layout(slice_.spec).cut_blocks:
+            raise RuntimeError(
+                f"{name}: got exact_cut_blocks=False for torch's optim_state_dict of FSDP1, expected True, as each "
+                "rank has scales of its own for its part of a block; leave exact_cut_blocks out"
+            )
+
+
+def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
+    """The state in ``step`` and ``words`` entries of float32, of the local tensor's shape, with zeros for padding."""
+    shape = spec.shard.local_shape
+    device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
+    packed = torch.zeros((words, math.prod(shape), _WORD), dtype=torch.uint8, device=device)
+    for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
+        layout = _Layout(slice_.spec)
+        layout.pack(slice_state, packed[:, slice_.offset : slice_.offset + layout.numel])
+    columns = packed.view(torch.float32).view(words, *shape)
+    return {"step": state["step"].clone(), **{f"{_PREFIX}{word}": column for word, column in enumerate(columns)}}
+
+
+def unpack_loaded(
+    specs: Sequence[TensorState],
+    loaded: Sequence[Mapping[str, Any] | None],
+    names: Sequence[str],
+    exchanges: Sequence[Exchange],
+) -> list[Mapping[str, Any] | None]:
+    """Replaces packed state by the entries that were packed; leaves other state alone.
+
+    All ranks must call this with the same tensors, in the same order, if any of them has flat shards.
+
+    Args:
+        specs: describe the state of each tensor.
+        loaded: the tensors' entries; None for a tensor without state.
+        names: the tensors' names in errors.
+        exchanges: the ranks that raise together if one of them cannot unpack its part; see :func:`agreeing`.
+
+    Raises:
+        ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
+    """
+    if not on_any_rank(exchanges, any(entries is not None and is_packed(entries) for entries in loaded)):
+        return list(loaded)
+    tensors = all_or_none(exchanges, lambda: [_slices(*item) for item in zip(specs, loaded, names, strict=True)])
+    slices = [slice_ for of_tensor in tensors for slice_ in of_tensor]
+    shared = all_or_none(exchanges, lambda: _cut_scales(slices))
+    for exchange, scales in shared.items():
+        exchange.all_reduce_sum(scales)
+    return all_or_none(exchanges, lambda: _completed(specs, loaded, tensors, shared))
+
+
+class _Scales(NamedTuple):
+    """The scales of this rank's blocks, as far as this rank's elements carry them.
+
+    Attributes:
+        bytes: uint8, ``(blocks, bytes of a block's scales)``, with zeros where other ranks have them.
+        known: int64, ``(blocks,)``: how many of them are known here.
+    """
+
+    bytes: Tensor
+    known: Tensor
+
+
+class _Slice(NamedTuple):
+    """A slice on its way out of packed state; ``elements`` and ``scales`` are None without packed state.
+
+    Attributes:
+        layout: where the bytes of the slice's state are.
+        name: the tensor's name in errors.
+        elements: the entries of the parameter's shape.
+        scales: the scales.
+    """
+
+    layout: _Layout
+    name: str
+    elements: StateDict | None = None
+    scales: _Scales | None = None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the bytes of a slice's state, described by ``spec``, are in packed state."""
+
+    spec: SliceSpec
+
+    @cached_property
+    def elements(self) -> dict[str, int]:
+        """Bytes of an element, by entry."""
+        dims = len(self.spec.shard.local_shape)
+        widths = {key: math.prod(entry.shape[dims:]) * entry.dtype.itemsize for key, entry in self.spec.entries.items()}
+        return {key: w for key, w in widths.items() if not (self.spec.is_whole(key) or self.spec.is_scales(key))}
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Bytes of a block's scales, by entry."""
+        moments = [moment for moment in self.spec.moments if self.spec.has_scales(moment)]
+        scales = {self.spec.scales_name(m): m.codec(self.spec.codec).scales(signed=m.signed) for m in moments}
+        return {key: _WORD * count for key, count in scales.items()}
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the scales in an element: as many as suffice for the shortest block."""
+        grid = self.spec.grid
+        shortest = grid.row_numel % grid.block_size or grid.block_size
+        return -(-sum(self.blocks.values()) // shortest)
+
+    @property
+    def words(self) -> int:
+        """Words per element that hold the slice's state."""
+        return -(-(sum(self.elements.values()) + self.beside) // _WORD)
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return math.prod(self.spec.shard.local_shape)
+
+    @property
+    def local_blocks(self) -> tuple[int, int]:
+        """The blocks of which this rank has scales: their numbers in the grid are ``[first, end)``."""
+        shard, grid = self.spec.shard, self.spec.grid
+        return shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+
+    @property
+    def cut_blocks(self) -> list[int]:
+        """The blocks whose scales are on several ranks, on this rank or not: their numbers in the grid."""
+        shard = self.spec.shard
+        if not self.blocks or not isinstance(shard, FlatShard) or shard.exchange is None:
+            return []
+        return shard.cut_blocks(self.spec.grid)
+
+    def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
+        """Writes the slice's state to bytes: uint8, ``(words, numel, 4)``."""
+        at = 0
+        for key, width in self.elements.items():
+            for column in _as_bytes(state[key], self.numel, width).unbind(1):
+                packed[at // _WORD, :, at % _WORD] = column
+                at += 1
+        if self.blocks:
+            first, end = self.local_blocks
+            scales = [_as_bytes(state[key], end - first, width) for key, width in self.blocks.items()]
+            inside, places = self._places(packed.device)
+            packed[places] = torch.cat(scales, 1)[inside]
+
+    def unpack(self, packed: Tensor) -> tuple[StateDict, _Scales]:
+        """Reads the entries of the parameter's shape, and the scales that this rank's elements carry."""
+        elements: StateDict = {}
+        at = 0
+        for key, width in self.elements.items():
+            columns = [packed[i // _WORD, :, i % _WORD] for i in range(at, at + width)]
+            entry = self.spec.entries[key]
+            elements[key] = torch.stack(columns, 1).view(entry.dtype).view(entry.shape)
+            at += width
+        first, end = self.local_blocks if self.blocks else (0, 0)
+        scales = packed.new_zeros((end - first, sum(self.blocks.values())))
+        inside, places = self._places(packed.device)
+        scales[inside] = packed[places]
+        return elements, _Scales(scales, inside.sum(1))
+
+    def scales_entries(self, scales: Tensor) -> StateDict:
+        """The entries of the scales, from the bytes of all scales by block."""
+        parts = torch.split(scales, list(self.blocks.values()), 1)
+        shapes = [self.spec.entries[key].shape for key in self.blocks]
+        return {
+            key: part.contiguous().view(torch.float32).view(shape)
+            for key, part, shape in zip(self.blocks, parts, shapes, strict=True)
+        }
+
+    def _places(self, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Which bytes of the scales are on this rank, and their words, elements and bytes in packed state.
+
+        The first is bool, ``(blocks, bytes of a block's scales)``, and in the others the bytes follow one another.
+        """
+        spec, own, beside = self.spec, sum(self.elements.values()), max(self.beside, 1)
+        blocks = torch.arange(*(self.local_blocks if self.blocks else (0, 0)), device=device)
+        rows, cols = blocks // spec.grid.blocks_per_row, blocks % spec.grid.blocks_per_row * spec.grid.block_size
+        start = spec.shard.start if isinstance(spec.shard, FlatShard) else 0
+        byte = torch.arange(sum(self.blocks.values()), device=device)
+        element = (rows * spec.grid.row_numel + cols - start).unsqueeze(1) + byte // beside
+        inside = (element >= 0) & (element < self.numel)
+        at = (own + byte % beside).expand_as(inside)[inside]
+        return inside, (at // _WORD, element[inside], at % _WORD)
+
+
+def _as_bytes(entry: Tensor, count: int, width: int) -> Tensor:
+    return entry.detach().reshape(-1).view(torch.uint8).view(count, width)
+
+
+def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[_Slice]:
+    """The slices of a tensor, with what this rank's part of its packed state has of theirs.
+
+    Raises:
+        ValueError: packed state is of another parameter, another optimizer or other options.
+    """
+    if entries is None or not is_packed(entries):
+        return [_Slice(_Layout(slice_.spec), name) for slice_ in spec.slices]
+    if not (isinstance(spec.shard, FlatBuffer | FlatShard) or type(spec.shard) is Shard):
+        raise ValueError(
+            f"{name}: got state that torch's optim_state_dict of FSDP1 gathered, expected a parameter of FSDP1, not a "
+            "DTensor; save with shardopt.checkpoint to load it under another sharding"
+        )
+    count, least = sum(key.startswith(_PREFIX) for key in entries), words_of([spec])
+    keys = [f"{_PREFIX}{word}" for word in range(max(count, least))]
+    if entries.keys() != {"step", *keys}:
+        raise ValueError(
+            f"{name}: got state with {', '.join(entries)}, expected step, {', '.join(keys)}; was it saved by another "
+            "optimizer, or with other quantization options?"
+        )
+    like = torch.empty(spec.shard.local_shape, device="meta")
+    for key in keys:
+        check_entry(entries[key], like, key, name)
+        if entries[key].dtype != torch.float32:
+            raise ValueError(
+                f"{name}: got {key} of {entries[key].dtype}, expected torch.float32; load it as it was saved"
+            )
+    packed = torch.stack([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys])
+    slices = []
+    for slice_ in spec.slices:
+        layout = _Layout(slice_.spec)
+        of_slice = packed[:, slice_.offset : slice_.offset + layout.numel]
+        slices.append(_Slice(layout, name, *layout.unpack(of_slice)))
+    return slices
+
+
+def _cut_scales(slices: Sequence[_Slice]) -> dict[Exchange, Tensor]:
+    """This rank's bytes of the scales of cut blocks, each block's with their number behind them: int32, on the CPU."""
+    shared: dict[Exchange, list[Tensor]] = {}
+    for layout, _, _, scales in slices:
+        cut = layout.cut_blocks
+        if cut:
+            rows = torch.zeros((len(cut), sum(layout.blocks.values()) + 1), dtype=torch.int32, device="cpu")
+            first, end = layout.local_blocks
+            for row, number in zip(rows, cut, strict=True):
+                if scales is not None and first <= number < end:
+                    row[:-1] = scales.bytes[number - first]
+                    row[-1] = scales.known[number - first]
+            exchange = layout.spec.shard.holders
+            assert exchange is not None
+            shared.setdefault(exchange, []).append(rows.view(-1))
+    return {exchange: torch.cat(rows) for exchange, rows in shared.items()}
+
+
+def _completed(
+    specs: Sequence[TensorState],
+    loaded: Sequence[Mapping[str, Any] | None],
+    tensors: Sequence[Sequence[_Slice]],
+    shared: Mapping[Exchange, Tensor],
+) -> list[Mapping[str, Any] | None]:
+    """The state of all tensors, after the ranks have put together the scales of cut blocks."""
+    ends = dict.fromkeys(shared, 0)
+    results: list[Mapping[str, Any] | None] = []
+    for spec, entries, slices in zip(specs, loaded, tensors, strict=True):
+        states: list[StateDict] = []
+        for layout, name, elements, scales in slices:
+            cut, width = layout.cut_blocks, sum(layout.blocks.values())
+            rows = torch.empty((0, width + 1), device="cpu")
+            if cut:
+                exchange = layout.spec.shard.holders
+                assert exchange is not None
+                begin, ends[exchange] = ends[exchange], ends[exchange] + len(cut) * (width + 1)
+                rows = shared[exchange][begin : ends[exchange]].view(len(cut), width + 1)
+            if elements is not None and scales is not None:
+                _complete(layout, scales, dict(zip(cut, rows, strict=True)), name)
+                states.append({**elements, **layout.scales_entries(scales.bytes)})
+        if entries is None or not states:
+            results.append(entries)
+        else:
+            results.append({"step": entries["step"], **spec.join(states)})
+    return results
+
+
+def _complete(layout: _Layout, scales: _Scales, rows: Mapping[int, Tensor], name: str) -> None:
+    """Puts the bytes from all ranks in place.
+
+    Raises:
+        ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
+    """
+    first, end = layout.local_blocks
+    for number, row in rows.items():
+        if first <= number < end:
+            if row[-1] != len(row) - 1:
+                raise ValueError(
+                    f"{name}: got packed state with {int(row[-1])} bytes of the scales of block {number}, expected "
+                    f"{len(row) - 1}; load on all ranks what torch's optim_state_dict_to_load gives"
+                )
+            scales.bytes[number - first] = row[:-1].to(scales.bytes)
