@@ -6,7 +6,7 @@ What torch cannot carry is refused at once, on all ranks, and nothing changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import shardopt
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
 from ranks.layouts import mesh_of
-from ranks.models import copy_weights, fsdp1, make_net, make_odds
+from ranks.models import copy_weights, fsdp1, make_frozen, make_net, make_odds, named_parameters
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
@@ -399,6 +399,39 @@ def test_what_is_refused(orig: bool, steps: int) -> None:
             _refused(refusing, remedy, call)
         assert collectives == []
     assert bool(optimizer.state) is bool(steps)
+
+
+def _in_groups(model: nn.Module) -> ShardedOptimizer:
+    """Neighbours in a unit have moments of different numbers and codecs."""
+    codecs = {"embed": "log8", "up": "fp32", "down": "companded16", "norm": "bf16", "conv": "dynamic8"}
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, param in named_parameters(model).items():
+        groups.setdefault(codecs.get(name.split(".")[0], "log4"), []).append(param)
+    options = {codec: {"codec": codec, "block_size": 16 * 2**place} for place, codec in enumerate(groups)}
+    options["dynamic8"]["amsgrad"] = True
+    return shardopt.AdamW(
+        [{"params": params, **options[codec]} for codec, params in groups.items()], min_quantized_numel=64
+    )
+
+
+def _of_some(ignored: Sequence[str], frozen: bool) -> tuple[nn.Module, ShardedOptimizer]:
+    """With modules that FSDP1 leaves alone, or with frozen parameters."""
+    bare = make_frozen(0) if frozen else make_net()
+    model = fsdp1(bare, ["conv"], ignored_modules=[bare.get_submodule(name) for name in ignored])
+    return model, _in_groups(model)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("ignored", "frozen"), [((), False), ((), True), (("up", "norm"), False)])
+def test_groups_frozen_and_ignored_parameters(ignored: Sequence[str], frozen: bool) -> None:
+    model, optimizer = _of_some(ignored, frozen)
+    for step in range(2):
+        step_with(model, optimizer, step)
+    expected = gathered(model, optimizer)
+    saved = copy.deepcopy(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    theirs = _in_groups(model)
+    theirs.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, theirs, saved))
+    assert_same(gathered(model, theirs), expected)
 
 
 @pytest.mark.ranks(2)
