@@ -26,7 +26,7 @@ def test_resume_in_one_process(client_ranks: Pool, plain: tuple[dict[str, str], 
     assert client_ranks.run(1, trained, "plain", plain[1], True) == [plain[0]]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp2", "fsdp2 in one file"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp1", "fsdp1 full", "fsdp1 sharded", "fsdp2", "fsdp2 in one file"])
 def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path) -> None:
     """Training is that of one process, and goes on from a checkpoint on as many ranks, or on one, as if unbroken."""
     assert client_ranks.run(2, trained, mode, tmp_path) == [plain[0]] * 2

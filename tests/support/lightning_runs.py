@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardopt
@@ -65,8 +67,8 @@ def strategy_of(mode: str) -> Any:
 
     if mode == "ddp":
         return DDPStrategy(process_group_backend="gloo")
-    if mode == "fsdp1":
-        return fsdp1_on_the_cpu()
+    if mode.startswith("fsdp1"):
+        return fsdp1_on_the_cpu(mode)
     if mode.startswith("fsdp2"):
         return ModelParallelStrategy(
             data_parallel_size=dist.get_world_size(),
@@ -77,15 +79,21 @@ def strategy_of(mode: str) -> Any:
     return "deepspeed" if mode == "deepspeed" else "auto"
 
 
-def fsdp1_on_the_cpu() -> Any:
-    """PortableFSDPStrategy, which like all of Lightning's FSDP1 would ask for an accelerator by its index."""
+def fsdp1_on_the_cpu(mode: str) -> Any:
+    """PortableFSDPStrategy or FSDPStrategy, which would ask for an accelerator by its index."""
+    from lightning.pytorch.strategies import FSDPStrategy
+
     from shardopt.clients.lightning import PortableFSDPStrategy
 
-    class OnTheCpu(PortableFSDPStrategy):
+    FlatParamHandle.to_cpu = nullcontext  # parameters that are on the CPU would be freed there
+    base: Any = PortableFSDPStrategy if mode == "fsdp1" else FSDPStrategy
+    options = {} if mode == "fsdp1" else {"state_dict_type": mode.removeprefix("fsdp1 ")}
+
+    class OnTheCpu(base):
         def _setup_model(self, model: nn.Module) -> nn.Module:
             return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
-    return OnTheCpu(process_group_backend="gloo", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    return OnTheCpu(process_group_backend="gloo", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
 
 
 def make_trainer(mode: str, folder: Path) -> Any:
