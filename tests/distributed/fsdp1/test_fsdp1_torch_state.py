@@ -1,6 +1,6 @@
 """torch's own ways to an optimizer's state under FSDP1: ours is carried bit for bit, to any number of ranks.
 
-What torch cannot carry is refused at once, on all ranks, and nothing changes.
+State that torch cannot carry is refused at once, on all ranks, and nothing changes.
 """
 
 from __future__ import annotations
