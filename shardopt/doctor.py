@@ -51,10 +51,12 @@ CLIENTS = {
     "ms-swift": Client(
         "4.6", "--optimizer shardopt_adamw_8bit --external_plugins, a file: import shardopt.clients.swift"
     ),
+    "nemo-automodel": Client("0.7", "optimizer: {_target_: shardopt.AdamW8bit}"),
     "peft": Client("0.18", "as the trainer does"),
     "torchtitan": Client("0.3", "config.optimizer = shardopt.clients.torchtitan.adamw8bit(...)"),
     "transformers": Client("4.57", 'TrainingArguments(optim="shardopt_adamw_8bit") after import shardopt'),
     "trl": Client("0.24", 'SFTConfig(optim="shardopt_adamw_8bit") after import shardopt'),
+    "verl": Client("0.9.1", "optimizer_impl: shardopt, optimizer: AdamW8bit, external_lib: shardopt"),
 }
 #: Packages that single functions use.
 OPTIONAL = ("matplotlib", "mpi4py", "safetensors")

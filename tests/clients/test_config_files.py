@@ -12,11 +12,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+import shardopt
+from needed import needs
+from ranks.pool import Pool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMON = {
     "learning_rate": 1e-4,
     "max_steps": 2,
@@ -120,3 +126,44 @@ def test_two_steps(client: str, tmp_path: Path) -> None:
     group = state["param_groups"][0]
     assert (group["codec"], group["block_size"], tuple(group["betas"])) == ("log8", 64, (0.9, 0.9))
     assert state["state"][0]["step"] == 2
+
+
+def test_verls_example_names_an_optimizer_with_its_options() -> None:
+    config = yaml.safe_load((EXAMPLES / "verl.yaml").read_text(encoding="utf-8"))
+    optim = config["actor_rollout_ref"]["actor"]["optim"]
+    assert optim["optimizer_impl"] == config["actor_rollout_ref"]["model"]["external_lib"] == "shardopt"
+    weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = getattr(shardopt, optim["optimizer"])([weight], lr=optim["lr"], **optim["override_optimizer_config"])
+    optimizer.step()
+    assert {"exp_avg_sq_codes", "master_low_bits"} <= optimizer.state[weight].keys()
+
+
+def verls() -> dict[str, Any]:
+    """The optimizer and the engine's options, as verl reads the example."""
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config.optimizer import build_optimizer
+
+    with initialize_config_dir(str(EXAMPLES), version_base=None):
+        actor = omega_conf_to_dataclass(compose("verl").actor_rollout_ref.actor)
+    optimizer = build_optimizer(torch.nn.Linear(64, 64, dtype=torch.bfloat16).parameters(), actor.optim)
+    group = optimizer.param_groups[0]
+    return {
+        "class": type(optimizer).__name__,
+        "engine": (actor.engine.strategy, actor.engine.model_dtype, actor.engine.optimizer_offload),
+        **{option: group[option] for option in ("lr", "codec", "master_weight_bits")},
+    }
+
+
+@needs("verl")
+def test_verl_reads_the_example(client_ranks: Pool) -> None:
+    assert client_ranks.run(1, verls) == [
+        {
+            "class": "AdamW8bit",
+            "engine": ("fsdp2", "bfloat16", True),
+            "lr": 1e-6,
+            "codec": "log8",
+            "master_weight_bits": 24,
+        }
+    ]

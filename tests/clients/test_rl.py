@@ -1,0 +1,359 @@
+"""Frameworks of reinforcement learning: each builds our optimizers as its code does, moves their state, and resumes.
+
+verl and NeMo Automodel run themselves where they are installed, each in an environment of its own (``nemo-automodel``
+with ``--no-deps`` on a machine without CUDA). NeMo-RL, which is on no package index, is represented by its calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+import shardopt
+from hugging_face import tiny_llama
+from needed import needs
+from ranks.models import WAYS, make_frozen, make_net, named_parameters, set_gradients
+from ranks.pool import Pool
+from ranks.snapshot import Snapshot, assert_same, snapshot
+
+verl = needs("verl")
+OPTIONS = {"lr": 1e-2, "min_quantized_numel": 64}
+
+
+def muon(params: Any, *, vocabulary: int, adamw_lr: float, **options: Any) -> shardopt.Muon8bit:
+    """The function of docs/reinforcement_learning.md."""
+    matrices, others = [], []
+    for param in params:
+        if param.requires_grad:
+            (matrices if param.ndim > 1 and vocabulary not in param.shape else others).append(param)
+    groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", "lr": adamw_lr}]
+    return shardopt.Muon8bit(groups, **options)
+
+
+class Copying(TorchFunctionMode):
+    """``tensor.to(device)`` makes a copy, as between two devices."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.clone() if function is Tensor.to and result is args[0] else result
+
+
+def move(optimizer: Optimizer, device: str) -> None:
+    """Moves the state as verl does: each tensor of each parameter, step counts and frozen parameters included."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to(device, non_blocking=True)
+
+
+def moved(way: str, options: dict[str, Any], moves: list[Callable[[Optimizer], None]]) -> Snapshot:
+    """Weights and state after three steps, with moves before each."""
+    dtype = torch.bfloat16 if "master_weight_bits" in options else torch.float32
+    model = WAYS[way](make_frozen(0).to(dtype))
+    optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS, **options)
+    for step in range(3):
+        set_gradients(model, step)
+        with Copying():
+            for act in moves:
+                act(optimizer)
+        optimizer.step()
+    return snapshot(named_parameters(model), optimizer)
+
+
+def same_after_moves(way: str, options: dict[str, Any], moves: list[Callable[[Optimizer], None]]) -> None:
+    assert_same(moved(way, options, moves), moved(way, options, []))
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}], ids=str)
+@pytest.mark.parametrize(("way", "size"), [("single", 1), ("fsdp", 2)])
+def test_state_moved_by_hand(ranks: Pool, way: str, size: int, options: dict[str, Any]) -> None:
+    ranks.run(size, same_after_moves, way, options, [partial(move, device="cpu")] * 2)
+
+
+def get_class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit", "ADOPT8bit"])
+def test_nemo_rl_calls(name: str) -> None:
+    """``policy.optimizer.name`` and ``kwargs`` of its recipes; the trainable parameters come as a generator."""
+    model = make_frozen(0)
+    kwargs = {"lr": 5e-6, "weight_decay": 0.01, "foreach": False, "fused": False}
+    optimizer = get_class(f"shardopt.{name}")((p for p in model.parameters() if p.requires_grad), **kwargs)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, end_factor=1.0, total_iters=50),
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=10**10),
+        ],
+        milestones=[50],
+    )
+    set_gradients(model, 0)
+    optimizer.step()
+    scheduler.step()
+    assert 0.5e-6 < optimizer.param_groups[0]["lr"] < 5e-6
+
+
+def test_muon_by_shape() -> None:
+    model = make_frozen(0)
+    optimizer = muon(model.parameters(), vocabulary=97, adamw_lr=1e-3, lr=1e-2, weight_decay=0.1)
+    names = {param: name for name, param in model.named_parameters()}
+    by_muon, by_adamw = ({names[param] for param in group["params"]} for group in optimizer.param_groups)
+    assert by_muon == {"up.weight", "down.weight", "conv.weight", "gate.weight"}
+    assert "head.weight" in by_adamw
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
+    set_gradients(model, 0)
+    optimizer.step()
+
+
+# verl itself.
+
+
+def built(name: str, override: dict[str, Any] | None, module: str = "shardopt") -> dict[str, Any]:
+    """The first param group of an optimizer that verl built and stepped, with the class's name."""
+    from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
+
+    config = FSDPOptimizerConfig(
+        optimizer=name, optimizer_impl=module, lr=1e-6, betas=(0.9, 0.98), override_optimizer_config=override
+    )
+    model = make_net()
+    optimizer = build_optimizer(model.parameters(), config)
+    set_gradients(model, 0)
+    optimizer.step()
+    return {"class": type(optimizer).__name__} | {
+        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
+    }
+
+
+@verl
+@pytest.mark.parametrize(
+    ("name", "override", "betas"),
+    [
+        ("AdamW8bit", {"codec": "log8", "master_weight_bits": 24}, (0.9, 0.98)),
+        ("Lion8bit", None, (0.9, 0.99)),
+        ("ADOPT8bit", None, (0.9, 0.9999)),
+        ("ADOPT8bit", {"betas": (0.9, 0.98)}, (0.9, 0.98)),
+        ("AdEMAMix8bit", {"betas": [0.9, 0.999, 0.9999]}, [0.9, 0.999, 0.9999]),
+    ],
+)
+def test_verl_builds(client_ranks: Pool, name: str, override: dict[str, Any] | None, betas: Any) -> None:
+    """verl's betas reach only classes with "adam" in their names; others keep their own."""
+    (group,) = client_ranks.run(1, built, name, override)
+    assert group["class"] == name
+    assert (group["lr"], group["betas"]) == (1e-6, betas)
+
+
+def refused(name: str) -> str:
+    with pytest.raises(ValueError, match="got") as caught:
+        built(name, None)
+    return str(caught.value)
+
+
+@verl
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("AdEMAMix8bit", "betas: got (0.9, 0.98), expected 3 numbers"), ("Muon8bit", "expected two dimensions or more")],
+)
+def test_verl_is_told_what_is_missing(client_ranks: Pool, name: str, message: str) -> None:
+    (text,) = client_ranks.run(1, refused, name)
+    assert message in text
+
+
+@verl
+def test_verl_builds_muon(client_ranks: Pool) -> None:
+    (group,) = client_ranks.run(1, built, "muon", {"vocabulary": 97, "adamw_lr": 1e-6}, __name__)
+    assert (group["class"], group["algorithm"]) == ("Muon8bit", "muon")
+
+
+def verls_moves(way: str, options: dict[str, Any]) -> None:
+    from verl.utils.fsdp_utils import load_fsdp_optimizer, offload_fsdp_optimizer
+
+    same_after_moves(way, options, [offload_fsdp_optimizer, partial(load_fsdp_optimizer, device_id="cpu")])
+
+
+@verl
+@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}], ids=str)
+@pytest.mark.parametrize(("way", "size"), [("single", 1), ("fsdp", 2)])
+def test_verls_offload(client_ranks: Pool, way: str, size: int, options: dict[str, Any]) -> None:
+    client_ranks.run(size, verls_moves, way, options)
+
+
+def use_cpu() -> None:
+    """Tells verl that the CPU is an accelerator."""
+    from verl.plugin.platform import set_platform
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+    memory = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    module = SimpleNamespace(
+        empty_cache=lambda: None,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+        mem_get_info=lambda: (0, 0),
+        **dict.fromkeys(memory, lambda: 0),
+    )
+
+    class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
+        device_name = "cpu"
+        device_module = module
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> Any:
+            return torch.device("cpu")
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+    set_platform(PlatformCPU())
+
+
+def batch(seed: int, rank: int) -> Any:
+    """Two sequences of verl's format."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    tokens = [torch.randint(3, 60, (length,), generator=generator) for length in (9, 12)]
+
+    def nested(tensors: Iterator[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+    made = TensorDict(
+        {
+            "input_ids": nested(iter(tokens)),
+            "position_ids": nested(torch.arange(len(x)) for x in tokens),
+            "loss_mask": nested(torch.ones(len(x)) for x in tokens),
+        },
+        batch_size=2,
+    )
+    settings = {"use_remove_padding": False, "use_dynamic_bsz": False, "use_fused_kernels": False}
+    tensordict_utils.assign_non_tensor(
+        made, micro_batch_size_per_gpu=2, global_batch_size=2 * dist.get_world_size(), temperature=1.0, **settings
+    )
+    return made
+
+
+def engine(model: Path, strategy: str, dtype: str) -> Any:
+    """verl's engine with AdamW8bit, which offloads weights and state between steps."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    made = FSDPEngineWithLMHead(
+        HFModelConfig(
+            path=str(model),
+            external_lib="shardopt",
+            use_remove_padding=False,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        FSDPEngineConfig(
+            strategy=strategy, model_dtype=dtype, use_torch_compile=False, param_offload=True, optimizer_offload=True
+        ),
+        FSDPOptimizerConfig(
+            optimizer="AdamW8bit",
+            optimizer_impl="shardopt",
+            lr=1e-3,
+            total_training_steps=4,
+            override_optimizer_config={"min_quantized_numel": 64},
+        ),
+        CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def train(made: Any, step: int) -> None:
+    from verl.workers.utils.losses import sft_loss
+
+    with Copying(), made.train_mode():
+        made.train_batch(batch(step, dist.get_rank()), partial(sft_loss, config=None))
+        made.lr_scheduler_step()
+
+
+def resumed(folder: Path, strategy: str, dtype: str) -> None:
+    """An engine that was saved after two of three steps and loaded ends with the bits of one that went on."""
+    use_cpu()
+    runs = []
+    for _ in range(2):
+        made = engine(folder / "model", strategy, dtype)
+        if runs:
+            made.load_checkpoint(str(folder / "saved"), del_local_after_load=False)
+        else:
+            train(made, 0)
+            train(made, 1)
+            made.save_checkpoint(str(folder / "saved"), global_step=2)
+        train(made, 2)
+        runs.append(snapshot(named_parameters(made.module), made.optimizer))
+    assert_same(*runs)
+    assert any(name.endswith("exp_avg_sq_codes") for name in runs[0])
+
+
+@verl
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_verls_engine_resumes(client_ranks: Pool, tmp_path: Path, size: int, dtype: str) -> None:
+    save_model(tmp_path / "model")
+    client_ranks.run(size, resumed, tmp_path, "fsdp2", dtype, timeout=300)
+
+
+def save_model(folder: Path) -> None:
+    """A model of 90 thousand parameters and its tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_llama().save_pretrained(folder)
+    bare = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=bare, **special).save_pretrained(folder)
+
+
+def automodels(name: str, options: dict[str, Any]) -> list[str]:
+    from nemo_automodel.components.optim.optimizer import build_optimizer
+
+    model = make_frozen(0)
+    (optimizer,) = build_optimizer(model, (name, options))
+    set_gradients(model, 0)
+    optimizer.step()
+    return [type(optimizer).__name__, *(str(group.get("codec")) for group in optimizer.param_groups)]
+
+
+@needs("nemo_automodel")
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("shardopt.AdamW8bit", {"lr": 1e-5, "betas": [0.9, 0.999]}, ["AdamW8bit", "log8"]),
+        ("shardopt.Lion8bit", {"lr": 1e-5, "codec": "companded8"}, ["Lion8bit", "companded8"]),
+        (f"{__name__}.muon", {"vocabulary": 97, "adamw_lr": 1e-5}, ["Muon8bit", "log8", "log8"]),
+    ],
+)
+def test_automodel_builds(client_ranks: Pool, name: str, options: dict[str, Any], expected: list[str]) -> None:
+    assert client_ranks.run(1, automodels, name, options) == [expected]
+
+
+def test_the_page_has_the_same_function() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reinforcement_learning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?def muon.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    model: nn.Module = make_net()
+    optimizer = found["muon"](model.parameters(), vocabulary=97, adamw_lr=1e-3, lr=1e-2)
+    ours = muon(model.parameters(), vocabulary=97, adamw_lr=1e-3, lr=1e-2)
+    for theirs, group in zip(optimizer.param_groups, ours.param_groups, strict=True):
+        assert list(map(id, theirs["params"])) == list(map(id, group["params"]))
