@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import Engines, FlatShard, UnknownShardError, assign, register_engines
+from shardopt.layout import Engines, FlatShard, UnknownShardError, assign, keeps_float32_state, register_engines
 from shardopt.sharding.exchange import RanksExchange, own_device
 
-#: The optimizers of model chunks, by chunk: what Megatron's get_megatron_optimizer returned, and its parts.
+#: By model chunk, and by the models in its wrappers: Megatron's optimizer, and the DistributedOptimizers in it.
 _optimizers: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
 
 
@@ -104,60 +104,73 @@ def stepped_by_group(
         tensor = held[index].get(param)
         if tensor is None:
             tensor = torch.empty(0, dtype=torch.float32, device=param.device)
-        assign(tensor, shard)
+        assign(tensor, shard.with_float32_state() if keeps_float32_state(param) else shard)
         stepped[index][param] = tensor
     return stepped
 
 
 def adopt(chunks: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Lets checkpoints find the optimizers of a model by its chunks.
+    """Lets checkpoints find the optimizers of a model by its chunks, or by the models in Megatron's wrappers.
 
     Args:
         chunks: Megatron's model chunks.
         optimizers: Megatron's optimizer, and the DistributedOptimizers in it.
     """
     for chunk in chunks:
-        _optimizers[chunk] = tuple(weakref.ref(optimizer) for optimizer in optimizers)
+        for model in _unwrapped(chunk):
+            _optimizers[model] = tuple(weakref.ref(optimizer) for optimizer in dict.fromkeys(optimizers))
 
 
-def _alive(chunk: Module) -> list[Any]:
-    return [optimizer for reference in _optimizers[chunk] if (optimizer := reference()) is not None]
+def _unwrapped(model: Module) -> Iterator[Module]:
+    """A model, and the models in its wrappers: DistributedDataParallel, Float16Module."""
+    yield model
+    while isinstance(inner := getattr(model, "module", None), Module):
+        model = inner
+        yield model
 
 
-def _has_optimizer(chunk: Module, optimizer: Optimizer) -> bool:
-    optimizers = _alive(chunk)
-    return any(optimizer is known for known in (*optimizers, *(each.optimizer for each in optimizers[1:])))
+def _alive(model: Module) -> list[Any]:
+    return [optimizer for reference in _optimizers.get(model, ()) if (optimizer := reference()) is not None]
+
+
+def _wrappers(model: Module) -> list[Any]:
+    """The DistributedOptimizers of a model."""
+    return [optimizer for optimizer in _alive(model) if hasattr(optimizer, "stepped")]
+
+
+def _has_optimizer(model: Module, optimizer: Optimizer) -> bool:
+    known = (*_alive(model), *(wrapper.optimizer for wrapper in _wrappers(model)))
+    return any(optimizer is one for one in known)
 
 
 @contextmanager
-def _opened(chunk: Module) -> Iterator[tuple[Module, Optimizer]]:
+def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     """The bare model with the tensors that the optimizer steps in place of the parameters, and the optimizer."""
-    wrapper = _only_wrapper(chunk)
-    model = chunk
-    while isinstance(inner := getattr(model, "module", None), Module):  # DistributedDataParallel, Float16Module
-        model = inner
+    wrapper = _only_wrapper(model)
+    *_, bare = _unwrapped(model)
     tensors = {id(param): tensor for group in wrapper.stepped for param, tensor in group.items()}
     places = [
         (module._parameters, name, param)
-        for module in model.modules()
+        for module in bare.modules()
         for name, param in module._parameters.items()
         if id(param) in tensors
     ]
     try:
         for parameters, name, param in places:
             parameters[name] = tensors[id(param)]  # type: ignore[assignment]
-        yield model, wrapper.optimizer
+        yield bare, wrapper.optimizer
     finally:
         for parameters, name, param in places:
             parameters[name] = param
 
 
-def _only_wrapper(chunk: Module) -> Any:
-    _, *wrappers = _alive(chunk)
+def _only_wrapper(model: Module) -> Any:
+    wrappers = _wrappers(model)
     if len(wrappers) != 1 or len(wrappers[0].model_chunks) != 1:
+        chunks = [len(wrapper.model_chunks) for wrapper in wrappers]
         raise ValueError(
-            f"got a Megatron model with {len(wrappers)} DistributedOptimizers, expected one of one model chunk; save "
-            "with Megatron's own checkpoints, which hold the moments as float32"
+            f"got a Megatron model with {len(wrappers)} DistributedOptimizers of {chunks} model chunks, expected one "
+            "of one chunk; save with Megatron's own checkpoints, which hold the moments as float32"
         )
     data_parallel = dist.get_world_size(wrappers[0].data_parallel_group)
     if data_parallel != dist.get_world_size():
@@ -169,14 +182,15 @@ def _only_wrapper(chunk: Module) -> Any:
     return wrappers[0]
 
 
-def _refresh(chunk: Any) -> None:
+def _refresh(model: Module) -> None:
     """Makes the model's parameters from the tensors that the optimizer steps, after these were loaded."""
-    _only_wrapper(chunk)._copy_main_params_to_model_params()
-    chunk.start_param_sync(force_sync=True)
+    wrapper = _only_wrapper(model)
+    wrapper._copy_main_params_to_model_params()
+    wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
 def _engines(model: Module) -> Engines | None:
-    return Engines("Megatron", _has_optimizer, _opened, _refresh) if model in _optimizers else None
+    return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
 
 
 register_engines(_engines)

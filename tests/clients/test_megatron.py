@@ -52,7 +52,7 @@ def train_and_save(dtype: torch.dtype, optimizer_class: Any, folder: Path) -> No
 def load_and_go_on(dtype: torch.dtype, optimizer_class: Any, folder: Path) -> None:
     with on_cpu():
         run, whole = replaced(dtype, 1, optimizer_class), Unsharded.make(dtype, 0, optimizer_class)
-        shardopt.checkpoint.load(folder, run.chunk, run.optimizer)
+        shardopt.checkpoint.load(folder, run.bare, run.inner.optimizer)  # the model in the wrapper does as well
         whole.train(0, STEPS)
         assert_parameters(run, whole)
         train(run, STEPS, 2 * STEPS)

@@ -101,7 +101,7 @@ def replaced(
     net: nn.Module | None = None,
     **options: Any,
 ) -> Run:
-    """The same with one of shardopt's optimizers in place of Megatron's Adam."""
+    """A model as of :func:`make`, with one of shardopt's optimizers in place of Megatron's Adam."""
     from shardopt.clients.megatron import replace_adam
 
     run = make(dtype, seed, net)
