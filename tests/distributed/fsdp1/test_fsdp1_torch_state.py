@@ -37,6 +37,7 @@ from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from slow_cases import slow
 from versions import needs_fsdp1_on_some_ranks
 
 SMALL = {"min_quantized_numel": 64}
@@ -143,10 +144,19 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+#: Of every second case by default.
+IN_TURN = ("fsdp1", "fsdp1 flat")
+
+
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-@pytest.mark.parametrize(("rule", "options"), OPTIONS)
-def test_rules_and_codecs(way: str, rule: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("rule", "options", "way"),
+    [
+        *((*case, IN_TURN[place % 2]) for place, case in enumerate(OPTIONS)),
+        *slow((*case, IN_TURN[1 - place % 2]) for place, case in enumerate(OPTIONS)),
+    ],
+)
+def test_rules_and_codecs(rule: str, options: dict[str, Any], way: str) -> None:
     saved = FullyShardedDataParallel.optim_state_dict(*trained(way, STEPS, rule, **options))
     _goes_on(way, rule, saved, **options)
 
