@@ -17,19 +17,22 @@ torch.optim.AdamW on float32 weights:
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:
     sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "launch")]
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 import results
 import shardopt
@@ -47,44 +50,52 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-def flat(weights: dict[nn.Parameter, Tensor] | list[nn.Parameter]) -> Tensor:
+def flat(weights: Sequence[Tensor]) -> Tensor:
     """All weights in one: float64, (parameters,)."""
-    tensors = weights.values() if isinstance(weights, dict) else weights
-    return torch.cat([weight.detach().double().flatten() for weight in tensors])
+    return torch.cat([weight.detach().double().flatten() for weight in weights])
 
 
-class Run:
+class Run(NamedTuple):
     """A fine-tuned model.
 
     Attributes:
         weights: as the model has them: float64, (parameters,).
         masters: the weights that the optimizer keeps, likewise.
-        loss: held out, in nats per byte.
+        loss: held out, in nats per byte, of the weights as the model has them.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        dtype: torch.dtype,
-        make: Callable[[list[nn.Parameter]], Optimizer],
-        seed: int,
-        steps: int,
-    ) -> None:
-        model = problem.model(seed).to(torch.bfloat16).to(dtype)
-        params = list(model.parameters())
-        optimizer = make(params)
-        for step in range(1, steps + 1):
-            problem.loss(model, seed, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        self.weights = self.masters = flat(params)
-        if isinstance(optimizer, shardopt.optim.ShardedOptimizer):
-            kept = optimizer.full_precision_parameters()
-            self.masters = flat([kept.get(param, param) for param in params])  # type: ignore[misc]
-        self.loss = problem.evaluate(model.float())["loss"]
+    weights: Tensor
+    masters: Tensor
+    loss: float
 
 
-def figures(run: Run, exact: Run, start: Tensor, loss: float) -> list[float]:
+@lru_cache
+def problem_in(folder: Path) -> Problem:
+    """The task's model and data, in this process."""
+    task = task_of("finetune", "small")
+    return task.load(task.settings, folder)
+
+
+def run(folder: Path, name: str, lr: float, steps: int, seed: int) -> Run:
+    """Fine-tunes a model in one of the ways, on one thread."""
+    torch.set_num_threads(1)
+    problem, dtype = problem_in(folder), WAYS[name][0] if name in WAYS else torch.float32
+    model = problem.model(seed).to(torch.bfloat16).to(dtype)
+    params = list(model.parameters())
+    options: dict[str, Any] = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(params, **options)
+    if name in WAYS:
+        optimizer = shardopt.AdamW8bit(params, **options, **WAYS[name][1])  # type: ignore[assignment]
+    for step in range(1, steps + 1):
+        problem.loss(model, seed, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = optimizer.full_precision_parameters() if isinstance(optimizer, shardopt.optim.ShardedOptimizer) else {}
+    weights, masters = flat(params), flat([kept.get(param, param) for param in params])
+    return Run(weights, masters, problem.evaluate(model.float())["loss"])
+
+
+def figures(found: Run, exact: Run, start: Tensor, loss: float) -> list[float]:
     """The figures of a run, in the order of the columns."""
     movement = exact.weights - start
     length = movement.norm()
@@ -96,33 +107,27 @@ def figures(run: Run, exact: Run, start: Tensor, loss: float) -> list[float]:
         return float((weights - start) @ movement / length**2)
 
     return [
-        100 * float((run.weights != start).double().mean()),
-        distance(run.masters),
-        progress(run.masters),
-        distance(run.weights),
-        progress(run.weights),
-        1000 * (loss - run.loss),
+        100 * float((found.weights != start).double().mean()),
+        distance(found.masters),
+        progress(found.masters),
+        distance(found.weights),
+        progress(found.weights),
+        1000 * (loss - found.loss),
     ]
 
 
 def rows(lr: float, steps: int, seeds: int, folder: Path) -> Iterator[list[Cell]]:
-    task = task_of("finetune", "small")
-    problem = task.load(task.settings, folder)
-    options = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
-    model = problem.model(0).to(torch.bfloat16).float()
-    start, loss = flat(list(model.parameters())), problem.evaluate(model)["loss"]
-    exact = [
-        Run(problem, torch.float32, lambda params: torch.optim.AdamW(params, **options), seed, steps)
-        for seed in range(seeds)
-    ]
-    yield [EXACT, *summary([figures(run, run, start, loss) for run in exact])]
-    for name, (dtype, chosen) in WAYS.items():
-
-        def make(params: list[nn.Parameter], chosen: dict[str, Any] = chosen) -> Optimizer:
-            return shardopt.AdamW8bit(params, **options, **chosen)
-
-        runs = [Run(problem, dtype, make, seed, steps) for seed in range(seeds)]
-        yield [name, *summary([figures(run, other, start, loss) for run, other in zip(runs, exact, strict=True)])]
+    model = problem_in(folder).model(0).to(torch.bfloat16).float()
+    start, loss = flat(list(model.parameters())), problem_in(folder).evaluate(model)["loss"]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
+        runs = {
+            name: [processes.submit(run, folder, name, lr, steps, seed) for seed in range(seeds)]
+            for name in (EXACT, *WAYS)
+        }
+        exact = [each.result() for each in runs[EXACT]]
+        for name, of_seeds in runs.items():
+            pairs = zip(of_seeds, exact, strict=True)
+            yield [name, *summary([figures(each.result(), other, start, loss) for each, other in pairs])]
 
 
 def summary(figures_of: list[list[float]]) -> list[Cell]:
@@ -136,7 +141,7 @@ def summary(figures_of: list[list[float]]) -> list[Cell]:
 def main() -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     columns = [
@@ -156,7 +161,7 @@ def main() -> None:
             f"AdamW8bit with a learning rate of {args.lr:g}, by the precision of weights",
             columns,
             rows(args.lr, args.steps, args.seeds, Path(folder)),
-            threads=torch.get_num_threads(),
+            threads=1,
             notes=[
                 f"Means of {args.seeds} runs of {args.steps} steps, no weight decay, constant learning rate; 0.46 "
                 "million parameters, 8 windows of 64 bytes a step."
