@@ -194,7 +194,8 @@ def test_verls_offload(client_ranks: Pool, way: str, size: int, options: dict[st
 
 
 def use_cpu() -> None:
-    """Tells verl that the CPU is an accelerator."""
+    """Tells verl that the CPU is an accelerator, and FSDP1, too; verl's load of FSDP1's weights has nothing to do."""
+    from torch.distributed.fsdp import _init_utils
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
@@ -221,6 +222,10 @@ def use_cpu() -> None:
             return "gloo"
 
     set_platform(PlatformCPU())
+    from verl.workers.engine.fsdp import transformer_impl
+
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    transformer_impl.load_fsdp_model_to_gpu = lambda model: None
 
 
 def batch(seed: int, rank: int) -> Any:
@@ -306,11 +311,11 @@ def resumed(folder: Path, strategy: str, dtype: str) -> None:
 
 
 @verl
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("strategy", "dtype"), [("fsdp2", "fp32"), ("fsdp2", "bf16"), ("fsdp", "fp32")])
 @pytest.mark.parametrize("size", [1, 2])
-def test_verls_engine_resumes(client_ranks: Pool, tmp_path: Path, size: int, dtype: str) -> None:
+def test_verls_engine_resumes(client_ranks: Pool, tmp_path: Path, size: int, strategy: str, dtype: str) -> None:
     save_model(tmp_path / "model")
-    client_ranks.run(size, resumed, tmp_path, "fsdp2", dtype, timeout=300)
+    client_ranks.run(size, resumed, tmp_path, strategy, dtype, timeout=300)
 
 
 def save_model(folder: Path) -> None:
