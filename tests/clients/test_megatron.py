@@ -12,9 +12,23 @@ import torch
 import torch.distributed as dist
 
 import shardopt
-from megatron_runs import Run, Unsharded, make, on_cpu, replaced, train
+from megatron_runs import (
+    BUCKET,
+    DECAY,
+    LR,
+    OPTIONS,
+    Run,
+    Unsharded,
+    divide,
+    loss_of_gpt,
+    make,
+    make_gpt,
+    on_cpu,
+    replaced,
+    train,
+)
 from needed import needs
-from ranks.models import loss_of, make_batch
+from ranks.models import make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, snapshot
 
@@ -76,28 +90,84 @@ def test_other_rules(client_ranks: Pool, tmp_path: Path, optimizer_class: Any) -
     client_ranks.run(2, train_and_save, torch.bfloat16, optimizer_class, tmp_path)
 
 
-def backward_and_compare() -> None:
-    """Megatron's own backward pass, reduce-scatter, norm and step, with one batch on both ranks: exact means."""
+def backward_and_compare(tensor_parallel: int) -> None:
+    """Megatron's GPT, backward pass, exchange, norm, step and schedule; one batch on all ranks, so means are exact."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from shardopt.clients.megatron import replace_adam
+
     with on_cpu():
-        run, whole = replaced(torch.float32), Unsharded.make(torch.float32)
-        for step in range(STEPS):
-            run.chunk.zero_grad_buffer()
-            run.optimizer.zero_grad()
-            loss_of(run.chunk, make_batch(step)).backward()
-            run.chunk.finish_grad_sync()
-            succeeded, norm, _ = run.optimizer.step()
+        divide(tensor_parallel)
+        config, bare = make_gpt(tensor_parallel)
+        of_ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=BUCKET
+        )
+        chunk = DistributedDataParallel(config, of_ddp, bare)
+        of_optimizer = OptimizerConfig(
+            optimizer="adam", lr=LR, min_lr=0.0, weight_decay=DECAY, use_distributed_optimizer=True, clip_grad=1e30
+        )
+        optimizer = replace_adam(get_megatron_optimizer(of_optimizer, [chunk]), shardopt.AdamW8bit, **OPTIONS)
+        schedule = OptimizerParamScheduler(optimizer, 0.0, LR, 0.0, 2, 9, "linear", DECAY, DECAY, 0, "constant")
+        _, whole = make_gpt(tensor_parallel)
+        named = dict(whole.named_parameters())
+        groups = [{"params": [p for p in named.values() if (p.dim() == 1) == is_one]} for is_one in (False, True)]
+        expected = shardopt.AdamW8bit(groups, **OPTIONS)
+        for step in range(1, 1 + STEPS):
+            schedule.step(1)
+            for group, theirs in zip(expected.param_groups, optimizer.param_groups, strict=True):
+                group.update(lr=theirs["lr"], weight_decay=theirs["weight_decay"])
+            assert expected.param_groups[0]["lr"] == (
+                LR / 2 if step == 1 else LR if step == 2 else pytest.approx(LR * 6 / 7)
+            )
+            assert [group["weight_decay"] for group in expected.param_groups] == [DECAY, 0.0]
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss_of_gpt(chunk, step).backward()
+            finalize_model_grads([chunk], None)
+            succeeded, norm, _ = optimizer.step()
             assert succeeded
-            loss_of(whole.masters, make_batch(step)).backward()
-            gradients = [param.grad for param in whole.masters.parameters()]
-            assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
-            whole.optimizer.step()
-            whole.optimizer.zero_grad()
-            whole.model.load_state_dict(whole.masters.state_dict())
-            assert_parameters(run, whole)
+            loss_of_gpt(whole, step).backward()
+            if tensor_parallel == 1:
+                total = torch.nn.utils.get_total_norm([param.grad for param in named.values()])
+                assert norm == pytest.approx(float(total), rel=1e-5)
+            expected.step()
+            expected.zero_grad()
+            assert_same(dict(bare.named_parameters()), named)
+        if tensor_parallel > 1:
+            with pytest.raises(ValueError, match="got a Megatron model on 4 ranks with data parallelism of 2"):
+                shardopt.checkpoint.save("nowhere", chunk, optimizer)
+            with pytest.raises(ValueError, match="got LAMB8bit, which needs whole parameters"):
+                replace_adam(get_megatron_optimizer(of_optimizer, [chunk]), shardopt.LAMB8bit)
 
 
 def test_backward_pass(client_ranks: Pool) -> None:
-    client_ranks.run(2, backward_and_compare)
+    client_ranks.run(2, backward_and_compare, 1)
+
+
+def test_tensor_parallel(client_ranks: Pool) -> None:
+    """Two data-parallel ranks have the bits of one, for each of two tensor-parallel parts of the model."""
+    client_ranks.run(4, backward_and_compare, 2)
+
+
+def step_experts() -> None:
+    """Parameters that Megatron takes for experts' have buffers and an optimizer of their own."""
+    with on_cpu():
+        net = make_net()
+        for param in net.up.parameters():
+            param.allreduce = False
+        run, whole = replaced(torch.float32, net=net), Unsharded.make(torch.float32)
+        assert len(run.optimizer.chained_optimizers) == 2
+        train(run, 0, STEPS)
+        whole.train(0, STEPS)
+        assert_parameters(run, whole)
+        with pytest.raises(ValueError, match="got a Megatron model with 2 DistributedOptimizers"):
+            shardopt.checkpoint.save("nowhere", run.chunk, run.optimizer)
+
+
+def test_experts(client_ranks: Pool) -> None:
+    client_ranks.run(2, step_experts)
 
 
 def skip_a_step() -> None:
@@ -139,20 +209,28 @@ def state_of(run: Run, kind: str, *, is_loading: bool = False) -> dict[str, Any]
     return {"model": model, "optimizer": optimizer}
 
 
-def save_by_megatron(kind: str, folder: Path, adam: bool) -> None:
+def where_adam_is(package: str) -> Any:
+    """Has Megatron's checkpoints expect the Adam of torch, or that of Transformer Engine, whose step is an option."""
+    is_te = package == "transformer_engine"
+    return mock.patch.multiple(
+        "megatron.core.optimizer.distrib_optimizer", HAVE_APEX_OR_TE=is_te, USING_TE_OPTIMIZER=is_te
+    )
+
+
+def save_by_megatron(kind: str, package: str, folder: Path, adam: bool) -> None:
     from megatron.core import dist_checkpointing
 
-    with on_cpu():
+    with on_cpu(), where_adam_is(package):
         run = make(torch.bfloat16) if adam else replaced(torch.bfloat16)
         train(run, 0, STEPS)
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
             dist_checkpointing.save(state_of(run, kind), str(folder))  # by processes of its own
 
 
-def load_by_megatron(kind: str, folder: Path) -> None:
+def load_by_megatron(kind: str, package: str, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    with on_cpu():
+    with on_cpu(), where_adam_is(package):
         run = replaced(torch.bfloat16, 1)
         loaded = dist_checkpointing.load(state_of(run, kind, is_loading=True), str(folder))
         run.bare.load_state_dict(loaded["model"])
@@ -164,12 +242,13 @@ def load_by_megatron(kind: str, folder: Path) -> None:
         assert_parameters(run, whole)
 
 
+@pytest.mark.parametrize("package", ["torch", "transformer_engine"])
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
-def test_megatrons_own_checkpoint(client_ranks: Pool, tmp_path: Path, kind: str) -> None:
+def test_megatrons_own_checkpoint(client_ranks: Pool, tmp_path: Path, kind: str, package: str) -> None:
     """Decoded moments on disk; encoded again, the run goes on with its bits, on another number of ranks as well."""
-    client_ranks.run(2, save_by_megatron, kind, tmp_path, False)
+    client_ranks.run(2, save_by_megatron, kind, package, tmp_path, False)
     for world_size in (2, 3):
-        client_ranks.run(world_size, load_by_megatron, kind, tmp_path)
+        client_ranks.run(world_size, load_by_megatron, kind, package, tmp_path)
 
 
 def move_over(kind: str, folder: Path) -> None:
@@ -200,7 +279,7 @@ def move_over(kind: str, folder: Path) -> None:
 
 
 def test_a_run_moves_from_megatrons_adam(client_ranks: Pool, tmp_path: Path) -> None:
-    client_ranks.run(2, save_by_megatron, "dp_reshardable", tmp_path, True)
+    client_ranks.run(2, save_by_megatron, "dp_reshardable", "torch", tmp_path, True)
     client_ranks.run(2, move_over, "dp_reshardable", tmp_path)
 
 

@@ -1,13 +1,14 @@
 """Megatron-Core's DistributedOptimizer with shardopt's optimizers on the CPU, in the processes of a pool.
 
 Megatron is made for CUDA. Here its tensors are on the CPU: a torch function mode puts tensors for "cuda" there and has
-``Tensor.type()`` say what Megatron expects, and two functions of torch.cuda are replaced.
+``Tensor.type()`` say what Megatron expects; three functions of torch.cuda and Megatron's random state of the device are
+replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -46,8 +47,20 @@ def on_cpu() -> Iterator[None]:
         mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
         mock.patch("torch.cuda.current_stream"),
         mock.patch("torch.cuda.synchronize"),
+        mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", return_value=nullcontext()),
     ):
         yield
+
+
+def divide(tensor_parallel: int = 1) -> None:
+    """Makes Megatron's process groups."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == tensor_parallel:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 
 
 class Run(NamedTuple):
@@ -72,13 +85,11 @@ class Run(NamedTuple):
 
 def make(dtype: torch.dtype, seed: int = 0, net: nn.Module | None = None, **config: Any) -> Run:
     """A model under Megatron's DistributedDataParallel, with Megatron's Adam. To be called within :func:`on_cpu`."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+    divide()
     bf16 = dtype == torch.bfloat16
     of_model = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True, bf16=bf16, params_dtype=dtype
@@ -107,6 +118,39 @@ def replaced(
     run = make(dtype, seed, net)
     assert replace_adam(run.optimizer, optimizer_class, **OPTIONS, **options) is run.optimizer
     return run
+
+
+def make_gpt(tensor_parallel: int) -> tuple[Any, Any]:
+    """The config and the model of a small GPT of Megatron's own layers: this rank's tensor-parallel part."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=48,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return config, GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=16)
+
+
+def loss_of_gpt(model: Any, step: int) -> Tensor:
+    """The mean loss of a batch, the same on all ranks."""
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(step))
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+    loss: Tensor = model(tokens, torch.arange(16).expand(2, 16), mask, labels=tokens).mean()
+    return loss
 
 
 def gradient_of(param: Tensor, index: int, step: int) -> Tensor:
