@@ -12,7 +12,7 @@ block's first element and go on at the next ones. The rest is zeros: FSDP1 deman
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ class _Scales(NamedTuple):
 
     Attributes:
         bytes: uint8, ``(blocks, bytes of a block's scales)``, with zeros where other ranks have them.
-        known: int64, ``(blocks,)``: how many of them are known here.
+        known: int32, ``(blocks,)``: how many of them are known here.
     """
 
     bytes: Tensor
@@ -183,9 +183,9 @@ class _Layout:
                 at += 1
         if self.blocks:
             first, end = self.local_blocks
-            scales = [_as_bytes(state[key], end - first, width) for key, width in self.blocks.items()]
-            inside, places = self._places(packed.device)
-            packed[places] = torch.cat(scales, 1)[inside]
+            scales = torch.cat([_as_bytes(state[key], end - first, w) for key, w in self.blocks.items()], 1)
+            for index, place in enumerate(self._places(packed.device)):
+                packed[place.word, place.elements, place.byte] = scales[place.inside, index]
 
     def unpack(self, packed: Tensor) -> tuple[StateDict, _Scales]:
         """Reads the entries of the parameter's shape, and the scales that this rank's elements carry."""
@@ -198,9 +198,11 @@ class _Layout:
             at += width
         first, end = self.local_blocks if self.blocks else (0, 0)
         scales = packed.new_zeros((end - first, sum(self.blocks.values())))
-        inside, places = self._places(packed.device)
-        scales[inside] = packed[places]
-        return elements, _Scales(scales, inside.sum(1))
+        known = torch.zeros(end - first, dtype=torch.int32, device=packed.device)
+        for index, place in enumerate(self._places(packed.device)):
+            scales[place.inside, index] = packed[place.word, place.elements, place.byte]
+            known += place.inside
+        return elements, _Scales(scales, known)
 
     def scales_entries(self, scales: Tensor) -> StateDict:
         """The entries of the scales, from the bytes of all scales by block."""
@@ -211,20 +213,32 @@ class _Layout:
             for key, part, shape in zip(self.blocks, parts, shapes, strict=True)
         }
 
-    def _places(self, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Which bytes of the scales are on this rank, and their words, elements and bytes in packed state.
-
-        The first is bool, ``(blocks, bytes of a block's scales)``, and in the others the bytes follow one another.
-        """
-        spec, own, beside = self.spec, sum(self.elements.values()), max(self.beside, 1)
+    def _places(self, device: torch.device) -> Iterator[_Place]:
+        """The place of each byte of a block's scales, in the scales' order."""
+        grid, own = self.spec.grid, sum(self.elements.values())
         blocks = torch.arange(*(self.local_blocks if self.blocks else (0, 0)), device=device)
-        rows, cols = blocks // spec.grid.blocks_per_row, blocks % spec.grid.blocks_per_row * spec.grid.block_size
-        start = spec.shard.start if isinstance(spec.shard, FlatShard) else 0
-        byte = torch.arange(sum(self.blocks.values()), device=device)
-        element = (rows * spec.grid.row_numel + cols - start).unsqueeze(1) + byte // beside
-        inside = (element >= 0) & (element < self.numel)
-        at = (own + byte % beside).expand_as(inside)[inside]
-        return inside, (at // _WORD, element[inside], at % _WORD)
+        start = self.spec.shard.start if isinstance(self.spec.shard, FlatShard) else 0
+        first = blocks // grid.blocks_per_row * grid.row_numel + blocks % grid.blocks_per_row * grid.block_size - start
+        for index in range(sum(self.blocks.values())):
+            element, (word, byte) = first + index // self.beside, divmod(own + index % self.beside, _WORD)
+            inside = (element >= 0) & (element < self.numel)
+            yield _Place(word, byte, inside, element[inside])
+
+
+class _Place(NamedTuple):
+    """Where one byte of all blocks' scales is in packed state.
+
+    Attributes:
+        word: the entry.
+        byte: the byte in the entry's elements.
+        inside: bool, ``(blocks,)``: whether a block's byte is on this rank.
+        elements: int64: the element with the byte, for each block whose byte is on this rank.
+    """
+
+    word: int
+    byte: int
+    inside: Tensor
+    elements: Tensor
 
 
 def _as_bytes(entry: Tensor, count: int, width: int) -> Tensor:
