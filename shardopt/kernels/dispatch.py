@@ -140,7 +140,8 @@ class CpuCall:
         """Runs one phase; see :class:`Call`."""
         if self._off:
             return
-        self.skipped.add(self._step.run(phase))
+        if skipped := self._step.run(phase):
+            self.skipped.add(skipped)
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:

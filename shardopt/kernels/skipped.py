@@ -22,9 +22,8 @@ class SkippedElements:
 
     def add(self, count: int) -> None:
         """Adds elements that the host has counted."""
-        if count:
-            with self._lock:
-                self._on_host += count
+        with self._lock:
+            self._on_host += count
 
     def counter(self, device: torch.device) -> Tensor:
         """The counter to which kernels on a device add: an int64 scalar."""

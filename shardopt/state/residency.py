@@ -136,6 +136,9 @@ class StateResidency:
     Args:
         optimizer: the parameters' optimizer.
         state_of: describes the state of a parameter, given its param group.
+
+    Attributes:
+        settled: whether no state sleeps, or is on its way back: a step need not call :meth:`wake`.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
@@ -147,6 +150,7 @@ class StateResidency:
         self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
         self._sleep = Sleep()
+        self.settled = True
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
@@ -163,6 +167,7 @@ class StateResidency:
     @asleep.setter
     def asleep(self, asleep: bool) -> None:
         self._sleep.asleep = asleep
+        self.settled = not asleep
 
     def sleep(self) -> None:
         """Moves the state that is on devices to the host's memory.
@@ -173,12 +178,13 @@ class StateResidency:
         if not self.asleep:
             pins = all(group["pin_memory"] for group in self._optimizer.param_groups)
             self._sleep.begin(self._stateful(), pin=pins)
+            self.settled = False
 
     def wake(self) -> None:
         """Moves the state back, and has the current streams wait until it is there."""
         if self.asleep:
             self._sleep.end(self._stateful())
-        self._sleep.arrive()
+        self.settled = self._sleep.arrive()
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.

@@ -97,8 +97,11 @@ class Sleep:
         self._arriving = {device: stream.record_event() for device, stream in self._streams.items()}
         self.asleep = False
 
-    def arrive(self) -> None:
+    def arrive(self) -> bool:
         """Has the current streams wait for the copies to their devices.
+
+        Returns:
+            Whether all copies are complete.
 
         Raises:
             RuntimeError: copies are under way while a CUDA graph is captured, as the graph could not wait for them.
@@ -113,6 +116,7 @@ class Sleep:
                 del self._arriving[device]
             else:
                 torch.cuda.current_stream(device).wait_event(event)
+        return not self._arriving
 
     def synchronize(self) -> None:
         """Waits until all copies are complete."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -238,11 +238,15 @@ class Reduction(NamedTuple):
 
 
 class Agreement:
-    """The descriptions that the ranks agreed on last."""
+    """The descriptions that the ranks agreed on last.
+
+    Attributes:
+        opened: those of a plan that was agreed on and whose first messages are known; None if there is no such plan.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[Exchange, bytes] | None = None
-        self._opened: dict[Exchange, bytes] | None = None
+        self.opened: dict[Exchange, bytes] | None = None
         self._openings: list[Opening] = []
 
     @property
@@ -264,9 +268,8 @@ class Agreement:
                 if not everywhere:
                     plan.refuse(ranks)
             plan.compare()
-        self._digests = plan.digests
+        self._digests, self.opened = plan.digests, None
 
-    def open_by(self, plan: Plan, openings: Callable[[], list[Opening]]) -> None:
+    def open_by(self, plan: Plan, openings: list[Opening]) -> None:
         """Takes the shapes of the first messages of a step by a plan that was agreed on."""
-        if plan.digests is not self._opened:
-            self._opened, self._openings = plan.digests, openings()
+        self.opened, self._openings = plan.digests, openings

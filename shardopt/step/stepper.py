@@ -83,7 +83,8 @@ class Stepper:
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
-        self._residency.wake()
+        if not self._residency.settled:
+            self._residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked
@@ -96,8 +97,9 @@ class Stepper:
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
         tables.update(param_groups, scaling)
-        self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
-        self._agreement.open_by(tables.plan, tables.openings)
+        if self._agreement.opened is not tables.plan.digests:
+            self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
+            self._agreement.open_by(tables.plan, tables.openings())
         self.communicates = tables.communicates
         self._checked = checked
         return partial(self._run, tables)
