@@ -211,7 +211,7 @@ class _Decoded(Optimizer):
         for param in (param for group in self.param_groups for param in group["params"]):
             moments = state.get(param) or {name: torch.zeros_like(param) for name in _MOMENTS}
             if not _theirs.HAVE_APEX_OR_TE:  # torch's Adam, whose state has the step
-                moments["step"] = torch.tensor(float(steps[0]))
+                moments["step"] = torch.tensor(float(steps[0]), device="cpu")
             self.state[param] = moments
 
     def encode(self, ours: AdamW) -> None:
@@ -224,7 +224,7 @@ class _Decoded(Optimizer):
             options = {key: loaded.get(key, value) for key, value in _common(ours, group).items()}
             groups.append({**options, "params": [indices[param] for param in group["params"]]})
             for param in loaded["params"]:
-                step = torch.tensor(float(loaded.get("step", 0)))
+                step = torch.tensor(float(loaded.get("step", 0)), device="cpu")
                 state[indices[param]] = {**self.state[param], "step": step}
         ours.load_state_dict({"state": state, "param_groups": groups})
 
