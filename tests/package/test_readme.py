@@ -26,8 +26,9 @@ FRAMEWORKS = ("accelerate", "lightning", "megatron", "torchtitan", "transformers
 
 
 def used(snippet: str) -> list[str]:
-    """The frameworks that a snippet imports."""
-    return [name for name in FRAMEWORKS if re.search(rf"^(from|import) {name}\b", snippet, re.MULTILINE)]
+    """The frameworks that a snippet imports, perhaps by ``shardopt.clients``."""
+    imports = r"^(from|import) (shardopt\.clients\.)?"
+    return [name for name in FRAMEWORKS if re.search(rf"{imports}{name}\b", snippet, re.MULTILINE)]
 
 
 def marks_of(snippet: str) -> list[pytest.MarkDecorator]:
