@@ -53,7 +53,7 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
         _check(wrapper)
     for wrapper in wrappers:
         wrapper.__class__ = DistributedOptimizer
-        wrapper.replace(optimizer_class, options)
+        wrapper.replace(optimizer_class, options, is_alone=len(wrappers) == 1)
     adopt([chunk for wrapper in wrappers for chunk in wrapper.model_chunks], [optimizer, *wrappers])
     return optimizer
 
@@ -94,7 +94,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _Decoded
     stepped: list[dict[Tensor, Tensor]]
 
-    def replace(self, optimizer_class: type[ShardedOptimizer], options: dict[str, Any]) -> None:
+    def replace(self, optimizer_class: type[ShardedOptimizer], options: dict[str, Any], *, is_alone: bool) -> None:
         """Replaces Megatron's Adam; see :func:`replace_adam`."""
         self._held = held_by_group(self)
         self.stepped = stepped_by_group(shards_of(self), self._held, self.data_parallel_group)
@@ -109,15 +109,24 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
             for group, dropped, stepped in zip(replaced.param_groups, self._dropped, self.stepped, strict=True)
         ]
         self.optimizer = optimizer_class(groups, **options)
-        self._check_rule()
+        self._check_rule(is_alone)
 
-    def _check_rule(self) -> None:
+    def _check_rule(self, is_alone: bool) -> None:
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
-        whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
-        if not whole and any(rule.sums or rule.totals or rule.orthogonalized is not None for rule in rules):
+        name, is_whole = (
+            type(self.optimizer).__name__,
+            dist.get_world_size(self.data_parallel_group) == dist.get_world_size(),
+        )
+        if not is_whole and any(rule.sums or rule.orthogonalized is not None for rule in rules):
             raise ValueError(
-                f"got {type(self.optimizer).__name__}, which needs whole parameters, with tensor, pipeline or expert "
-                "parallelism, expected data parallelism only; take AdamW8bit or another rule of single elements"
+                f"got {name}, which needs whole parameters, with tensor, pipeline or expert parallelism, expected data "
+                "parallelism only; take AdamW8bit or another rule of single elements"
+            )
+        if not is_alone and any(rule.totals for rule in rules):
+            raise ValueError(
+                f"got {name}, which needs sums over all parameters, with several DistributedOptimizers, as experts and "
+                "overlap_param_gather_with_optimizer_step have, expected one; take AdamW8bit or another rule of single "
+                "elements"
             )
 
     def get_parameters(self) -> list[Tensor]:

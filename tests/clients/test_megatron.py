@@ -20,6 +20,7 @@ from megatron_runs import (
     Run,
     Unsharded,
     divide,
+    gradient_of,
     loss_of_gpt,
     make,
     make_gpt,
@@ -151,19 +152,53 @@ def test_tensor_parallel(client_ranks: Pool) -> None:
     client_ranks.run(4, backward_and_compare, 2)
 
 
+def make_experts() -> torch.nn.Module:
+    net = make_net()
+    for param in net.up.parameters():
+        param.allreduce = False
+    return net
+
+
+def step_muon() -> None:
+    """Muon8bit on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    from shardopt.clients.megatron import replace_adam
+
+    with on_cpu():
+        vectors = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda param: param.dim() < 2))
+        run = make(torch.float32, overrides={vectors: {"algorithm": "adamw"}})
+        replace_adam(run.optimizer, shardopt.Muon8bit, **OPTIONS)
+        train(run, 0, STEPS)
+        whole = make_net()
+        groups = [
+            {"params": [p for p in whole.parameters() if p.dim() > 1]},
+            {"params": [p for p in whole.parameters() if p.dim() == 1], "algorithm": "adamw"},
+        ]
+        expected = shardopt.Muon8bit(groups, lr=LR, weight_decay=DECAY, **OPTIONS)
+        for step in range(STEPS):
+            for index, param in enumerate(whole.parameters()):
+                param.grad = gradient_of(param, index, step)
+            expected.step()
+        assert_same(dict(run.bare.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_muon(client_ranks: Pool) -> None:
+    client_ranks.run(3, step_muon)
+
+
 def step_experts() -> None:
     """Parameters that Megatron takes for experts' have buffers and an optimizer of their own."""
     with on_cpu():
-        net = make_net()
-        for param in net.up.parameters():
-            param.allreduce = False
-        run, whole = replaced(torch.float32, net=net), Unsharded.make(torch.float32)
+        run, whole = replaced(torch.float32, net=make_experts()), Unsharded.make(torch.float32)
         assert len(run.optimizer.chained_optimizers) == 2
         train(run, 0, STEPS)
         whole.train(0, STEPS)
         assert_parameters(run, whole)
         with pytest.raises(ValueError, match="got a Megatron model with 2 DistributedOptimizers"):
             shardopt.checkpoint.save("nowhere", run.chunk, run.optimizer)
+        with pytest.raises(ValueError, match="got Prodigy8bit, which needs sums over all parameters, with several"):
+            replaced(torch.float32, 0, shardopt.Prodigy8bit, make_experts())
 
 
 def test_experts(client_ranks: Pool) -> None:

@@ -83,7 +83,7 @@ class Run(NamedTuple):
         return wrapper
 
 
-def make(dtype: torch.dtype, seed: int = 0, net: nn.Module | None = None, **config: Any) -> Run:
+def make(dtype: torch.dtype, seed: int = 0, net: nn.Module | None = None, overrides: Any = None, **config: Any) -> Run:
     """A model under Megatron's DistributedDataParallel, with Megatron's Adam. To be called within :func:`on_cpu`."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -102,7 +102,7 @@ def make(dtype: torch.dtype, seed: int = 0, net: nn.Module | None = None, **conf
     options = {"optimizer": "adam", "lr": LR, "weight_decay": DECAY, "use_distributed_optimizer": True, **config}
     # A norm that is never reached: Megatron's sum of squares has another order on each number of ranks.
     of_optimizer = OptimizerConfig(bf16=bf16, params_dtype=dtype, clip_grad=1e30, **options)
-    return Run(bare, chunk, get_megatron_optimizer(of_optimizer, [chunk]))
+    return Run(bare, chunk, get_megatron_optimizer(of_optimizer, [chunk], config_overrides=overrides))
 
 
 def replaced(
