@@ -70,6 +70,7 @@ SHOWN = {
         ),
         STREAMS,
     ),
+    "small_learning_rates": Shown(6),
 }
 #: Optimizers in README's table, by the names of their rows.
 SPEEDS = {
@@ -355,6 +356,15 @@ BARS: dict[str, Callable[[Tables], Bars]] = {
         {stream: stream for stream in STREAMS},
         3,
         "AdamW, (.*)",
+    ),
+    "bench-small-rates": Drawn(
+        "small_learning_rates",
+        "Movement of weights along that of a float32 run, by precision, with a learning rate of 1e-6",
+        "movement along float32's, over its length; nearer to 1 is better",
+        {"as the optimizer keeps them": "progress", "as the model has them": "model's progress"},
+        2,
+        "((?!float32, torch).*)",
+        (1, "float32"),
     ),
     "bench-clip": Drawn(
         "clip",

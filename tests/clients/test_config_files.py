@@ -164,6 +164,6 @@ def test_verl_reads_the_example(client_ranks: Pool) -> None:
             "engine": ("fsdp2", "bfloat16", True),
             "lr": 1e-6,
             "codec": "log8",
-            "master_weight_bits": 24,
+            "master_weight_bits": 32,
         }
     ]
