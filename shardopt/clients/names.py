@@ -110,7 +110,7 @@ def parse_options(text: str | None) -> dict[str, Any]:
     Values that are no Python literals stay text.
 
     Raises:
-        ValueError: a part is not of the form ``name=value``.
+        ValueError: a part is not of the form ``name=value``, or no comma separates two options.
     """
     options: dict[str, Any] = {}
     for part in re.split(r",\s*(?=\w+\s*=)", text.strip().rstrip(",")) if text else ():
@@ -120,6 +120,10 @@ def parse_options(text: str | None) -> dict[str, Any]:
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
+            if re.search(r"\s\w+\s*=", value):
+                raise ValueError(
+                    f'optim_args: got {part!r}, expected commas between options, as in "codec=log8, block_size=128"'
+                ) from None
             options[name] = value
     return options
 

@@ -144,6 +144,12 @@ def test_options(text: str | None, expected: dict[str, Any]) -> None:
     assert parse_options(text) == expected
 
 
+@pytest.mark.parametrize("text", ["codec=log8 block_size=128", "lr=1e-3, codec=log8 block_size = 128"])
+def test_options_without_a_comma_between_them_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"optim_args: got 'codec=log8 block_size.*expected commas between options"):
+        parse_options(text)
+
+
 @pytest.mark.parametrize("text", ["log8", "=3", "codec:log8", "codec log8=1"])
 def test_options_without_names_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"optim_args: got .*expected options such as"):
