@@ -6,7 +6,7 @@ Ranks that exchange moments raise together: code in which a single rank may fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -28,8 +28,11 @@ from shardopt.state.tensor_state import TensorState, tensor_state_of
 #: Key in a state dict's param groups: the elements of flat shards whose state it has; see :func:`held_elements`.
 HELD = "held_elements"
 
-#: Keys in a state dict's param groups that loading ignores.
-_KEPT = frozenset([HELD, *PLACEMENT])
+#: Key in a state dict's param groups: the names of the moments that are packed; see :func:`moments_of`.
+PACKED_MOMENTS = "packed_moments"
+
+#: Keys in a state dict's param groups that no param group of an optimizer gets.
+_KEPT = frozenset([HELD, PACKED_MOMENTS, *PLACEMENT])
 
 
 @dataclass
@@ -107,10 +110,27 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             loaded.append(_Loaded(param, index, name, spec, entries))
             with reading(name):
                 optimizer.adopt_derived(options, saved_group, entries or {})
-        held = held_elements(group["params"])
+        held, specs = held_elements(group["params"]), [internals.state_of(p, options) for p in group["params"]]
         with reading(f"param group {number}"):
+            _check_moments(saved_group, specs, number)
             is_held &= held is None or saved_group.get(HELD) in (None, held)
     return groups, loaded, is_held
+
+
+def moments_of(specs: Iterable[TensorState]) -> list[str]:
+    """The sorted names of the moments of some tensors: entries of packed state have no names of their own."""
+    return sorted({moment.name for spec in specs for moment in spec.moments})
+
+
+def _check_moments(saved_group: Mapping[str, Any], specs: Sequence[TensorState], number: int) -> None:
+    """Raises ValueError if a param group's packed state is of other moments, whose bytes would be taken for these."""
+    expected = moments_of(specs)
+    got = saved_group.get(PACKED_MOMENTS, expected)
+    if got != expected:
+        raise ValueError(
+            f"param group {number}: got packed state of the moments {got!r:.80}, expected {expected}; load the state "
+            "into an optimizer of the class that saved it"
+        )
 
 
 def _kept_entries(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import HELD
+from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
@@ -110,6 +110,8 @@ def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[
         elif old.get(index):
             state[index] = pack(flat.spec, old[index], words)
     groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        saved[PACKED_MOMENTS] = moments_of(optimizer._internals.state_of(param, group) for param in group["params"])
     return {**state_dict, "state": state, "param_groups": groups}
 
 

@@ -372,6 +372,26 @@ def test_damaged_state_is_refused(orig: bool, what: str, message: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after"), [(shardopt.AdamW, shardopt.Lion), (shardopt.Lion, shardopt.SGD)], ids=["moments", "names"]
+)
+def test_state_of_another_rule_is_refused(orig: bool, before: Any, after: Any) -> None:
+    """Packed entries have no names, and float32 moments of any rule are finite numbers."""
+    model = fsdp1(make_net(), use_orig_params=orig)
+    optimizer = before(model.parameters(), codec="fp32")
+    step_with(model, optimizer, 0)
+    other = after(model.parameters(), codec="fp32", **({"momentum": 0.9} if after is shardopt.SGD else {}))
+    step_with(model, other, 1)
+    unchanged = copy.deepcopy(other.state_dict())
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, other, saved)
+    with pytest.raises(ValueError, match=r"param group 0: got packed state of the moments \['exp_avg'"):
+        other.load_state_dict(loaded)
+    assert_unchanged(other, unchanged)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
 def test_state_on_one_rank_is_refused(orig: bool) -> None:
     """The blocks that both ranks have elements of lack scales then, which the first rank's elements carry."""
     model, optimizer = _made(orig, 1)
