@@ -83,9 +83,9 @@ def _check(wrapper: Any) -> None:
 class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     """Megatron's DistributedOptimizer around one of shardopt's optimizers; :func:`replace_adam` makes it.
 
-    Megatron's checkpoints hold float32 moments, decoded to save and encoded again to load: the codes decode to the same
-    values, and checkpoints of Megatron's Adam load here and the other way round. Costs 8 bytes per element of this
-    rank's ranges while a checkpoint is saved or loaded.
+    Megatron's checkpoints hold float32 moments, decoded to save and encoded again to load, which may change scales and
+    so the last bits of moments. Checkpoints of Megatron's Adam load here and the other way round. Costs 8 bytes per
+    element of this rank's ranges while a checkpoint is saved or loaded.
 
     Attributes:
         stepped: per param group, the tensors that the optimizer has, by the model's parameters.

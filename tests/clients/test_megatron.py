@@ -280,7 +280,7 @@ def load_by_megatron(kind: str, package: str, folder: Path) -> None:
 @pytest.mark.parametrize("package", ["torch", "transformer_engine"])
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
 def test_megatrons_own_checkpoint(client_ranks: Pool, tmp_path: Path, kind: str, package: str) -> None:
-    """Decoded moments on disk; encoded again, the run goes on with its bits, on another number of ranks as well."""
+    """Decoded moments on disk; encoded again, bf16 weights go on with the run's bits, on other ranks as well."""
     client_ranks.run(2, save_by_megatron, kind, package, tmp_path, False)
     for world_size in (2, 3):
         client_ranks.run(world_size, load_by_megatron, kind, package, tmp_path)
