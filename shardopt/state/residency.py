@@ -167,7 +167,7 @@ class StateResidency:
     @asleep.setter
     def asleep(self, asleep: bool) -> None:
         self._sleep.asleep = asleep
-        self.settled = not asleep
+        self.settled = False  # the next wake() sees whether copies are under way
 
     def sleep(self) -> None:
         """Moves the state that is on devices to the host's memory.
