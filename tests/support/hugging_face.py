@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def make_trainer(
     fresh(mode)
     from transformers import Trainer, TrainingArguments
 
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **MODES[mode], **more}
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **deepcopy(MODES[mode]), **more}
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=6,
@@ -310,7 +311,7 @@ def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, str]]:
         disable_tqdm=True,
         logging_steps=1,
         save_strategy="no",
-        **MODES[mode],
+        **deepcopy(MODES[mode]),
     )
     as_accelerators(mode)
     trainer = SFTTrainer(
