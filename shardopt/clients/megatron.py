@@ -44,7 +44,8 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
     Raises:
         TypeError: Megatron's optimizer is or contains another than DistributedOptimizer.
         ValueError: the optimizer has state already; Megatron's config leaves weights or state to its own Adam; or the
-            rule has sums over parameters, or treats them as matrices, of which each rank has a part only.
+            rule has sums over parameters, or treats them as matrices, of which each rank has a part only. In this last
+            case make Megatron's optimizer anew.
     """
     wrappers = [
         w for w in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(w, "is_stub_optimizer", False)

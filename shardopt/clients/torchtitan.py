@@ -21,10 +21,19 @@ SELECTS_BY_CONFIG = hasattr(_theirs, "BaseOptimizer")
 """torchtitan selects optimizers by the type of their config, not by name (after 0.3)."""
 
 
-def _optimizer_class(name: str) -> type[ShardedOptimizer] | None:
-    """The optimizer of shardopt with this name, or None."""
+def _optimizer_class(name: str) -> type[ShardedOptimizer]:
+    """The optimizer of shardopt with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
     value = getattr(shardopt, name, None)
-    return value if isinstance(value, type) and issubclass(value, ShardedOptimizer) else None
+    if isinstance(value, type) and issubclass(value, ShardedOptimizer):
+        return value
+    raise ValueError(
+        f"got name={name!r}, expected an optimizer of shardopt such as 'AdamW8bit'; for torchtitan's give "
+        "container_config() its own config"
+    )
 
 
 if SELECTS_BY_CONFIG:
@@ -43,13 +52,7 @@ if SELECTS_BY_CONFIG:
         """The arguments of the class."""
 
         def build(self, *, params: Any) -> Optimizer:
-            optimizer = _optimizer_class(self.name)
-            if optimizer is None:
-                raise ValueError(
-                    f"got name={self.name!r}, expected an optimizer of shardopt such as 'AdamW8bit'; for torchtitan's "
-                    "put its own config into the list"
-                )
-            return optimizer(params, **self.options)
+            return _optimizer_class(self.name)(params, **self.options)
 
     OptimizersContainer = _theirs.OptimizersContainer
 
@@ -70,10 +73,7 @@ else:
             try:
                 theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
             except NotImplementedError:  # torchtitan's way to say that it does not know the name
-                ours = _optimizer_class(name.removeprefix("shardopt."))
-                if ours is None:
-                    raise
-                return ours
+                return _optimizer_class(name.removeprefix("shardopt."))
             return theirs
 
 
@@ -87,7 +87,11 @@ def param_group(pattern: str, name: str, **options: Any) -> Any:
 
     Returns:
         The form of the torchtitan that is installed: a ``ParamGroupConfig`` (0.3) or an :class:`OptimizerConfig`.
+
+    Raises:
+        ValueError: shardopt has no such optimizer.
     """
+    _optimizer_class(name)
     if SELECTS_BY_CONFIG:
         return OptimizerConfig(pattern=pattern, name=name, options=options)
     return _theirs.ParamGroupConfig(pattern=pattern, optimizer_name=f"shardopt.{name}", optimizer_kwargs=options)

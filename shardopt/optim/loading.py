@@ -110,9 +110,9 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             loaded.append(_Loaded(param, index, name, spec, entries))
             with reading(name):
                 optimizer.adopt_derived(options, saved_group, entries or {})
-        held, specs = held_elements(group["params"]), [internals.state_of(p, options) for p in group["params"]]
+        held, of_group = held_elements(group["params"]), loaded[len(loaded) - len(group["params"]) :]
         with reading(f"param group {number}"):
-            _check_moments(saved_group, specs, number)
+            _check_moments(saved_group, [item.spec for item in of_group], number)
             is_held &= held is None or saved_group.get(HELD) in (None, held)
     return groups, loaded, is_held
 

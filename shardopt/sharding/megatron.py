@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout import Engines, FlatShard, UnknownShardError, assign, keeps_float32_state, register_engines
 from shardopt.sharding.exchange import RanksExchange, own_device
+from shardopt.sharding.in_model import replaced_parameters
 
 #: By model chunk, and by the models in its wrappers: Megatron's optimizer, and the DistributedOptimizers in it.
 _optimizers: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
@@ -148,20 +149,9 @@ def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     """The bare model with the tensors that the optimizer steps in place of the parameters, and the optimizer."""
     wrapper = _only_wrapper(model)
     *_, bare = _unwrapped(model)
-    tensors = {id(param): tensor for group in wrapper.stepped for param, tensor in group.items()}
-    places = [
-        (module._parameters, name, param)
-        for module in bare.modules()
-        for name, param in module._parameters.items()
-        if id(param) in tensors
-    ]
-    try:
-        for parameters, name, param in places:
-            parameters[name] = tensors[id(param)]  # type: ignore[assignment]
+    tensors = {param: tensor for group in wrapper.stepped for param, tensor in group.items()}
+    with replaced_parameters(bare, tensors):
         yield bare, wrapper.optimizer
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
 
 
 def _only_wrapper(model: Module) -> Any:

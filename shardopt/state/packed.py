@@ -7,6 +7,8 @@ An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: f
 have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
 then some bytes of its block's scales, as many as let the parameter's shortest block carry them all: they begin at the
 block's first element and go on at the next ones. The rest is zeros: FSDP1 demands the same entries of all parameters.
+
+``packed_exact`` is one number that no narrower format has: a cast of the state to one, and back, changes it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
 _PREFIX = "packed_"
+_EXACT = f"{_PREFIX}exact"
+_EXACT_VALUE = 1 + 2.0**-23
 _WORD = 4  # bytes
 
 
@@ -55,7 +59,7 @@ def check_packable(spec: TensorState, name: str) -> None:
 
 
 def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
-    """The state in ``step`` and ``words`` entries of float32, of the local tensor's shape, with zeros for padding."""
+    """The state in ``words`` entries of float32, of the local tensor's shape, beside ``step`` and ``packed_exact``."""
     shape = spec.shard.local_shape
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
     packed = torch.zeros((words, math.prod(shape), _WORD), dtype=torch.uint8, device=device)
@@ -63,7 +67,11 @@ def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
         layout = _Layout(slice_.spec)
         layout.pack(slice_state, packed[:, slice_.offset : slice_.offset + layout.numel])
     columns = packed.view(torch.float32).view(words, *shape)
-    return {"step": state["step"].clone(), **{f"{_PREFIX}{word}": column for word, column in enumerate(columns)}}
+    step = state["step"].clone()
+    if not words:
+        return {"step": step}
+    exact = torch.full_like(step, _EXACT_VALUE, dtype=torch.float32)
+    return {"step": step, _EXACT: exact, **{f"{_PREFIX}{word}": column for word, column in enumerate(columns)}}
 
 
 def unpack_loaded(
@@ -258,12 +266,12 @@ def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> 
             f"{name}: got state that torch's optim_state_dict of FSDP1 gathered, expected a parameter of FSDP1, not a "
             "DTensor; save with shardopt.checkpoint to load it under another sharding"
         )
-    count, least = sum(key.startswith(_PREFIX) for key in entries), words_of([spec])
+    count, least = sum(key.startswith(_PREFIX) and key != _EXACT for key in entries), words_of([spec])
     keys = [f"{_PREFIX}{word}" for word in range(max(count, least))]
-    if entries.keys() != {"step", *keys}:
+    if entries.keys() != {"step", _EXACT, *keys}:
         raise ValueError(
-            f"{name}: got state with {', '.join(entries)}, expected step, {', '.join(keys)}; was it saved by another "
-            "optimizer, or with other quantization options?"
+            f"{name}: got state with {', '.join(entries)}, expected step, {_EXACT}, {', '.join(keys)}; was it saved "
+            "by another optimizer, or with other quantization options?"
         )
     like = torch.empty(spec.shard.local_shape, device="meta")
     for key in keys:
@@ -272,6 +280,12 @@ def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> 
             raise ValueError(
                 f"{name}: got {key} of {entries[key].dtype}, expected torch.float32; load it as it was saved"
             )
+    check_entry(entries[_EXACT], torch.empty((), device="meta"), _EXACT, name)
+    if float(entries[_EXACT]) != _EXACT_VALUE:
+        raise ValueError(
+            f"{name}: got {_EXACT} {float(entries[_EXACT])!r}, expected {_EXACT_VALUE!r}: packed state was converted, "
+            "as to half precision and back, and its bytes are lost; carry it as it was saved"
+        )
     packed = torch.stack([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys])
     slices = []
     for slice_ in spec.slices:

@@ -320,6 +320,7 @@ def test_a_run_moves_from_megatrons_adam(client_ranks: Pool, tmp_path: Path) -> 
 
 def refuse() -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     from shardopt.clients.megatron import replace_adam
 
@@ -331,6 +332,15 @@ def refuse() -> None:
         whole = OptimizerConfig(optimizer="adam", lr=0.1)
         with pytest.raises(TypeError, match="FP32Optimizer, expected DistributedOptimizer"):
             replace_adam(get_megatron_optimizer(whole, [make(torch.float32).chunk]), shardopt.AdamW8bit)
+        for config, option in (("ddp_config", "use_megatron_fsdp"), ("config", "use_precision_aware_optimizer")):
+            run = make(torch.float32)
+            setattr(getattr(run.inner, config), option, True)
+            with pytest.raises((TypeError, ValueError), match=f"got {option}=True"):
+                replace_adam(run.optimizer, shardopt.AdamW8bit)
+        on_the_host = make(torch.float32)
+        on_the_host.inner.optimizer = object.__new__(HybridDeviceOptimizer)
+        with pytest.raises(ValueError, match="got optimizer_cpu_offload=True"):
+            replace_adam(on_the_host.optimizer, shardopt.AdamW8bit)
         lion = replaced(torch.float32, 0, shardopt.Lion8bit)
         with pytest.raises(RuntimeError, match=r"use shardopt\.checkpoint\.save and load"):
             state_of(lion, "dp_reshardable")

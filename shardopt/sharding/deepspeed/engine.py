@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
+from shardopt.sharding.in_model import replaced_parameters
 
 
 def has_optimizer(engine: Any, optimizer: Optimizer) -> bool:
@@ -31,7 +32,7 @@ def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
     wrapper = engine.optimizer
     _refuse_model_parallel(engine)
     if hasattr(wrapper, "fp32_groups"):
-        with _masters_in_model(engine.module, wrapper):
+        with replaced_parameters(engine.module, _masters(wrapper)):
             yield engine.module, engine.basic_optimizer
         return
     if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):
@@ -60,25 +61,12 @@ def _refuse_model_parallel(engine: Any) -> None:
         )
 
 
-@contextmanager
-def _masters_in_model(model: Module, wrapper: Any) -> Iterator[None]:
-    """ZeRO 0: replaces the parameters, each maybe in several modules, by the float32 masters."""
-    master_of: dict[int, Tensor] = {}
-    for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-        master_of.update((id(param), master) for param, master in zip(params, masters, strict=True))
-    places = [
-        (module._parameters, name, param)
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if id(param) in master_of
-    ]
-    try:
-        for parameters, name, param in places:
-            parameters[name] = master_of[id(param)]  # type: ignore[assignment]
-        yield
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
+def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
+    """ZeRO 0: the float32 masters, by parameter."""
+    masters: dict[Tensor, Tensor] = {}
+    for params, masters_of_group in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        masters.update(zip(params, masters_of_group, strict=True))
+    return masters
 
 
 def refresh(engine: Any) -> None:

@@ -218,7 +218,7 @@ def test_odd_shapes(world_size: int, orig: bool, dtype: torch.dtype, options: di
         step_with(model, optimizer, step)
     expected = gathered(model, optimizer)
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    assert all(len(entries) == words + 1 for entries in saved["state"].values())
+    assert all(len(entries) == words + 2 for entries in saved["state"].values())
     other, theirs = _odds(orig, dtype, **options)
     copy_weights(model, other)
     theirs.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, theirs, saved))
@@ -337,6 +337,10 @@ def _damaged(saved: dict[str, Any], what: str) -> dict[str, Any]:
     if what == "options":
         saved["param_groups"][0]["block_size"] = 64
         return saved
+    if what in ("float16", "bfloat16"):
+        for entries in saved["state"].values():
+            entries.update({key: value.to(getattr(torch, what)).to(value.dtype) for key, value in entries.items()})
+        return saved
     for name, entries in saved["state"].items():
         for key in [key for key, value in entries.items() if value.dim()]:
             if what == "dtype":
@@ -354,7 +358,12 @@ def _damaged(saved: dict[str, Any], what: str) -> dict[str, Any]:
     ("what", "message"),
     [
         ("dtype", "got packed_0 of torch.float64, expected torch.float32"),
-        ("missing", "expected step, packed_0, packed_1; was it saved by another|got state that another rank refused"),
+        ("float16", "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted"),
+        ("bfloat16", "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted"),
+        (
+            "missing",
+            "expected step, packed_exact, packed_0, packed_1; was|got state that another rank refused",
+        ),
         ("options", "got state saved with block_size=64, expected 128"),
         ("values", "that stands for NaN or Inf|NaN, Inf or numbers below zero"),
     ],
