@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from typing import Any
 
 from shardopt.codec import CODECS
 from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.config import SUPPORTED, model_of_config
+from shardopt.estimate.hiding import Machine
 from shardopt.estimate.ledger import DTYPES, OPTIMIZERS, Setup
 from shardopt.estimate.model import Model
 from shardopt.estimate.table import Row, ladder, notes, table
@@ -28,10 +30,20 @@ _SETUP = (
     "world_size",
     "gpus_per_node",
     "release_gradients",
+    "overlap_forward",
     "waiting_gradients",
     "micro_batches",
     "zero_offload",
 )
+#: Options that say what the machine reaches, with their words of help.
+_MACHINE = {
+    "gpu_tflops": "10^12 FLOP/s that training reaches on a GPU (default: %(default)s, 40%% of an H100's)",
+    "link_gbps": "GB/s between GPU and host, each way at once (default: %(default)s, PCIe 5)",
+    "host_gbps": "GB/s of the host's memory, for all its GPUs (default: %(default)s, eight channels of DDR5)",
+    "host_cores": "that step, for all its GPUs (default: %(default)s)",
+    "core_ns": "in which one core steps a parameter in its cache (default: %(default)s, Sapphire Rapids)",
+    "tokens": "of a micro-batch, per GPU (default: %(default)s)",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -64,13 +76,14 @@ def add_parser(commands: Any) -> None:
     add("--block-size", type=int, default=unset, metavar="N", help="elements that share a scale (default: 128)")
     add("--master-weight-bits", type=int, choices=(24, 32), default=unset, help="(default: no master weights)")
     add("--release-gradients", action="store_true", default=unset, help="steps in the backward pass")
+    add("--overlap-forward", action="store_true", default=unset, help="with it: steps beside the next forward pass")
     add("--waiting-gradients", type=int, default=unset, metavar="N", help="with it and --offload step (default: 4)")
     add(
         "--micro-batches",
         type=int,
         default=unset,
         metavar="N",
-        help="of a step, with ordered_gradients (default: without)",
+        help="of a step: with --release-gradients on a GPU, otherwise of all with ordered_gradients (default: without)",
     )
     add("--offload", choices=("none", "state", "step"), default=unset, help="to the host's memory (default: none)")
     add("--device-state-budget", default=unset, metavar="BYTES", help="what stays after all, e.g. 2GiB (default: 0)")
@@ -80,6 +93,10 @@ def add_parser(commands: Any) -> None:
         default=unset,
         help="DeepSpeed's own; all: weights, too (default: none)",
     )
+    machine = parser.add_argument_group("the machine, to say whether --offload step hides beside the GPU's work")
+    for field in fields(Machine):
+        name, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        machine.add_argument(name, type=kind, default=field.default, metavar="N", help=_MACHINE[field.name])
     parser.add_argument("--chart", metavar="FILE.png", help="draws stacked bars; needs pip install 'shardopt[plot]'")
     parser.add_argument("--json", action="store_true", help="prints JSON instead of the table")
     parser.set_defaults(run=lambda args: _run(parser, args))
@@ -93,8 +110,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         model = _model(args)
         rows = ladder(model)
         setup = _asked(args)
+        machine = Machine(**{name: getattr(args, name) for name in _MACHINE})
         if setup is not None:
-            rows.append(Row(_name(setup), model, setup))
+            rows.append(Row(_name(setup), model, setup, machine))
         if args.chart is not None:
             from shardopt.estimate.chart import draw
 
@@ -145,8 +163,10 @@ def _name(setup: Setup) -> str:
     weights = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[setup.dtype] + (f"+{bits}" if bits else "")
     weights += "+fp32" if setup.stepped_dtype != DTYPES[setup.dtype] else ""
     words = [setup.optimizer, *([options["codec"]] if "codec" in options else []), weights]
-    words += [f"ordered {setup.micro_batches}"] if setup.micro_batches is not None else []
+    words += [f"ordered {setup.micro_batches}"] if setup.orders else []
     words += ["released"] if setup.release_gradients else []
+    words += ["overlap_forward"] if setup.overlap_forward else []
+    words += [f"micro_batches={setup.micro_batches}"] if setup.release_gradients and setup.micro_batches else []
     words += [f"zero_offload={setup.zero_offload}"] if setup.zero_offload != "none" else []
     words += [f"offload={options['offload']}"] if options.get("offload") else []
     return " ".join([*words, setup.backend, *([f"x {setup.world_size}"] if setup.world_size > 1 else [])])

@@ -44,6 +44,7 @@ _KNOWN: Mapping[str, Collection[str]] = {
     "zero_offload": ZERO_OFFLOADS,
 }
 
+_SUM_BYTES = 4  # of an element of a sum of gradients, which is float32
 _CPU = torch.device("cpu")
 _ACCELERATOR = torch.device("meta")  # stands for it: any device but the CPU
 
@@ -59,10 +60,12 @@ class Setup:
         world_size: ranks, one GPU each.
         gpus_per_node: of those ranks, on one host.
         release_gradients: whether each parameter is stepped as soon as its gradient is there.
-        waiting_gradients: with that and ``offload="step"``, steps that may be under way on the CPU, counted
-            as those of successive parameters; with ``overlap_forward`` larger ones may wait.
-        micro_batches: of a step, over all ranks, whose gradients :func:`shardopt.comm.ordered_gradients` adds up; None
-            without it.
+        overlap_forward: whether released parameters are stepped beside the next forward pass instead: with
+            ``offload="step"`` by the CPU, from gradients in the host's memory.
+        waiting_gradients: with released gradients and ``offload="step"``, those that may be under way to the CPU,
+            counted as those of successive parameters.
+        micro_batches: of a step. With ``release_gradients`` its backward passes on a rank; otherwise those of all
+            ranks, whose gradients :func:`shardopt.comm.ordered_gradients` adds up, and None without it.
         zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
         options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
             which it has otherwise; see :class:`shardopt.state.options.Options`.
@@ -77,6 +80,7 @@ class Setup:
     world_size: int = 1
     gpus_per_node: int = 8
     release_gradients: bool = False
+    overlap_forward: bool = False
     waiting_gradients: int = deferred.MOST_WAITING
     micro_batches: int | None = None
     zero_offload: str = "none"
@@ -99,19 +103,22 @@ class Setup:
                 f"release_gradients: got True with {self.backend}, which steps all parameters together, expected "
                 "single, ddp or fsdp2"
             )
-        if self.micro_batches is not None and (self.release_gradients or not self._backend.orders):
+        if self.overlap_forward and not self.release_gradients:
             raise ValueError(
-                f"micro_batches: got {self.micro_batches} with {self.backend}"
-                f"{' and release_gradients' if self.release_gradients else ''}, expected single, ddp or fsdp2 without "
-                "release_gradients, where gradients can be ordered"
+                "overlap_forward: got True without release_gradients, expected both, as it is an option of that; add "
+                "release_gradients"
             )
-        if self.micro_batches is not None and (self.micro_batches < 1 or self.micro_batches % self.world_size):
+        if self.orders and not self._backend.orders:
             raise ValueError(
-                f"micro_batches: got {self.micro_batches} on {self.world_size} ranks, expected a multiple of "
-                f"{self.world_size}"
+                f"micro_batches: got {self.micro_batches} with {self.backend}, expected single, ddp or fsdp2, where "
+                "gradients can be ordered"
             )
+        multiple_of = self.world_size if self.orders else 1
+        if self.micro_batches is not None and (self.micro_batches < 1 or self.micro_batches % multiple_of):
+            expected = f"a multiple of {multiple_of}" if self.orders else "at least 1"
+            raise ValueError(f"micro_batches: got {self.micro_batches} on {self.world_size} ranks, expected {expected}")
         check(self.backend, self._backend.zero_stage, self.zero_offload, self.dtype, self.options.get("offload"))
-        if self.options.get("offload") == "step" and not self._backend.steps_on_host:
+        if self.steps_on_host and not self._backend.steps_on_host:
             raise ValueError(
                 f"offload: got 'step' with {self.backend}, whose shards are ranges of parameters, expected 'state', or "
                 "fsdp2"
@@ -125,16 +132,34 @@ class Setup:
                 f"device_state_budget: got {self.options['device_state_budget']!r} without offload, expected "
                 "offload='state' or 'step' beside it; add offload, or leave device_state_budget out"
             )
-        if self.waiting_gradients != deferred.MOST_WAITING and not (self.release_gradients and offload == "step"):
+        if self.waiting_gradients != deferred.MOST_WAITING and not (self.release_gradients and self.steps_on_host):
             raise ValueError(
                 f"waiting_gradients: got {self.waiting_gradients} without release_gradients and offload='step', "
                 "expected both options beside it, as gradients wait only then; add them, or leave waiting_gradients out"
             )
 
     @property
-    def gradients_at_once(self) -> int:
-        """How many gradients may live at once when they are released: a step on the CPU keeps some waiting."""
-        return self.waiting_gradients + 1 if self.options.get("offload") == "step" else 1
+    def orders(self) -> bool:
+        """Whether gradients are ordered."""
+        return self.micro_batches is not None and not self.release_gradients
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the CPU steps, with ``offload="step"``."""
+        return self.options.get("offload") == "step"
+
+    @property
+    def gathers_on_host(self) -> bool:
+        """Whether gradients go to the host's memory, and wait there until they are complete and the step is taken."""
+        return self.overlap_forward and self.steps_on_host
+
+    @property
+    def gradients_at_once(self) -> int | None:
+        """How many gradients may live at once: a step on the CPU keeps some waiting. None: all of them."""
+        accumulates = self.micro_batches not in (None, 1)
+        if not self.release_gradients or ((self.overlap_forward or accumulates) and not self.gathers_on_host):
+            return None
+        return self.waiting_gradients + 1 if self.steps_on_host else 1
 
     @property
     def _backend(self) -> Backend:
@@ -184,10 +209,14 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
         add_partitions(report, held, backend.zero_stage, setup.zero_offload, itemsize, stepped)
     else:
         report.device.parameters = held.weights * itemsize
-        live = held.gradients_at_once(setup.gradients_at_once) if setup.release_gradients else held.gradients
+        at_once = setup.gradients_at_once
+        live = held.gradients if at_once is None else held.gradients_at_once(at_once)
         report.device.gradients = live * itemsize
-        if setup.micro_batches is not None:
-            report.device.gradient_sums = _sums(setup) * owned_elements(model, setup.world_size) * 4
+        if setup.gathers_on_host:
+            several = setup.micro_batches not in (None, 1)
+            report.host.gradients = held.numel * (_SUM_BYTES if several else itemsize)
+        if setup.orders:
+            report.device.gradient_sums = _sums(setup) * owned_elements(model, setup.world_size) * _SUM_BYTES
     _add_state(report, held, setup, model.embeddings)
     return report
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from shardopt.estimate.backends import BACKENDS
+from shardopt.estimate.hiding import Hiding, Machine, hiding, text_of
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 from shardopt.report import MemoryReport, MemoryUse
@@ -34,11 +35,13 @@ class Row:
         name: how the table calls it.
         model: the parameters.
         setup: how they are trained.
+        machine: on what.
     """
 
     name: str
     model: Model
     setup: Setup
+    machine: Machine = field(default_factory=Machine)
 
     @cached_property
     def report(self) -> MemoryReport:
@@ -59,9 +62,28 @@ class Row:
         ranks = min(self.setup.gpus_per_node, self.setup.world_size)
         return ranks * self.report.host.total / _GIB
 
+    @property
+    def hiding(self) -> Hiding | None:
+        """Hidden share of the CPU's step; None if the CPU takes none."""
+        if not self.setup.steps_on_host or not self.report.host.state:
+            return None
+        return hiding(self.model.numel, self.report, self.setup, self.machine)
+
     def values(self) -> dict[str, Any]:
         """For JSON."""
-        report = self.report
+        report, hides = self.report, self.hiding
+        offload_step = (
+            None
+            if hides is None
+            else {
+                "machine": asdict(hides.machine),
+                "seconds": {window.name: window._asdict() for window in hides.windows},
+                "bound_by": hides.bound_by,
+                "hidden": hides.hidden,
+                "hides_from_tokens": hides.tokens,
+                "host_ns_per_parameter": hides.ns_per_parameter,
+            }
+        )
         return {
             "name": self.name,
             "setup": {**asdict(self.setup), "options": dict(self.setup.options)},
@@ -73,6 +95,7 @@ class Row:
             },
             "gib_per_gpu": self.gib_per_gpu,
             "gib_per_host": self.gib_per_host,
+            "offload_step": offload_step,
         }
 
 
@@ -110,7 +133,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "Ordered gradients: the most float32 sums that wait between backward passes are counted; in the last pass "
             "they become the gradients."
         )
-    waiting = max((setup.gradients_at_once for setup in released), default=1)
+    waiting = max((setup.gradients_at_once or 1 for setup in released), default=1)
     if waiting > 1:
         lines.append(f"Released gradients with offload='step': up to {waiting} successive parameters' are counted.")
     used = {setup.backend for setup in setups}
@@ -135,7 +158,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _are_ordered(rows: Sequence[Row]) -> bool:
-    return any(row.setup.micro_batches is not None for row in rows)
+    return any(row.setup.orders for row in rows)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -156,4 +179,7 @@ def table(rows: Sequence[Row]) -> str:
     for line in cells:
         first, *rest = zip(line, widths, strict=True)
         lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip())
+    for row in rows:
+        if row.hiding is not None:
+            lines += ["", *text_of(row.hiding)]
     return "\n".join([*lines, "", *notes(rows)])
