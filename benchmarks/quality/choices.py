@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from quality.task import BETAS, EPS, TASKS, WEIGHT_DECAY, Task
 
 #: (model, task, learning rate, options of the choice) -> optimizer.
 Make = Callable[[nn.Module, Task, float, dict[str, Any]], Optimizer]
+
+LONG = "long"
+#: All others.
+SHORT_TASKS = tuple(task for task in TASKS if task != LONG)
 
 _ADAM: dict[str, Any] = {"betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
@@ -33,6 +37,7 @@ class Choice:
         weights: dtype of the model.
         weight_noise: standard deviation of the relative change of the first weights.
         tasks: where it takes part.
+        seeds: at most so many runs of it, or None for as many as the task says.
         package: what has to be installed.
         least_numel: parameters below this stay float32 whatever the task says: left out where that would be most.
     """
@@ -44,7 +49,8 @@ class Choice:
     lr_factor: float = 1.0
     weights: torch.dtype = torch.float32
     weight_noise: float = 0.0
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = SHORT_TASKS
+    seeds: int | None = None
     package: str = "shardopt"
     least_numel: int = 0
 
@@ -130,7 +136,17 @@ def _weights(label: str, **options: Any) -> Choice:
     return Choice(_shardopt, given, "fp32", label, weights=torch.bfloat16, tasks=("bytes",))
 
 
-CHOICES: dict[str, Choice] = {
+def _rate(name: str, factor: float) -> dict[str, Choice]:
+    """AdamW with float32 state and with log8 at another learning rate, for the long task alone."""
+    coded = _coded(f"AdamW, log8, lr * {factor:g}", "log8", baseline=f"fp32_{name}")
+    exact = Choice(_torch, {}, f"fp32_{name}", f"AdamW, float32 (torch), lr * {factor:g}")
+    return {
+        f"{key}_{name}": replace(choice, lr_factor=factor, tasks=(LONG,), seeds=5)
+        for key, choice in (("fp32", exact), ("log8", coded))
+    }
+
+
+_SHORT_CHOICES: dict[str, Choice] = {
     "fp32": Choice(_torch, label="AdamW, float32 (torch)"),
     "fp32_lr": Choice(_torch, label="control: float32, lr * 1.0001", lr_factor=1.0001),
     "fp32_init": Choice(_torch, label="control: float32, first weights changed by 1%", weight_noise=0.01),
@@ -158,6 +174,18 @@ CHOICES: dict[str, Choice] = {
     "bf16_master24": _weights("bf16 weights, 24-bit masters", master_weight_bits=24),
     "bf16_stochastic": _weights("bf16 weights, stochastic rounding", stochastic_rounding=True),
     "bf16_nearest": _weights("bf16 weights, nearest"),
+}
+
+#: Those whose runs are as long as the study has them.
+IN_LONG_RUNS = ("fp32", "fp32_lr", "fp32_init", "log8", "log8_repaid", "companded8", "dynamic8", "log4", "bnb8")
+
+CHOICES: dict[str, Choice] = {
+    **{
+        name: replace(choice, tasks=TASKS) if name in IN_LONG_RUNS else choice
+        for name, choice in _SHORT_CHOICES.items()
+    },
+    **_rate("half", 0.5),
+    **_rate("double", 2.0),
 }
 
 EMULATED = "emulated:"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 #: In the order of the tables.
-TASKS = ("bytes", "tokens", "images", "finetune", "finetune_lora", "recommender")
+TASKS = ("bytes", "tokens", "images", "finetune", "finetune_lora", "recommender", "long")
 SIZES = ("small", "large")
 
 #: Hyper-parameters that all tasks and optimizers share, where a rule has them.
@@ -62,6 +62,9 @@ class Task:
         quantize_from: parameters with fewer elements keep float32 state.
         package: what has the data and has to be installed, or None.
         seeds: how many runs of each optimizer the study makes unless told.
+        micro_batches: backward passes of a step, of a batch each.
+        clip: norm that gradients are clipped to, or None.
+        marks: shares of the steps after which a run is looked at: held-out loss and moments.
     """
 
     name: str
@@ -72,6 +75,14 @@ class Task:
     quantize_from: int = 4096
     package: str | None = None
     seeds: int = 20
+    micro_batches: int = 1
+    clip: float | None = None
+    marks: tuple[float, ...] = ()
+
+    @property
+    def marked_steps(self) -> tuple[int, ...]:
+        """The steps after which a run is looked at."""
+        return tuple(round(share * self.steps) for share in self.marks)
 
     def digest(self, problem: Problem) -> str:
         """Results with one digest can be compared, others cannot: settings, data and the version of torch."""
@@ -85,6 +96,8 @@ class Task:
             "data": problem.fingerprint,
             "torch": torch.__version__,
         }
+        if self.micro_batches > 1 or self.clip is not None:
+            parts["gradients"] = [self.micro_batches, self.clip]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ from quality.task import Problem, Task, lr_factor
 CURVE_POINTS = 20
 
 
-def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) -> dict[str, Any]:
+#: (step, optimizer) -> figures of the optimizer's state after a marked step.
+Look = Callable[[int, Optimizer], Mapping[str, float]]
+
+
+def train(
+    task: Task, problem: Problem, choice: Choice, seed: int, device: str, look: Look = lambda step, optimizer: {}
+) -> dict[str, Any]:
     """Trains a model; a function of its arguments alone, whatever ran before in the process.
 
-    A run ends early where its training loss is NaN or infinite, and has no held-out loss then.
+    A run ends early where its training loss is NaN or infinite, and has no held-out loss then. At the task's marked
+    steps the held-out loss is taken, and what `look` says.
 
     Returns:
         The figures of the run, by name, for JSON.
@@ -35,23 +42,29 @@ def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) 
     lr = task.lr * choice.lr_factor
     optimizer = choice.make(model, task, lr, choice.options)
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     losses: list[float] = []
+    marks: list[dict[str, Any]] = []
     for step in range(1, task.steps + 1):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             _set_lr(group, peak * lr_factor(step, task.steps))
-        loss = problem.loss(model, seed, step)
-        losses.append(loss.item())
+        losses.append(_gradients(task, problem, model, seed, step))
         if not math.isfinite(losses[-1]):
             break
-        loss.backward()
+        if task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(stepped, task.clip)
         optimizer.step()
         optimizer.zero_grad()
+        if step in task.marked_steps:
+            model.eval()
+            heldout = problem.evaluate(model)["loss"]
+            marks.append({"step": step, "loss": heldout if math.isfinite(heldout) else None, **look(step, optimizer)})
+            model.train()
     figures: dict[str, float] = {}
     if math.isfinite(losses[-1]):
         model.eval()
         figures = problem.evaluate(model)
     finite = math.isfinite(figures.get("loss", math.nan))
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numel = sum(parameter.numel() for parameter in stepped)
     state = state_bytes(optimizer)
     return {
@@ -61,6 +74,7 @@ def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) 
         "loss": figures["loss"] if finite else None,
         "accuracy": figures.get("accuracy") if finite else None,
         "curve": _curve(losses, task.steps),
+        **({"marks": marks} if task.marks else {}),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": numel,
         "quantizable": sum(p.numel() for p in stepped if p.numel() >= task.quantize_from) / numel,
@@ -68,6 +82,22 @@ def train(task: Task, problem: Problem, choice: Choice, seed: int, device: str) 
         "weight_bytes": sum(parameter.nbytes for parameter in stepped) / numel,
         "seconds": round(time.perf_counter() - begin, 2),
     }
+
+
+def _gradients(task: Task, problem: Problem, model: nn.Module, seed: int, step: int) -> float:
+    """Adds up the gradients of a step's micro-batches, up to the first without a finite loss.
+
+    Returns:
+        The mean of the micro-batches' losses.
+    """
+    total = 0.0
+    for batch in range(task.micro_batches * (step - 1) + 1, task.micro_batches * step + 1):
+        loss = problem.loss(model, seed, batch) / task.micro_batches
+        total += loss.item()
+        if not math.isfinite(total):
+            break
+        loss.backward()
+    return total
 
 
 def state_bytes(optimizer: Optimizer) -> int | None:
