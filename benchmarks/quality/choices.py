@@ -133,7 +133,7 @@ def _rule(label: str, kind: str, lr_factor: float = 1.0, **options: Any) -> dict
 
 def _weights(label: str, **options: Any) -> Choice:
     given = {"kind": "AdamW", "codec": "log8", "betas": BETAS, "eps": EPS, **options}
-    return Choice(_shardopt, given, "fp32", label, weights=torch.bfloat16, tasks=("bytes",))
+    return Choice(_shardopt, given, "fp32", label, weights=torch.bfloat16, tasks=("bytes", "tokens", "finetune"))
 
 
 def _rate(name: str, factor: float) -> dict[str, Choice]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from quality.choices import CHOICES
 from quality.compare import GOAL, Comparison
+from quality.over_time import Course
 from quality.records import Record
 
 matplotlib.use("Agg")
@@ -51,8 +52,11 @@ _STYLE = {
 _CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
 
 
-def draw(compared: dict[str, list[Comparison]], streams: list[Record], folder: Path) -> None:
-    """Writes quality-curves.svg, -intervals.svg, -bytes.svg and -streams.svg; leaves those without data as they are."""
+def draw(compared: dict[str, list[Comparison]], streams: list[Record], long_runs: list[Course], folder: Path) -> None:
+    """Writes quality-curves.svg, -intervals.svg, -bytes.svg, -streams.svg, -course.svg and -drift.svg.
+
+    Leaves those without data as they are.
+    """
     with plt.rc_context(_STYLE):
         if compared:
             _save(_curves(compared), folder / "quality-curves.svg")
@@ -60,6 +64,9 @@ def draw(compared: dict[str, list[Comparison]], streams: list[Record], folder: P
             _save(_bytes(compared), folder / "quality-bytes.svg")
         if streams:
             _save(_streams(streams), folder / "quality-streams.svg")
+        if long_runs:
+            _save(_course(long_runs), folder / "quality-course.svg")
+            _save(_drift(long_runs), folder / "quality-drift.svg")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -190,3 +197,42 @@ def _streams(lines: list[Record]) -> Any:
         panel.set(yscale="log", xlabel="steps", ylabel="mean drift")
     _legend(figure)
     return figure
+
+
+def _course(long_runs: list[Course]) -> Any:
+    """Per optimizer the mean difference over the steps, with its 95% t interval; the band is the goal."""
+    figure, panels = _panels([course.choice.label for course in long_runs], 2.4, 1.9, 4, sharex=True, sharey=True)
+    for course, panel in zip(long_runs, panels, strict=False):
+        steps, found = list(course.differences), list(course.differences.values())
+        panel.axhspan(-GOAL, GOAL, color=_GREY, alpha=0.2, lw=0)
+        panel.axhline(0, color=_GREY, lw=0.8)
+        low, high = (np.array([it.t[end] if it.count > 1 else it.mean for it in found]) for end in (0, 1))
+        panel.fill_between(steps, low, high, color=_colour(course.name), alpha=0.25, lw=0)
+        panel.plot(steps, [it.mean for it in found], "o-", color=_colour(course.name), ms=3, lw=1.2)
+        panel.set_xscale("log")
+        panel.set_yscale("symlog", linthresh=1, linscale=1.5)
+        _ticks(panel.yaxis)
+        _step_ticks(panel, steps)
+        panel.set(xlabel="steps")
+    return figure
+
+
+def _drift(long_runs: list[Course]) -> Any:
+    """Mean distance of the moments to the float32 run's over the steps, a line per optimizer."""
+    titles = {"exp_avg": "exp_avg", "exp_avg_sq": "root of exp_avg_sq"}
+    figure, panels = _panels(list(titles.values()), 4.2, 2.8, 2, sharey=True)
+    for moment, panel in zip(titles, panels, strict=False):
+        for course in long_runs:
+            steps = list(course.drift)
+            style = {"color": _colour(course.name), "lw": 1.2, "ms": 3, "label": course.choice.label}
+            panel.plot(steps, [100 * of[moment] for of in course.drift.values()], "o-", **style)
+            _step_ticks(panel, steps)
+        panel.set(xscale="log", yscale="log", xlabel="steps", ylabel="distance to float32, %")
+        panel.xaxis.set_minor_locator(NullLocator())
+    _legend(figure)
+    return figure
+
+
+def _step_ticks(panel: Any, steps: list[int]) -> None:
+    panel.set_xticks(steps, [f"{step:,}" for step in steps], rotation=45)
+    panel.xaxis.set_minor_locator(NullLocator())

@@ -17,7 +17,10 @@ if not __package__:
     sys.path[0:1] = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "launch")]
 
 from quality import records
+from quality.choices import LONG
 from quality.compare import GOAL, Comparison, compare
+from quality.intervals import Summary
+from quality.over_time import Course, courses
 from quality.task import TASKS
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,12 +36,15 @@ def main(argv: list[str]) -> None:
     lines = {task: records.read(given.results / f"{task}.jsonl") for task in TASKS}
     compared = {task: compare(found) for task, found in lines.items() if found}
     tuning = {task: records.read(given.results / "tuning" / f"{task}.jsonl") for task in TASKS}
+    long_runs = courses(lines[LONG])
     streams = records.read(given.results / "streams.jsonl")
     tables = {
         "overview": overview(compared),
         "tuning": tuning_table(tuning),
         "time": time_table(lines),
         **{task: task_table(found) for task, found in compared.items()},
+        "course": course_table(long_runs),
+        "drift": drift_table(long_runs),
     }
     page = given.docs / PAGE
     page.write_text(replaced(page.read_text(), tables))
@@ -47,7 +53,7 @@ def main(argv: list[str]) -> None:
 
     folder = given.docs / "figures"
     folder.mkdir(exist_ok=True)
-    figures.draw(compared, streams, folder)
+    figures.draw(compared, streams, long_runs, folder)
     print(f"{page}: {', '.join(tables)}; figures in {folder}")
 
 
@@ -117,15 +123,50 @@ def overview(compared: dict[str, list[Comparison]]) -> str:
         for it in comparisons:
             if it.choice.baseline == it.name:
                 continue
-            cell = "" if it.difference is None else f"{it.difference.mean:+.2f}"
-            if it.difference is not None and it.difference.count > 1:
-                cell += f" ± {it.difference.t[1] - it.difference.mean:.2f}"
+            cell = _plus_minus(it.difference)
             cell += f" ({it.diverged} of {it.runs} diverged)" if it.diverged else ""
             rows.setdefault(it.choice.label, {})[task] = cell.strip()
     return table_of(
         ["difference to float32, %", *compared],
         ([label, *(cells.get(task, "") for task in compared)] for label, cells in rows.items()),
     )
+
+
+def _plus_minus(found: Summary | None) -> str:
+    """Mean and half of the t interval; of one pair the mean alone."""
+    if found is None:
+        return ""
+    return f"{found.mean:+.2f}" + (f" ± {found.t[1] - found.mean:.2f}" if found.count > 1 else "")
+
+
+def course_table(long_runs: list[Course]) -> str:
+    """Rows: optimizers; columns: marked steps; difference in % and half of its t interval."""
+    steps = sorted({step for course in long_runs for step in course.differences})
+    return table_of(
+        ["difference to float32, %", "pairs", *(f"step {step:,}" for step in steps), "growth"],
+        (
+            [
+                course.choice.label,
+                f"{max(found.count for found in course.differences.values())}",
+                *(_plus_minus(course.differences.get(step)) for step in steps),
+                _plus_minus(course.growth),
+            ]
+            for course in long_runs
+        ),
+    )
+
+
+def drift_table(long_runs: list[Course]) -> str:
+    """Rows: optimizers and moments; columns: marked steps; distance to float32, and at the end the ratio of norms."""
+    steps = sorted({step for course in long_runs for step in course.drift})
+    rows = []
+    for course in long_runs:
+        for moment, label in (("exp_avg", "`exp_avg`"), ("exp_avg_sq", "root of `exp_avg_sq`")):
+            found = [course.drift.get(step) for step in steps]
+            cells = ["" if of is None else f"{100 * of[moment]:.3g}" for of in found]
+            last = "" if found[-1] is None else f"{found[-1][f'{moment}_norm']:.3f}"
+            rows.append([course.choice.label, label, *cells, last])
+    return table_of(["distance to float32, %", "moment", *(f"step {step:,}" for step in steps), "norms"], rows)
 
 
 def tuning_table(tuning: dict[str, list[records.Record]]) -> str:

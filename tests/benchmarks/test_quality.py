@@ -8,45 +8,21 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator
 
 import quality
 from quality import intervals, records, report, run
 from quality.choices import CHOICES
 from quality.compare import compare
-from quality.task import TASKS, Problem, Task
+from quality.task import TASKS, Task
 from quality.training import CURVE_POINTS
+from reversal import load
 
 FOLDER = Path(quality.__file__).parent
-
-
-class Reversal(Problem):
-    """Learns to reverse 64 random numbers."""
-
-    fingerprint = "reversal"
-
-    def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return nn.Linear(64, 64)
-
-    def loss(self, model: nn.Module, seed: int, step: int) -> Tensor:
-        x = torch.randn(16, 64, generator=Generator().manual_seed(1000 * seed + step))
-        return (model(x) - x.flip(1)).square().mean()
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"loss": float(self.loss(model, 0, 0))}
-
-
-def load(settings: Mapping[str, Any], cache: Path) -> Reversal:
-    return Reversal()
 
 
 def jobs_of(folder: Path, lr: float = 1e-2, optimizers: tuple[str, ...] = ("fp32", "log8")) -> list[run.Job]:
