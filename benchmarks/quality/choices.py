@@ -58,9 +58,8 @@ class Choice:
         """Why this optimizer cannot take part in a task here, or None."""
         if task.name in TASKS and task.name not in self.tasks:
             return f"takes part in {', '.join(self.tasks)} only"
-        for package in (self.package, task.package):
-            if package is not None and importlib.util.find_spec(package) is None:
-                return f"{package} is not installed"
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
         kind = self.options.get("kind")
         if self.package == "shardopt" and kind is not None and not hasattr(shardopt, kind):
             return f"shardopt has no {kind}"
@@ -177,7 +176,7 @@ _SHORT_CHOICES: dict[str, Choice] = {
 }
 
 #: Those whose runs are as long as the study has them.
-IN_LONG_RUNS = ("fp32", "fp32_lr", "fp32_init", "log8", "log8_repaid", "companded8", "dynamic8", "log4", "bnb8")
+IN_LONG_RUNS = ("fp32", "fp32_lr", "fp32_init", "log8", "log8_repaid", "companded8", "dynamic8", "bf16", "log4", "bnb8")
 
 CHOICES: dict[str, Choice] = {
     **{

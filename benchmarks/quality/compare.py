@@ -26,7 +26,6 @@ class Comparison:
         difference: summary of the differences, in % of the loss that the baseline has with the same seed; None without
             pairs.
         loss: mean held-out loss of its finite runs; None without one.
-        accuracy: likewise, where the task has it.
         diverged: runs with a loss that is no finite number; they are in none of the figures above.
         runs: finite and diverged runs.
         state_bytes: per parameter that is trained; None if emulated.
@@ -38,7 +37,6 @@ class Comparison:
     choice: Choice
     difference: Summary | None
     loss: float | None
-    accuracy: float | None
     diverged: int
     runs: int
     state_bytes: float | None
@@ -91,13 +89,11 @@ def _comparison(name: str, by_optimizer: dict[str, dict[int, Record]]) -> Compar
     pairs = [] if choice.baseline == name else differences(runs, by_optimizer.get(choice.baseline, {}))
     finite = [run for run in runs.values() if run["finite"]]
     some = next(iter(runs.values()))
-    accuracies = [run["accuracy"] for run in finite if run["accuracy"] is not None]
     return Comparison(
         name,
         choice,
         summary(pairs) if pairs else None,
         fmean(run["loss"] for run in finite) if finite else None,
-        fmean(accuracies) if accuracies else None,
         len(runs) - len(finite),
         len(runs),
         some["state_bytes"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Kept:
     def keep(self, step: int, optimizer: Optimizer) -> dict[str, float]:
         """Writes the moments of the float32 run, whose drift is nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        new = self.path(step).with_suffix(".new")
+        new = self.path(step).with_suffix(f".{os.getpid()}")  # two processes may make them at a time
         torch.save(moments_of(optimizer), new)
         new.replace(self.path(step))
         return {}

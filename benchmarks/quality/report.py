@@ -17,7 +17,7 @@ if not __package__:
     sys.path[0:1] = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "launch")]
 
 from quality import records
-from quality.choices import LONG
+from quality.choices import CHOICES, LONG
 from quality.compare import GOAL, Comparison, compare
 from quality.intervals import Summary
 from quality.over_time import Course, courses
@@ -26,6 +26,16 @@ from quality.task import TASKS
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "quality.md"
+
+
+#: Codec -> the verdict on it, and when to take it. Evidence stands beside them, from the lines.
+VERDICTS = {
+    "log8": ("the codec of the `...8bit` names", "unless one of the reasons below holds"),
+    "companded8": ("not shown to be worse", "state of FlashOptim is taken over; speed on the CPU matters most"),
+    "dynamic8": ("not shown to be worse", "state of bitsandbytes or torchao is taken over"),
+    "bf16": ("not for long runs", "runs of some hundred steps, or `betas[1]` of 0.99 and below"),
+    "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -39,10 +49,12 @@ def main(argv: list[str]) -> None:
     long_runs = courses(lines[LONG])
     streams = records.read(given.results / "streams.jsonl")
     tables = {
+        "verdicts": verdict_table(compared),
         "overview": overview(compared),
         "tuning": tuning_table(tuning),
         "time": time_table(lines),
         **{task: task_table(found) for task, found in compared.items()},
+        "levels": levels_table(records.read(given.results / "levels.jsonl")),
         "course": course_table(long_runs),
         "drift": drift_table(long_runs),
     }
@@ -77,24 +89,47 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
 
 
+def verdict_table(compared: dict[str, list[Comparison]]) -> str:
+    """A row per codec: which tasks show it to be within the goal, which do not, and which are not decided."""
+    rows = []
+    for name, (verdict, use) in VERDICTS.items():
+        found = {task: it for task, comparisons in compared.items() for it in comparisons if it.name == name}
+        state = next((it.state_bytes for it in found.values() if it.state_bytes is not None), None)
+        rows.append(
+            [
+                f"`{name}`, {state:.2f} bytes" if state is not None else f"`{name}`",
+                verdict,
+                "; ".join(_evidence(found, answer) for answer in ("yes", "open", "no") if _evidence(found, answer)),
+                use,
+            ]
+        )
+    return table_of(["codec, state per parameter", "verdict", "evidence", "when to take it"], rows)
+
+
+def _evidence(found: dict[str, Comparison], answer: str) -> str:
+    """The tasks with this verdict, each with its difference and its pairs."""
+    tasks = [
+        f"{task} {_plus_minus(it.difference)} ({0 if it.difference is None else it.difference.count})"
+        for task, it in found.items()
+        if it.verdict == answer
+    ]
+    return f"{answer}: {', '.join(tasks)}" if tasks else ""
+
+
 def task_table(comparisons: list[Comparison]) -> str:
     """A row per optimizer of one task."""
-    has_accuracy = any(comparison.accuracy is not None for comparison in comparisons)
     head = ["optimizer", "state, bytes per parameter", "runs", "held-out loss"]
-    head += ["accuracy, %"] if has_accuracy else []
     head += ["difference, %", "t interval", "bootstrap interval", "one run's deviation", f"<= {GOAL}%"]
-    return table_of(head, (_row(comparison, has_accuracy) for comparison in comparisons))
+    return table_of(head, (_row(comparison) for comparison in comparisons))
 
 
-def _row(it: Comparison, has_accuracy: bool) -> list[str]:
+def _row(it: Comparison) -> list[str]:
     cells = [
         it.choice.label,
         "emulated" if it.state_bytes is None else f"{it.state_bytes:.2f}",
         f"{it.runs}, {it.diverged} diverged" if it.diverged else f"{it.runs}",
         "" if it.loss is None else f"{it.loss:.4f}",
     ]
-    if has_accuracy:
-        cells.append("" if it.accuracy is None else f"{100 * it.accuracy:.2f}")
     if it.choice.baseline == it.name:
         return [*cells, "yardstick", "", "", "", ""]
     if it.difference is None:
@@ -167,6 +202,17 @@ def drift_table(long_runs: list[Course]) -> str:
             last = "" if found[-1] is None else f"{found[-1][f'{moment}_norm']:.3f}"
             rows.append([course.choice.label, label, *cells, last])
     return table_of(["distance to float32, %", "moment", *(f"step {step:,}" for step in steps), "norms"], rows)
+
+
+def levels_table(lines: list[records.Record]) -> str:
+    """Rows: streams and optimizers; columns: steps; root of the second moment over float32's."""
+    steps = sorted({step for line in lines for step in line["steps"]})
+    rows = []
+    for line in lines:
+        at = dict(zip(line["steps"], line["levels"], strict=True))
+        cells = [f"{at[step]:.3f}" if step in at else "" for step in steps]
+        rows.append([line["stream"], CHOICES[line["optimizer"]].label, *cells])
+    return table_of(["stream", "optimizer", *(f"step {step:,}" for step in steps)], rows)
 
 
 def tuning_table(tuning: dict[str, list[records.Record]]) -> str:

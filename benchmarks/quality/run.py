@@ -31,7 +31,7 @@ if not __package__:
 import torch
 
 from free_running import SCENARIOS
-from quality import drift, records
+from quality import drift, levels, records
 from quality.choices import CHOICES, choice_of
 from quality.moments import Kept
 from quality.task import SIZES, TASKS, Problem, Task, task_of
@@ -91,6 +91,8 @@ def identity(job: Job) -> records.Record:
 
 def run_job(job: Job) -> records.Record:
     torch.set_num_threads(1)
+    if job.device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     choice, problem = choice_of(job.optimizer), problem_of(job.task, job.cache)
     figures = train(job.task, problem, choice, job.seed, job.device, _look(job))
     return {**identity(job), **figures, "device": job.device, "torch": torch.__version__, "shardopt": _commit()}
@@ -166,12 +168,24 @@ def drifts(path: Path, rows: int) -> None:
             print(f"stream {scenario}, {line['optimizer']}: {line['mean'][-1]}", flush=True)
 
 
+def moment_levels(path: Path, steps: int) -> None:
+    """Appends the level of each optimizer's second moment on each stream of so many steps, where the file lacks it."""
+    records.repair(path)
+    made = {(line["stream"], line["optimizer"]) for line in records.read(path)}
+    able = [name for name in levels.NAMES if CHOICES[name].obstacle(drift.STREAM) is None]
+    for stream in levels.STREAMS:
+        names = [name for name in able if (stream, name) not in made]
+        for line in levels.measure(stream, names, steps) if names else ():
+            records.append(path, line)
+            print(f"levels, {stream}, {line['optimizer']}: {line['levels'][-1]}", flush=True)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("quick", "full"), default="full")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME")
     parser.add_argument("--optimizers", nargs="+", default=list(CHOICES), metavar="NAME")
-    parser.add_argument("--seeds", type=int, help=f"default: 20, of images 60, of long 10; {QUICK_SEEDS} in quick mode")
+    parser.add_argument("--seeds", type=int, help=f"default: 20, of long 10; {QUICK_SEEDS} in quick mode")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -179,7 +193,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--streams",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="at the end also the drift of free-running optimizers",
+        help="at the end also the drift of free-running optimizers, and the levels of their second moments",
     )
     parser.add_argument("--tune", nargs="+", type=float, metavar="LR")
     parser.add_argument("--redo", nargs="+", default=[], metavar="NAME")
@@ -225,7 +239,9 @@ def main(argv: list[str]) -> None:
         run = f"{job.task.name} {job.optimizer} seed {job.seed} lr {record['lr']:.3g}"
         print(f"{number}/{len(left)} {run}: {loss}, {record['seconds']} s", flush=True)
     if given.streams and not given.tune:
-        drifts(jobs[0].path.parent / "streams.jsonl", QUICK_ROWS if given.mode == "quick" else drift.ROWS)
+        quick, folder = given.mode == "quick", jobs[0].path.parent
+        drifts(folder / "streams.jsonl", QUICK_ROWS if quick else drift.ROWS)
+        moment_levels(folder / "levels.jsonl", levels.MARKS[0] if quick else levels.STEPS)
 
 
 if __name__ == "__main__":

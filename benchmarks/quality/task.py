@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 #: In the order of the tables.
-TASKS = ("bytes", "tokens", "images", "finetune", "finetune_lora", "recommender", "long")
+TASKS = ("bytes", "tokens", "finetune", "finetune_lora", "recommender", "long")
 SIZES = ("small", "large")
 
 #: Hyper-parameters that all tasks and optimizers share, where a rule has them.
@@ -45,8 +45,8 @@ class Problem(ABC):
         """Training loss of a step, from 1: float32, ()."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out figures: "loss" in nats, and "accuracy" where there is one."""
+    def evaluate(self, model: nn.Module) -> float:
+        """Held-out loss in nats."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Task:
         lr: AdamW's peak learning rate, tuned with float32 state.
         load: (settings, folder for cached files) -> problem.
         quantize_from: parameters with fewer elements keep float32 state.
-        package: what has the data and has to be installed, or None.
         seeds: how many runs of each optimizer the study makes unless told.
         micro_batches: backward passes of a step, of a batch each.
         clip: norm that gradients are clipped to, or None.
@@ -73,7 +72,6 @@ class Task:
     lr: float
     load: Callable[[Mapping[str, Any], Path], Problem]
     quantize_from: int = 4096
-    package: str | None = None
     seeds: int = 20
     micro_batches: int = 1
     clip: float | None = None

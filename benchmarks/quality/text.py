@@ -45,12 +45,12 @@ class TextProblem(Problem):
         return self._loss(model, *data.windows(self.corpus.train, offsets, self._context))
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> float:
         total = 0.0
         for first in range(0, len(self._heldout), 4 * self._batch):
             part = self._heldout[first : first + 4 * self._batch]
             total += len(part) * float(self._loss(model, *data.windows(self.corpus.heldout, part, self._context)))
-        return {"loss": total / len(self._heldout)}
+        return total / len(self._heldout)
 
     @staticmethod
     def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -57,22 +57,20 @@ def train(
         optimizer.zero_grad()
         if step in task.marked_steps:
             model.eval()
-            heldout = problem.evaluate(model)["loss"]
-            marks.append({"step": step, "loss": heldout if math.isfinite(heldout) else None, **look(step, optimizer)})
+            heldout = problem.evaluate(model)
+            marks.append({"step": step, "loss": _finite(heldout), **look(step, optimizer)})
             model.train()
-    figures: dict[str, float] = {}
+    heldout = math.nan
     if math.isfinite(losses[-1]):
         model.eval()
-        figures = problem.evaluate(model)
-    finite = math.isfinite(figures.get("loss", math.nan))
+        heldout = problem.evaluate(model)
     numel = sum(parameter.numel() for parameter in stepped)
     state = state_bytes(optimizer)
     return {
         "lr": lr,
         "steps": task.steps,
-        "finite": finite,
-        "loss": figures["loss"] if finite else None,
-        "accuracy": figures.get("accuracy") if finite else None,
+        "finite": math.isfinite(heldout),
+        "loss": _finite(heldout),
         "curve": _curve(losses, task.steps),
         **({"marks": marks} if task.marks else {}),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -82,6 +80,10 @@ def train(
         "weight_bytes": sum(parameter.nbytes for parameter in stepped) / numel,
         "seconds": round(time.perf_counter() - begin, 2),
     }
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 def _gradients(task: Task, problem: Problem, model: nn.Module, seed: int, step: int) -> float:

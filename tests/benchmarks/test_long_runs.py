@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from quality import records, restart, run
+from quality import levels, records, restart, run
 from quality.choices import CHOICES, IN_LONG_RUNS, choice_of
 from quality.moments import Moments, drift, moments_of
 from quality.over_time import courses
-from quality.report import course_table, drift_table
+from quality.report import course_table, drift_table, levels_table
 from quality.task import Task, lr_factor
 from quality.training import train
 from ranks.pool import Pool
@@ -44,7 +44,7 @@ def test_a_step_has_the_clipped_mean_gradient_of_its_micro_batches() -> None:
             parameter.grad /= 2
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
         optimizer.step()
-        losses[step] = problem.evaluate(model)["loss"]
+        losses[step] = problem.evaluate(model)
     assert [mark["step"] for mark in figures["marks"]] == [2, 8, 40]
     for mark in figures["marks"]:
         assert mark["loss"] == pytest.approx(losses[mark["step"]], rel=1e-5)
@@ -94,6 +94,18 @@ def test_drift_of_known_moments() -> None:
     ours = {"exp_avg": torch.tensor([3.0, 3.0]), "exp_avg_sq": torch.tensor([0.5, 0.0])}
     expected = {"exp_avg": 0.2, "exp_avg_norm": 0.84853, "exp_avg_sq": 0.5, "exp_avg_sq_norm": 0.5}
     assert drift(ours, exact) == pytest.approx(expected, abs=1e-5)
+
+
+def test_levels_of_the_second_moment_are_those_of_a_codec() -> None:
+    """bf16's, which cannot fall by 0.1%, rises; log8's does not; no level depends on another."""
+    alone, both = levels.measure("normal", ["bf16"], 500), levels.measure("normal", ["log8", "bf16"], 500)
+    assert both[1] == alone[0]
+    assert alone[0]["steps"] == [250, 500]
+    assert 1.001 < alone[0]["levels"][0] < alone[0]["levels"][1]
+    assert both[0]["levels"] == pytest.approx([1, 1], abs=0.003)
+    table = levels_table(both).splitlines()
+    assert table[0] == "| stream | optimizer | step 250 | step 500 |"
+    assert table[2].startswith("| normal | AdamW, log8 | 1.0")
 
 
 def _lines(folder: Path, *optimizers: str) -> list[records.Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from torch import Generator
 
 import quality
 from quality import intervals, records, report, run
-from quality.choices import CHOICES
+from quality.choices import CHOICES, LONG
 from quality.compare import compare
 from quality.task import TASKS, Task
 from quality.training import CURVE_POINTS
@@ -80,7 +79,7 @@ def test_a_run_that_diverges_is_written_and_counted(tmp_path: Path) -> None:
 
 
 def _line(optimizer: str, seed: int, loss: float | None, digest: str = "now") -> records.Record:
-    known = {"task": "bytes", "optimizer": optimizer, "seed": seed, "digest": digest, "loss": loss, "accuracy": None}
+    known = {"task": "bytes", "optimizer": optimizer, "seed": seed, "digest": digest, "loss": loss}
     size = {"state_bytes": 2.0, "weight_bytes": 4.0, "steps": 1, "parameters": 8, "trained": 8, "quantizable": 1.0}
     run = {"options": CHOICES[optimizer].options, "lr": 1e-3, "finite": loss is not None, "curve": [3.0, 2.0]}
     return {**known, **size, **run, "seconds": 1.0}
@@ -148,21 +147,20 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     results = tmp_path / "results"
     options = ["--mode", "quick", "--workers", "2", "--results", str(results)]
     _script("run.py", *options, "--seeds", "2")
-    expected = {task for task in TASKS if task != "images" or importlib.util.find_spec("sklearn")}
-    assert {path.stem for path in results.glob("*.jsonl")} == expected | {"streams"}
-    for task in expected:
+    assert {path.stem for path in results.glob("*.jsonl")} == {*TASKS, "streams", "levels"}
+    for task in TASKS:
         lines = records.read(results / f"{task}.jsonl")
         assert {line["seed"] for line in lines} == {0, 1}
-        assert {"fp32", "fp32_lr", "fp32_init", "log8", "companded8", "dynamic8", "muon8"} <= {
-            line["optimizer"] for line in lines if line["finite"]
-        }
+        expected = {"fp32", "fp32_lr", "fp32_init", "log8", "companded8", "dynamic8"}
+        expected |= {"log8_half", "log8_double"} if task == LONG else {"muon8"}
+        assert expected <= {line["optimizer"] for line in lines if line["finite"]}
     assert re.search(r"(\d+) of \1 runs are there", _script("run.py", *options, "--seeds", "1"))
     page = (FOLDER.parents[1] / "docs" / "quality.md").read_text()
     (tmp_path / "quality.md").write_text(page)
     _script("report.py", "--results", str(results), "--docs", str(tmp_path))
     assert (tmp_path / "quality.md").read_text() != page
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        f"quality-{name}.svg" for name in ("curves", "intervals", "bytes", "streams")
+        f"quality-{name}.svg" for name in ("curves", "intervals", "bytes", "streams", "course", "drift")
     }
 
 

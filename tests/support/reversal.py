@@ -27,8 +27,8 @@ class Reversal(Problem):
         return (model(x) - x.flip(1)).square().mean()
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"loss": float(self.loss(model, 0, 0))}
+    def evaluate(self, model: nn.Module) -> float:
+        return float(self.loss(model, 0, 0))
 
 
 def load(settings: Mapping[str, Any], cache: Path) -> Reversal:

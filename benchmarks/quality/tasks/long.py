@@ -9,12 +9,12 @@ from quality.task import Task
 from quality.tasks import bytes as short
 
 SMALL = {**short.SMALL, "heldout_windows": 1024}
-#: About 1 billion parameters.
-LARGE = {"dim": 2048, "layers": 20, "heads": 16, "context": 1024, "batch": 16, "heldout_windows": 512}
+#: 1.01 billion parameters.
+LARGE = {"dim": 2048, "layers": 20, "heads": 16, "context": 1024, "batch": 8, "heldout_windows": 512}
 
 
 def task(size: str) -> Task:
-    settings, lr, seeds = (LARGE, 3e-4, 3) if size == "large" else (SMALL, 2e-3, 10)
+    settings, lr, seeds, micro_batches = (LARGE, 3e-4, 3, 4) if size == "large" else (SMALL, 2e-3, 10, 2)
     return Task(
         "long",
         settings,
@@ -22,7 +22,7 @@ def task(size: str) -> Task:
         lr=lr,
         load=short.load,
         seeds=seeds,
-        micro_batches=2,
+        micro_batches=micro_batches,
         clip=1.0,
         marks=(0.05, 0.1, 0.2, 0.4, 1.0),
     )

@@ -73,9 +73,9 @@ class Clicks(Problem):
         return F.binary_cross_entropy_with_logits(logits, clicks, weights)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> float:
         users, items, chances = (tensor.to(device_of(model)) for tensor in self._heldout)
-        return {"loss": float(F.binary_cross_entropy_with_logits(model(users, items), chances.float()))}
+        return float(F.binary_cross_entropy_with_logits(model(users, items), chances.float()))
 
     def _pairs(self, draw: np.random.Generator, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Users and items by the power law, int64, and the probabilities that they click, float64; each (count,)."""
