@@ -175,7 +175,7 @@ _SHORT_CHOICES: dict[str, Choice] = {
     "bf16_nearest": _weights("bf16 weights, nearest"),
 }
 
-#: Those whose runs are as long as the study has them.
+#: Optimizers that take part in `long`, too.
 IN_LONG_RUNS = ("fp32", "fp32_lr", "fp32_init", "log8", "log8_repaid", "companded8", "dynamic8", "bf16", "log4", "bnb8")
 
 CHOICES: dict[str, Choice] = {

@@ -218,16 +218,20 @@ def _course(long_runs: list[Course]) -> Any:
 
 
 def _drift(long_runs: list[Course]) -> Any:
-    """Mean distance of the moments to the float32 run's over the steps, a line per optimizer."""
-    titles = {"exp_avg": "exp_avg", "exp_avg_sq": "root of exp_avg_sq"}
-    figure, panels = _panels(list(titles.values()), 4.2, 2.8, 2, sharey=True)
-    for moment, panel in zip(titles, panels, strict=False):
+    """Mean distance of moments to those of float32 over the steps, and the ratio of norms, a line per optimizer."""
+    titles = {
+        "exp_avg": "exp_avg: distance",
+        "exp_avg_sq": "root of exp_avg_sq: distance",
+        "exp_avg_sq_norm": "root of exp_avg_sq: ratio of norms",
+    }
+    figure, panels = _panels(list(titles.values()), 3.2, 2.8)
+    for drawn, panel in zip(titles, panels, strict=False):
         for course in long_runs:
             steps = list(course.drift)
             style = {"color": _colour(course.name), "lw": 1.2, "ms": 3, "label": course.choice.label}
-            panel.plot(steps, [100 * of[moment] for of in course.drift.values()], "o-", **style)
+            panel.plot(steps, [of[drawn] for of in course.drift.values()], "o-", **style)
             _step_ticks(panel, steps)
-        panel.set(xscale="log", yscale="log", xlabel="steps", ylabel="distance to float32, %")
+        panel.set(xscale="log", yscale="linear" if drawn.endswith("_norm") else "log", xlabel="steps")
         panel.xaxis.set_minor_locator(NullLocator())
     _legend(figure)
     return figure

@@ -192,16 +192,20 @@ def course_table(long_runs: list[Course]) -> str:
 
 
 def drift_table(long_runs: list[Course]) -> str:
-    """Rows: optimizers and moments; columns: marked steps; distance to float32, and at the end the ratio of norms."""
+    """Rows: optimizers and figures of their moments; columns: marked steps; means over seeds."""
     steps = sorted({step for course in long_runs for step in course.drift})
+    figures = {
+        "exp_avg": "`exp_avg`, distance",
+        "exp_avg_sq": "root of `exp_avg_sq`, distance",
+        "exp_avg_sq_norm": "root of `exp_avg_sq`, ratio of norms",
+    }
     rows = []
     for course in long_runs:
-        for moment, label in (("exp_avg", "`exp_avg`"), ("exp_avg_sq", "root of `exp_avg_sq`")):
-            found = [course.drift.get(step) for step in steps]
-            cells = ["" if of is None else f"{100 * of[moment]:.3g}" for of in found]
-            last = "" if found[-1] is None else f"{found[-1][f'{moment}_norm']:.3f}"
-            rows.append([course.choice.label, label, *cells, last])
-    return table_of(["distance to float32, %", "moment", *(f"step {step:,}" for step in steps), "norms"], rows)
+        found = [course.drift.get(step) for step in steps]
+        for figure, label in figures.items():
+            cells = ["" if of is None else f"{of[figure]:.3f}" for of in found]
+            rows.append([course.choice.label, label, *cells])
+    return table_of(["moments against float32's", "", *(f"step {step:,}" for step in steps)], rows)
 
 
 def levels_table(lines: list[records.Record]) -> str:

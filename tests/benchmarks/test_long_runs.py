@@ -148,9 +148,10 @@ def test_courses_pair_seeds_and_steps() -> None:
     assert course.growth is not None
     assert (course.growth.count, course.growth.mean) == (2, pytest.approx(2))
     assert course_table([course]).splitlines()[-1].startswith("| AdamW, log8 | 3 | +0.00 ± 0.00 | +1.00 ± 0.00 | +3.00")
-    assert drift_table([course]).splitlines()[-2:] == [
-        "| AdamW, log8 | `exp_avg` | 10 | 10 | 10 | 1.000 |",
-        "| AdamW, log8 | root of `exp_avg_sq` | 20 | 20 | 20 | 0.900 |",
+    assert drift_table([course]).splitlines()[-3:] == [
+        "| AdamW, log8 | `exp_avg`, distance | 0.100 | 0.100 | 0.100 |",
+        "| AdamW, log8 | root of `exp_avg_sq`, distance | 0.200 | 0.200 | 0.200 |",
+        "| AdamW, log8 | root of `exp_avg_sq`, ratio of norms | 0.900 | 0.900 | 0.900 |",
     ]
 
 
