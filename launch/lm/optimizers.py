@@ -84,14 +84,14 @@ def matrices(model: nn.Module) -> set[str]:
 
 
 def groups(config: Config, module: nn.Module, matrices: Collection[str]) -> Groups:
-    """The param groups of a model: parameters with weight decay and without, and for muon by who steps them.
+    """The param groups of a model: parameters with weight decay and without, and for Muon by who steps them.
 
     In u-muP the learning rates follow from kinds and shapes, and weight decay does not depend on them.
     """
     if config.parametrization == "u-mup":
         return shardopt.param_groups(module, rule="u-mup", lr=config.lr, weight_decay=config.weight_decay)
     names = parameter_names(module)
-    if rule_of(config.optimizer) == "muon":
+    if issubclass(OPTIMIZERS[config.optimizer], shardopt.Muon):
         vectors = [name for name in names if name not in matrices]
         return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay=vectors)
     return [

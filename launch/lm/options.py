@@ -90,10 +90,12 @@ class Config:
     optimizer: str = opt("adamw8bit", "update rule, with 8bit or 4bit behind it for such a state, else float32")
     betas: tuple[float, ...] | None = opt(None, "decay rates of moments, as many as the optimizer has")
     eps: float | None = opt(None, "added to the denominator of adamw and its kin")
-    adamw_lr: float = opt(3e-4, "with muon, peak learning rate of what adamw steps: embedding, output, norms", low=0)
+    adamw_lr: float = opt(
+        3e-4, "with muon and normuon, peak learning rate of what adamw steps: embedding, output, norms", low=0
+    )
     weight_decay: float | None = opt(None, "weight decay of matrices; vectors do not decay")
-    momentum: float | None = opt(None, "momentum of muon, sgd, rmsprop and signum")
-    nesterov: bool | None = opt(None, "Nesterov momentum of muon and sgd")
+    momentum: float | None = opt(None, "momentum of muon, normuon, sgd, rmsprop and signum")
+    nesterov: bool | None = opt(None, "Nesterov momentum of muon, normuon and sgd")
     codec: str | None = opt(None, "codec of the state (default: the optimizer's: fp32, log8 or log4)")
     block_size: int | None = opt(None, "elements that share a scale")
     min_quantized_numel: int | None = opt(None, "elements below which a parameter keeps float32 state")

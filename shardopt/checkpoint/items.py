@@ -222,8 +222,8 @@ def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]
     for key, value in state.items():
         if spec.is_whole(key):
             entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
-        elif spec.is_scales(key):
-            entries[key] = scales_chunks(spec.shard, spec.grid, value)
+        elif (grid := spec.grid_of(key)) is not None:
+            entries[key] = scales_chunks(spec.shard, grid, value)
         else:
             entries[key] = parameter_chunks(spec.shard, value)
     return entries

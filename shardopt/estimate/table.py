@@ -11,6 +11,7 @@ from shardopt.estimate.backends import BACKENDS
 from shardopt.estimate.hiding import Hiding, Machine, hiding, text_of
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
+from shardopt.optim import OPTIMIZERS, Muon
 from shardopt.report import MemoryReport, MemoryUse
 
 #: The kinds of memory, as columns: fields of :class:`MemoryUse` and headings.
@@ -124,7 +125,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         lines.append("Released gradients: the largest single parameter's is counted.")
     if any(setup.backend == "fsdp2" for setup in released):
         lines.append("Released gradients with fsdp2: those of the largest unit are counted.")
-    if any(setup.optimizer.startswith("muon") for setup in setups):
+    if any(issubclass(OPTIMIZERS[setup.optimizer], Muon) for setup in setups):
         lines.append(
             "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
         )

@@ -10,7 +10,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.lamb import LAMB, LAMB8bit
 from shardopt.optim.lars import LARS, LARS8bit
 from shardopt.optim.lion import Lion, Lion8bit
-from shardopt.optim.muon import Muon, Muon8bit
+from shardopt.optim.muon import Muon, Muon8bit, NorMuon, NorMuon8bit
 from shardopt.optim.nadam import NAdam, NAdam8bit
 from shardopt.optim.prodigy import Prodigy, Prodigy8bit
 from shardopt.optim.radam import RAdam, RAdam8bit
@@ -47,6 +47,8 @@ __all__ = [
     "Muon8bit",
     "NAdam",
     "NAdam8bit",
+    "NorMuon",
+    "NorMuon8bit",
     "Prodigy",
     "Prodigy8bit",
     "RAdam",

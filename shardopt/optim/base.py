@@ -26,7 +26,7 @@ from shardopt.state.options import (
     warn_of_misspelt,
     with_defaults,
 )
-from shardopt.state.slice_spec import StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 
 #: Keys in pickles: the parameters' numbers in the model; whether the state is in the host's memory.
 _NUMBERS, _ASLEEP = "numbers", "asleep"
@@ -245,10 +245,12 @@ class ShardedOptimizer(OptimizerInterface):
                 if index in state:
                     spec = self._internals.state_of(param, group)
                     steps = state[index]["step"]
+                    of_rows = {key: x.clone() for key, x in state[index].items() if key == ROW_MOMENTS}
                     state[index] = {
                         "step": steps.clone(),
                         **self.derived_state(group, steps),
                         **spec.decode(state[index]),
+                        **of_rows,
                     }
         return state_dict
 

@@ -22,7 +22,7 @@ from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
 from shardopt.state.packed import unpack_loaded
-from shardopt.state.slice_spec import StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: Key in a state dict's param groups: the elements of flat shards whose state it has; see :func:`held_elements`.
@@ -119,7 +119,9 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
 
 def moments_of(specs: Iterable[TensorState]) -> list[str]:
     """The sorted names of the moments of some tensors: entries of packed state have no names of their own."""
-    return sorted({moment.name for spec in specs for moment in spec.moments})
+    specs = list(specs)
+    of_rows = {ROW_MOMENTS for spec in specs if ROW_MOMENTS in spec.entries}
+    return sorted({moment.name for spec in specs for moment in spec.moments} | of_rows)
 
 
 def _check_moments(saved_group: Mapping[str, Any], specs: Sequence[TensorState], number: int) -> None:

@@ -66,7 +66,8 @@ class Muon(ShardedOptimizer):
 
     Do not give Muon frozen parameters: the ranks exchange every matrix in every step, with or without a gradient.
 
-    Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128.
+    Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128, and 4
+    per row with ``normalize="rows"``.
 
     Args:
         params: parameters or param groups, as for torch.optim.
@@ -85,6 +86,10 @@ class Muon(ShardedOptimizer):
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
             decay carry over; "spectral_norm" for ``sqrt(m / n)``.
         algorithm: "muon", "adamw" or "lion".
+        normalize: "rows" for NorMuon (arXiv 2510.05491): the rows of an orthogonalized matrix, one per output, are
+            divided by the roots of their second moments, and the result has the former norm again. State has 4 bytes
+            more per row.
+        beta2: decay rate of the rows' second moments.
         split: divides a parameter into several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
             keys and values; or "each" for stacks of three dimensions or more, such as experts.
         betas: decay rates of AdamW and Lion.
@@ -99,6 +104,7 @@ class Muon(ShardedOptimizer):
     """
 
     updates_by_lr = True
+    default_normalize: Literal["rows"] | None = None
 
     def __init__(
         self,
@@ -114,6 +120,8 @@ class Muon(ShardedOptimizer):
         *,
         ns_method: Literal["standard", "gram"] = "standard",
         algorithm: Algorithm = "muon",
+        normalize: Literal["rows"] | None = None,
+        beta2: float = 0.95,
         split: Split = None,
         betas: tuple[float, float] = (0.9, 0.95),
         orthogonalize_memory: int | str = "512MiB",
@@ -130,6 +138,8 @@ class Muon(ShardedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_method": ns_method,
             "algorithm": algorithm,
+            "normalize": normalize or self.default_normalize,
+            "beta2": beta2,
             "split": split,
             "betas": betas,
             "orthogonalize_memory": orthogonalize_memory,
@@ -162,6 +172,7 @@ class Muon(ShardedOptimizer):
             group["adjust_lr_fn"] or "original",
             group["split"] if group["split"] in (None, "each") else tuple(group["split"]),
             bytes_of(group["orthogonalize_memory"]),
+            group["beta2"] if group["normalize"] == "rows" else None,
         )
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
@@ -191,6 +202,9 @@ class Muon(ShardedOptimizer):
             )
         if not is_whole(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
+        if group["normalize"] not in (None, "rows"):
+            raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
+        check_number(group, "beta2", most=1.0)
         if group["ns_method"] not in ("standard", "gram"):
             raise ValueError(f"ns_method: got {group['ns_method']!r}, expected 'standard' or 'gram'")
         _triples(group["ns_coefficients"], 1)
@@ -219,12 +233,31 @@ class Muon8bit(Muon):
     default_codec = "log8"
 
 
+class NorMuon(Muon):
+    """:class:`Muon` with ``normalize="rows"`` (Li et al., 2025, arXiv 2510.05491).
+
+    The paper gives each update a root mean square of 0.2: nearly that of ``adjust_lr_fn="match_rms_adamw"``. Its
+    authors' code, whose state :meth:`load_state_dict` takes, leaves the norm of Newton-Schulz and scales as by default.
+    """
+
+    default_normalize = "rows"
+
+
+class NorMuon8bit(NorMuon):
+    """:class:`NorMuon` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"
+
+
 @lru_cache(maxsize=1024)
 def _muon(
-    coefficients: tuple[Coefficients, ...], eps: float, gram: bool, adjust_lr_fn: str, split: Split, memory: int
-) -> Rule:
+    coefficients: tuple[Coefficients, ...], eps: float, gram: bool, adjust_lr_fn: str, split: Split, memory: int,
+    row_decay: float | None,
+) -> Rule:  # fmt: skip
     newton_schulz = NewtonSchulz(coefficients, eps, gram)
-    orthogonalized = Orthogonalized(newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply")
+    orthogonalized = Orthogonalized(
+        newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply", row_decay=row_decay
+    )
     return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
 
 

@@ -25,6 +25,7 @@ from shardopt.report.memory import owner_of
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
 from shardopt.state.packed import check_packable, is_packed, pack, words_of
+from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_state import TensorState
 from shardopt.wrapper.loading import is_quantized
 from shardopt.wrapper.optimizer import QuantizedState
@@ -47,6 +48,7 @@ def hook_fsdp1(module: Any) -> None:
     def _optim_state_dict_impl(*args: Any, **kwargs: Any) -> Any:
         call = saving.bind(*args, **kwargs)
         given = call.arguments
+        _check_row_moments(given["optim_state_dict"], given["optim"])
         if _is_ours(given["optim_state_dict"]):
             _check_saving(given["optim"])
             owner = owner_of(given["optim"])
@@ -164,6 +166,18 @@ def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
         )
     for name, _, spec in _flat_specs(owner).values() if isinstance(owner, ShardedOptimizer) else ():
         check_packable(spec, name)
+
+
+def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
+    """Raises RuntimeError on every rank if dequantized state of FSDP1's parameters has second moments of rows."""
+    owner = owner_of(optimizer)
+    if _is_ours(state_dict) or not isinstance(owner, ShardedOptimizer):
+        return
+    if any(ROW_MOMENTS in spec.entries for _, _, spec in _flat_specs(owner).values()):
+        raise RuntimeError(
+            f"got dequantized state with {ROW_MOMENTS} for torch's optim_state_dict of FSDP1, which carries state of "
+            "the parameters' shapes only, expected the optimizer's own state, which is packed; leave dequantize out"
+        )
 
 
 def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:

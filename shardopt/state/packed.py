@@ -6,7 +6,8 @@ numbers, so that encoding them again gives other bits.
 An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its own bytes of the entries that
 have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
 then some bytes of its block's scales, as many as let the parameter's shortest block carry them all: they begin at the
-block's first element and go on at the next ones. The rest is zeros: FSDP1 demands the same entries of all parameters.
+block's first element and go on at the next ones. Second moments of rows follow likewise, with rows as blocks. The rest
+is zeros: FSDP1 demands the same entries of all parameters.
 
 ``packed_exact`` is one number that no narrower format has: a cast of the state to one, and back, changes it.
 """
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatBuffer, FlatShard, Shard
+from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard
 from shardopt.state.agreement import all_or_none, on_any_rank
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
@@ -51,7 +52,7 @@ def check_packable(spec: TensorState, name: str) -> None:
         RuntimeError: each rank has scales of its own for its part of a block, and other ranks have other parts.
     """
     for slice_ in spec.slices:
-        if not slice_.spec.exact_cut_blocks and _Layout(slice_.spec).cut_blocks:
+        if not slice_.spec.exact_cut_blocks and _Layout(slice_.spec).cuts_scales:
             raise RuntimeError(
                 f"{name}: got exact_cut_blocks=False for torch's optim_state_dict of FSDP1, expected True, as each "
                 "rank has scales of its own for its part of a block; leave exact_cut_blocks out"
@@ -122,13 +123,13 @@ class _Slice(NamedTuple):
         layout: where the bytes of the slice's state are.
         name: the tensor's name in errors.
         elements: the entries of the parameter's shape.
-        scales: the scales.
+        scales: the scales, for each of the layout's blocks.
     """
 
     layout: _Layout
     name: str
     elements: StateDict | None = None
-    scales: _Scales | None = None
+    scales: list[_Scales] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,26 +143,28 @@ class _Layout:
         """Bytes of an element, by entry."""
         dims = len(self.spec.shard.local_shape)
         widths = {key: math.prod(entry.shape[dims:]) * entry.dtype.itemsize for key, entry in self.spec.entries.items()}
-        return {key: w for key, w in widths.items() if not (self.spec.is_whole(key) or self.spec.is_scales(key))}
+        outside = {key for key in widths if self.spec.is_whole(key) or self.spec.grid_of(key) is not None}
+        return {key: width for key, width in widths.items() if key not in outside}
 
     @cached_property
-    def blocks(self) -> dict[str, int]:
-        """Bytes of a block's scales, by entry."""
-        moments = [moment for moment in self.spec.moments if self.spec.has_scales(moment)]
-        scales = {self.spec.scales_name(m): m.codec(self.spec.codec).scales(signed=m.signed) for m in moments}
-        return {key: _WORD * count for key, count in scales.items()}
-
-    @property
-    def beside(self) -> int:
-        """Bytes of the scales in an element: as many as suffice for the shortest block."""
-        grid = self.spec.grid
-        shortest = grid.row_numel % grid.block_size or grid.block_size
-        return -(-sum(self.blocks.values()) // shortest)
+    def blocks(self) -> list[_Blocks]:
+        """The blocks that have scales, and the rows that have second moments."""
+        entries: dict[BlockGrid, dict[str, int]] = {}
+        for key, entry in self.spec.entries.items():
+            grid = self.spec.grid_of(key)
+            if grid is not None:
+                per_block = entry.shape[len(self.spec.shard.scales_shape(grid)) :]
+                entries.setdefault(grid, {})[key] = _WORD * math.prod(per_block)
+        blocks, at = [], sum(self.elements.values())
+        for grid, widths in entries.items():
+            blocks.append(_Blocks(self.spec, grid, widths, at))
+            at += blocks[-1].beside
+        return blocks
 
     @property
     def words(self) -> int:
         """Words per element that hold the slice's state."""
-        return -(-(sum(self.elements.values()) + self.beside) // _WORD)
+        return -(-(sum(self.elements.values()) + sum(blocks.beside for blocks in self.blocks)) // _WORD)
 
     @property
     def numel(self) -> int:
@@ -169,18 +172,9 @@ class _Layout:
         return math.prod(self.spec.shard.local_shape)
 
     @property
-    def local_blocks(self) -> tuple[int, int]:
-        """The blocks of which this rank has scales: their numbers in the grid are ``[first, end)``."""
-        shard, grid = self.spec.shard, self.spec.grid
-        return shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
-
-    @property
-    def cut_blocks(self) -> list[int]:
-        """The blocks whose scales are on several ranks, on this rank or not: their numbers in the grid."""
-        shard = self.spec.shard
-        if not self.blocks or not isinstance(shard, FlatShard) or shard.exchange is None:
-            return []
-        return shard.cut_blocks(self.spec.grid)
+    def cuts_scales(self) -> bool:
+        """Whether several ranks have scales of one block."""
+        return any(blocks.cut for blocks in self.blocks if blocks.grid == self.spec.grid)
 
     def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
         """Writes the slice's state to bytes: uint8, ``(words, numel, 4)``."""
@@ -189,13 +183,13 @@ class _Layout:
             for column in _as_bytes(state[key], self.numel, width).unbind(1):
                 packed[at // _WORD, :, at % _WORD] = column
                 at += 1
-        if self.blocks:
-            first, end = self.local_blocks
-            scales = torch.cat([_as_bytes(state[key], end - first, w) for key, w in self.blocks.items()], 1)
-            for index, place in enumerate(self._places(packed.device)):
+        for blocks in self.blocks:
+            first, end = blocks.local
+            scales = torch.cat([_as_bytes(state[key], end - first, w) for key, w in blocks.widths.items()], 1)
+            for index, place in enumerate(blocks.places(packed.device)):
                 packed[place.word, place.elements, place.byte] = scales[place.inside, index]
 
-    def unpack(self, packed: Tensor) -> tuple[StateDict, _Scales]:
+    def unpack(self, packed: Tensor) -> tuple[StateDict, list[_Scales]]:
         """Reads the entries of the parameter's shape, and the scales that this rank's elements carry."""
         elements: StateDict = {}
         at = 0
@@ -204,32 +198,71 @@ class _Layout:
             entry = self.spec.entries[key]
             elements[key] = torch.stack(columns, 1).view(entry.dtype).view(entry.shape)
             at += width
-        first, end = self.local_blocks if self.blocks else (0, 0)
-        scales = packed.new_zeros((end - first, sum(self.blocks.values())))
+        return elements, [blocks.unpack(packed) for blocks in self.blocks]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Where the bytes of the scales of a grid's blocks are in packed state.
+
+    Attributes:
+        spec: describes the slice's state.
+        grid: the blocks.
+        widths: bytes of a block's scales, by entry.
+        first: index of the first byte in an element.
+    """
+
+    spec: SliceSpec
+    grid: BlockGrid
+    widths: dict[str, int]
+    first: int
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the scales in an element: as many as suffice for the shortest block."""
+        shortest = self.grid.row_numel % self.grid.block_size or self.grid.block_size
+        return -(-sum(self.widths.values()) // shortest)
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """The blocks of which this rank has scales: their numbers in the grid are ``[first, end)``."""
+        shard, grid = self.spec.shard, self.grid
+        return shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+
+    @property
+    def cut(self) -> list[int]:
+        """The blocks whose scales are on several ranks, on this rank or not: their numbers in the grid."""
+        shard = self.spec.shard
+        return shard.cut_blocks(self.grid) if isinstance(shard, FlatShard) and shard.exchange is not None else []
+
+    def unpack(self, packed: Tensor) -> _Scales:
+        """Reads the scales that this rank's elements carry."""
+        first, end = self.local
+        scales = packed.new_zeros((end - first, sum(self.widths.values())))
         known = torch.zeros(end - first, dtype=torch.int32, device=packed.device)
-        for index, place in enumerate(self._places(packed.device)):
+        for index, place in enumerate(self.places(packed.device)):
             scales[place.inside, index] = packed[place.word, place.elements, place.byte]
             known += place.inside
-        return elements, _Scales(scales, known)
+        return _Scales(scales, known)
 
-    def scales_entries(self, scales: Tensor) -> StateDict:
+    def entries(self, scales: Tensor) -> StateDict:
         """The entries of the scales, from the bytes of all scales by block."""
-        parts = torch.split(scales, list(self.blocks.values()), 1)
-        shapes = [self.spec.entries[key].shape for key in self.blocks]
+        parts = torch.split(scales, list(self.widths.values()), 1)
+        shapes = [self.spec.entries[key].shape for key in self.widths]
         return {
             key: part.contiguous().view(torch.float32).view(shape)
-            for key, part, shape in zip(self.blocks, parts, shapes, strict=True)
+            for key, part, shape in zip(self.widths, parts, shapes, strict=True)
         }
 
-    def _places(self, device: torch.device) -> Iterator[_Place]:
+    def places(self, device: torch.device) -> Iterator[_Place]:
         """The place of each byte of a block's scales, in the scales' order."""
-        grid, own = self.spec.grid, sum(self.elements.values())
-        blocks = torch.arange(*(self.local_blocks if self.blocks else (0, 0)), device=device)
-        start = self.spec.shard.start if isinstance(self.spec.shard, FlatShard) else 0
-        first = blocks // grid.blocks_per_row * grid.row_numel + blocks % grid.blocks_per_row * grid.block_size - start
-        for index in range(sum(self.blocks.values())):
-            element, (word, byte) = first + index // self.beside, divmod(own + index % self.beside, _WORD)
-            inside = (element >= 0) & (element < self.numel)
+        grid, shard = self.grid, self.spec.shard
+        blocks = torch.arange(*self.local, device=device)
+        start = shard.start if isinstance(shard, FlatShard) else 0
+        begins = blocks // grid.blocks_per_row * grid.row_numel + blocks % grid.blocks_per_row * grid.block_size - start
+        for index in range(sum(self.widths.values())):
+            element, (word, byte) = begins + index // self.beside, divmod(self.first + index % self.beside, _WORD)
+            inside = (element >= 0) & (element < math.prod(shard.local_shape))
             yield _Place(word, byte, inside, element[inside])
 
 
@@ -298,11 +331,13 @@ def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> 
 def _cut_scales(slices: Sequence[_Slice]) -> dict[Exchange, Tensor]:
     """This rank's bytes of the scales of cut blocks, each block's with their number behind them: int32, on the CPU."""
     shared: dict[Exchange, list[Tensor]] = {}
-    for layout, _, _, scales in slices:
-        cut = layout.cut_blocks
-        if cut:
-            rows = torch.zeros((len(cut), sum(layout.blocks.values()) + 1), dtype=torch.int32, device="cpu")
-            first, end = layout.local_blocks
+    for layout, _, _, all_scales in slices:
+        for index, blocks in enumerate(layout.blocks):
+            cut, scales = blocks.cut, None if all_scales is None else all_scales[index]
+            if not cut:
+                continue
+            rows = torch.zeros((len(cut), sum(blocks.widths.values()) + 1), dtype=torch.int32, device="cpu")
+            first, end = blocks.local
             for row, number in zip(rows, cut, strict=True):
                 if scales is not None and first <= number < end:
                     row[:-1] = scales.bytes[number - first]
@@ -324,17 +359,21 @@ def _completed(
     results: list[Mapping[str, Any] | None] = []
     for spec, entries, slices in zip(specs, loaded, tensors, strict=True):
         states: list[StateDict] = []
-        for layout, name, elements, scales in slices:
-            cut, width = layout.cut_blocks, sum(layout.blocks.values())
-            rows = torch.empty((0, width + 1), device="cpu")
-            if cut:
-                exchange = layout.spec.shard.holders
-                assert exchange is not None
-                begin, ends[exchange] = ends[exchange], ends[exchange] + len(cut) * (width + 1)
-                rows = shared[exchange][begin : ends[exchange]].view(len(cut), width + 1)
-            if elements is not None and scales is not None:
-                _complete(layout, scales, dict(zip(cut, rows, strict=True)), name)
-                states.append({**elements, **layout.scales_entries(scales.bytes)})
+        for layout, name, elements, all_scales in slices:
+            state = dict(elements or {})
+            for index, blocks in enumerate(layout.blocks):
+                cut, width = blocks.cut, sum(blocks.widths.values())
+                rows = torch.empty((0, width + 1), device="cpu")
+                if cut:
+                    exchange = layout.spec.shard.holders
+                    assert exchange is not None
+                    begin, ends[exchange] = ends[exchange], ends[exchange] + len(cut) * (width + 1)
+                    rows = shared[exchange][begin : ends[exchange]].view(len(cut), width + 1)
+                if all_scales is not None:
+                    _complete(blocks, all_scales[index], dict(zip(cut, rows, strict=True)), name)
+                    state |= blocks.entries(all_scales[index].bytes)
+            if elements is not None:
+                states.append(state)
         if entries is None or not states:
             results.append(entries)
         else:
@@ -342,13 +381,13 @@ def _completed(
     return results
 
 
-def _complete(layout: _Layout, scales: _Scales, rows: Mapping[int, Tensor], name: str) -> None:
+def _complete(blocks: _Blocks, scales: _Scales, rows: Mapping[int, Tensor], name: str) -> None:
     """Puts the bytes from all ranks in place.
 
     Raises:
         ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
     """
-    first, end = layout.local_blocks
+    first, end = blocks.local
     for number, row in rows.items():
         if first <= number < end:
             if row[-1] != len(row) - 1:

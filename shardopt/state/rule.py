@@ -25,6 +25,8 @@ class Orthogonalized:
         scale: gives a factor of the learning rate for the shape of a matrix.
         memory: bytes that directions and intermediate results may take on a device at a time.
         apply: name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
+        row_decay: decay rate of the second moments by which the rows of a result are normalized; None to leave rows as
+            they are.
     """
 
     newton_schulz: NewtonSchulz
@@ -32,6 +34,7 @@ class Orthogonalized:
     scale: Callable[[int, int], float]
     memory: int
     apply: str
+    row_decay: float | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ StateDict = dict[str, Any]
 #: The state entry with the low bits that a 16-bit parameter lacks of its master weight.
 LOW_BITS = "master_low_bits"
 
+#: The state entry with the second moments of the rows of orthogonalized matrices.
+ROW_MOMENTS = "second_momentum_buffer"
+
 #: The state entry with the codes that both moments share.
 SHARED_CODES = "moment_codes"
 
@@ -56,7 +59,8 @@ class SliceSpec:
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
     more per block). Two moments that share their codes have one ``moment_codes`` for both. Any other moment, even an
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
-    master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``).
+    master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
+    ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
 
     All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors.
     """
@@ -67,6 +71,7 @@ class SliceSpec:
     moments: tuple[Moment, ...]
     weights: WeightFormat
     exact_cut_blocks: bool
+    row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
@@ -81,7 +86,8 @@ class SliceSpec:
         weights = WeightFormat.of(dtype, group)
         check_repayment(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])
-        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"])
+        row_grid = _row_grid(shard.global_shape, group)
+        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"], row_grid)
 
     @property
     def relative(self) -> bool:
@@ -102,6 +108,8 @@ class SliceSpec:
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
+        if self.row_grid is not None:
+            formats[ROW_MOMENTS] = EntryFormat(self.shard.scales_shape(self.row_grid), torch.float32, (0,))
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
         return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
 
@@ -136,9 +144,12 @@ class SliceSpec:
         """The state entry with a moment's scales."""
         return f"{moment.name}_scales"
 
-    def is_scales(self, key: str) -> bool:
-        """Whether a state entry has a moment's scales."""
-        return any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
+    def grid_of(self, key: str) -> BlockGrid | None:
+        """The blocks to which a state entry has numbers, scales or second moments of rows; None for other entries."""
+        if key == ROW_MOMENTS:
+            return self.row_grid
+        is_scales = any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
+        return self.grid if is_scales else None
 
     def is_whole(self, key: str) -> bool:
         """Whether a state entry is replicated on all ranks, not sharded."""
@@ -265,6 +276,8 @@ class SliceSpec:
         """
         checked_step(state, name)
         self.check_moments(state, name)
+        if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
+            raise unsound(ROW_MOMENTS, name, signed=False)
 
     def check_moments(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the moments' values; see :meth:`check_local`."""
@@ -344,6 +357,13 @@ class SliceSpec:
                 per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
                 coded.append(Coded(blocks, per_block))
             yield rectangle, coded
+
+
+def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | None:
+    """The rows of a parameter's matrices as blocks, if a param group's rule keeps second moments of rows."""
+    if group.get("normalize") != "rows" or group["algorithm"] != "muon" or len(shape) < 2:
+        return None
+    return BlockGrid(shape, math.prod(shape[2 if group["split"] == "each" else 1 :]))
 
 
 @cache

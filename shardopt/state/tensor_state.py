@@ -18,10 +18,10 @@ from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
-from shardopt.state.slice_spec import LOW_BITS, EntryFormat, SliceSpec, StateDict
+from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
 #: Entries that are not a moment's.
-_BESIDE_MOMENTS = frozenset(["step", LOW_BITS])
+_BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
 #: Entries of torch.optim's state that follow from the step count (``ShardedOptimizer.derived_state``).
 _DERIVED = frozenset(["mu_product"])
@@ -133,7 +133,8 @@ class TensorState:
         if key == "step":
             return local
         spec = self.slices[0].spec
-        return self.shard.like_scales(local, spec.grid) if spec.is_scales(key) else self.shard.like_parameter(local)
+        grid = spec.grid_of(key)
+        return self.shard.like_parameter(local) if grid is None else self.shard.like_scales(local, grid)
 
     def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
         """The tensor's state, or some entries of it, from the slices' entries."""
@@ -213,7 +214,7 @@ class TensorState:
                 that are not finite.
         """
         got, expected = ", ".join(loaded), ", ".join(self.entries)
-        known = {*_BESIDE_MOMENTS, *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
+        known = {"step", LOW_BITS, *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
         unknown = [key for key, value in loaded.items() if key not in known and isinstance(value, Tensor)]
         if unknown:
             raise ValueError(
@@ -236,6 +237,8 @@ class TensorState:
             wanted = {moment.name: floats for moment in self.moments}
         if LOW_BITS in loaded:
             wanted[LOW_BITS] = template[LOW_BITS]
+        if ROW_MOMENTS in template and (ROW_MOMENTS in loaded or not has_floats):
+            wanted[ROW_MOMENTS] = template[ROW_MOMENTS]
         if not wanted.keys() <= loaded.keys():
             raise ValueError(
                 f"{name}: got state with {got}, expected {expected}; was it saved by another optimizer, or with other "
@@ -243,7 +246,7 @@ class TensorState:
             )
         for key, like in wanted.items():
             check_entry(loaded[key], like, key, name)
-            if loaded[key].dtype != like.dtype and not (has_floats and key != LOW_BITS):
+            if loaded[key].dtype != like.dtype and not (has_floats and key not in _BESIDE_MOMENTS):
                 raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
         for slice_moments in self.split_moments(loaded) if has_floats else ():
             for moment, x in zip(self.moments, slice_moments, strict=True):
@@ -260,7 +263,7 @@ class TensorState:
         for key, entry in self.entries.items():
             if key == "step":
                 state[key] = step_on(device, checked_step(loaded, name))
-            else:  # torch.optim's state has no low bits
+            else:  # torch.optim's state has neither low bits nor second moments of rows
                 state[key] = copy_to(entries[key], device) if key in entries else self.like(key, entry.new(device))
         return state
 

@@ -67,6 +67,7 @@ def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: 
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), orthogonalized.memory, scale]
         says["split"] = orthogonalized.split
+        says["normalization"] = orthogonalized.row_decay
     is_sized = not is_flat and slice_.spec.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)

@@ -96,7 +96,7 @@ class Stepper:
                 tables.demand_finite()
         else:
             tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
-        tables.update(param_groups, scaling)
+        tables.update(param_groups, state, scaling)
         if self._agreement.opened is not tables.plan.digests:
             self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
             self._agreement.open_by(tables.plan, tables.openings())

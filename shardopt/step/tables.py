@@ -19,7 +19,7 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
-from shardopt.state.slice_spec import SliceSpec, StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
 from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
@@ -158,7 +158,7 @@ class StepTables:
         if self._raising:
             demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
 
-    def update(self, param_groups: ParamGroups, scaling: LossScaling) -> None:
+    def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> None:
         """Fills in this step's gradients, options and loss scale."""
         kinds = self._watched.gradient_kinds()
         if kinds != self._kinds:
@@ -176,7 +176,8 @@ class StepTables:
                     batch.call.operands = self._operands(batch.strided, param_groups)
             for wave in self._wave_steps[device]:
                 operands = partial(self._operands, param_groups=param_groups)
-                wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands)
+                row_moments = partial(self._row_moments, param_groups=param_groups, state=state)
+                wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands, row_moments)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
 
@@ -297,6 +298,14 @@ class StepTables:
         parameter, gradient = self._inputs[index], self._gradients[index]
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
+
+    def _row_moments(self, index: int, part: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> Tensor:
+        """This rank's second moments of the rows of a parameter's slice."""
+        parameter = self._inputs[index]
+        assert parameter.spec is not None
+        param = param_groups[parameter.group]["params"][parameter.position]
+        moments: Tensor = parameter.spec.split(state[param])[part][ROW_MOMENTS]
+        return moments
 
 
 class _Member(NamedTuple):

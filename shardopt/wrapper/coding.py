@@ -117,8 +117,8 @@ def placed(entries: Entries, unit: TransferUnit, spec: SliceSpec, coded: Mapping
         if entries.options["offload"] == "state" and unit.param.device.type != "cpu":
             local = torch.empty_like(local, device="cpu", pin_memory=True).copy_(local)
         local = local if entries.options["offload"] else local.to(unit.param.device)
-        is_scales = spec.is_scales(key)
-        result[key] = unit.shard.like_scales(local, spec.grid) if is_scales else unit.shard.like_parameter(local)
+        grid = spec.grid_of(key)
+        result[key] = unit.shard.like_parameter(local) if grid is None else unit.shard.like_scales(local, grid)
     return result
 
 

@@ -240,8 +240,8 @@ def _checked(
                     f"{name}: got {entry} in codes, expected floats; was it saved with another min_quantized_numel?"
                 )
             like = form.new(torch.device("meta"))
-            is_scales = spec.is_scales(key)
-            whole = unit.shard.like_scales(like, spec.grid) if is_scales else unit.shard.like_parameter(like)
+            grid = spec.grid_of(key)
+            whole = unit.shard.like_parameter(like) if grid is None else unit.shard.like_scales(like, grid)
             check_entry(state[key], whole, key, name)
             if state[key].dtype != form.dtype:
                 raise ValueError(f"{name}: got {key} of {state[key].dtype}, expected {form.dtype}")

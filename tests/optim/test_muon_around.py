@@ -281,7 +281,9 @@ def _most_bytes(optimizer: ShardedOptimizer) -> int:
 def test_memory_is_kept_to(memory: int) -> None:
     """Directions and what is computed of them: more than half of what is allowed, and never more."""
     shapes = ((100, 130), (260, 100)) * 10  # 780,000 bytes of directions
-    assert memory / 2 < _most_bytes(make(shapes=shapes, orthogonalize_memory=memory)) <= memory
+    for normalize in (None, "rows"):
+        optimizer = make(shapes=shapes, orthogonalize_memory=memory, normalize=normalize)
+        assert memory / 2 < _most_bytes(optimizer) <= memory
 
 
 def test_a_parameter_that_needs_more_is_by_itself() -> None:

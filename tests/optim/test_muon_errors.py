@@ -30,6 +30,8 @@ from ranks.snapshot import assert_same
         ({"ns_steps": 0}, "ns_steps: got 0, expected a whole number from 1 to 99"),
         ({"ns_steps": 100}, "ns_steps: got 100"),
         ({"ns_steps": 2.5}, "ns_steps: got 2.5"),
+        ({"normalize": "columns"}, "normalize: got 'columns', expected None or 'rows'"),
+        ({"beta2": 1.0}, r"beta2: got 1.0, expected a number in \[0.0, 1.0\)"),
         ({"ns_method": "Gram"}, "ns_method: got 'Gram', expected 'standard' or 'gram'"),
         ({"eps": -1.0}, "eps: got -1.0"),
         ({"eps": 0.0}, "eps: got 0 for Muon"),

@@ -84,6 +84,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "StableAdamW": {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2},
 }
+OPTIMIZERS["NorMuon"] = OPTIMIZERS["Muon"]
 #: Hyper-parameters that torch.optim's classes have not, by keyword only.
 CAUTIOUS = {"cautious": False, "cautious_weight_decay": False}
 BY_KEYWORD: dict[str, dict[str, Any]] = {
@@ -93,13 +94,16 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
     "Muon": {
         "ns_method": "standard",
         "algorithm": "muon",
+        "normalize": None,
+        "beta2": 0.95,
         "split": None,
         "betas": (0.9, 0.95),
         "orthogonalize_memory": "512MiB",
     },
 }
 #: The arguments that are in param groups.
-IN_GROUPS = {**BY_KEYWORD, "Adam": BY_KEYWORD["AdamW"]}
+BY_KEYWORD["NorMuon"] = BY_KEYWORD["Muon"]
+IN_GROUPS = {**BY_KEYWORD, "Adam": BY_KEYWORD["AdamW"], "NorMuon": {**BY_KEYWORD["Muon"], "normalize": "rows"}}
 #: Values in param groups that steps change: no arguments.
 ESTIMATES: dict[str, dict[str, Any]] = {
     "NAdam": {"past_mu": (0, 1.0, None)},

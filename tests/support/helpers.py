@@ -22,9 +22,10 @@ from shardopt.kernels.weights import noise_key
 from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
-from shardopt.state.slice_spec import LOW_BITS, SliceSpec
+from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, SliceSpec
 from shardopt.state.tensor_state import tensor_state_of
 from shardopt.step.muon.matrices import matrix_shapes
+from shardopt.step.muon.normalized import normalized
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]
@@ -130,6 +131,7 @@ CASES: dict[str, RuleCase] = {
     **RULES,
     "muon": MuonCase(shardopt.Muon8bit, {"lr": 1e-2}),
     "muon_in_waves": MuonCase(shardopt.Muon8bit, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
+    "normuon": MuonCase(shardopt.NorMuon8bit, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
 }
 
 #: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.
@@ -288,8 +290,11 @@ class ReferenceOptimizer:
         for start, rows, cols in matrix_shapes(name, tuple(original.shape), rule.orthogonalized.split):
             part = slice(start, start + rows * cols)
             matrix = direction.param.flatten()[part].view(rows, cols).clone()
-            whole = torch.zeros_like(direction.param)
-            whole.view(-1)[part] = rule.orthogonalized.newton_schulz(matrix).flatten()
+            whole, result = torch.zeros_like(direction.param), rule.orthogonalized.newton_schulz(matrix)
+            if rule.orthogonalized.row_decay is not None:
+                row_moments = state[ROW_MOMENTS].view(-1)[start // cols : start // cols + rows]
+                result = normalized(result, row_moments, rule.orthogonalized.row_decay)
+            whole.view(-1)[part] = result.bfloat16().flatten()
             # As noise depends on an element's place, the parameter is stepped whole, once for each of its matrices.
             applied = apply(gradient=whole, hyper={**hyper, "scale": rule.orthogonalized.scale(rows, cols)})
             param.append(applied.param.flatten()[part])

@@ -166,9 +166,13 @@ def pieces_of_tensor(key: str, tensor: LazyTensor, numel: int) -> Iterator[Piece
 def pieces_of_state(name: str, state: State, numel: int) -> Iterator[Piece]:
     """The pieces of one parameter's state: for one range of its elements after another, those of all entries."""
     yield Piece(state_key(name, "step"), 0, state.step.reshape(1))
+    ends: dict[str, int] = {}
     for first, end in ranges(state.form.shard.global_shape, numel):
         for entry, data in state.read(first, end).items():
-            yield Piece(state_key(name, entry), range_of_entry(state.form, entry, first, end)[0], data.reshape(-1))
+            begin, stop = range_of_entry(state.form, entry, first, end)
+            given = max(ends.get(entry, 0) - begin, 0)  # the second moment of a matrix's row that two ranges share
+            ends[entry] = stop
+            yield Piece(state_key(name, entry), begin + given, data.reshape(-1)[given:])
 
 
 def places_of(tensors: Mapping[str, Described]) -> dict[str, int]:
@@ -246,8 +250,8 @@ def range_of_entry(form: SliceSpec, entry: str, first: int, end: int) -> tuple[i
         first: where the range begins: at a block.
         end: where the range ends.
     """
-    shape, grid = form.entries[entry].shape, form.grid
-    if form.is_scales(entry):
+    shape, grid = form.entries[entry].shape, form.grid_of(entry)
+    if grid is not None:
         width = math.prod(shape[2:])
         return grid.block_of(first) * width, (grid.block_of(end - 1) + 1) * width
     width = math.prod(shape[len(form.shard.global_shape) :])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from torch import Tensor
 from shardopt.layout import Ranks, Region
 from shardopt.step.agreement import Plan, all_say_no, heard, say_no
 from shardopt.step.muon.matrices import BYTES, Matrix, Wave, padded
+from shardopt.step.muon.normalized import normalized
+
+#: Local state entries with second moments of rows, by the indices of parameter and slice.
+RowMoments = Mapping[tuple[int, int], Tensor]
 
 
 class Directions:
@@ -38,7 +42,7 @@ class Directions:
                 chunks.append(at)
                 at += roll.numel
             self.first.append(at)
-            at += padded(matrix.held.numel)
+            at += matrix.space(matrix.rank)
         while division is not None and roll is not None and len(chunks) < len(division.regions):
             chunks.append(at)
             at += roll.numel
@@ -64,10 +68,30 @@ class Directions:
         """Tensors that live from step to step."""
         return [] if self._roll is None else [self._roll.own]
 
-    def begin(self) -> Tensor:
-        """Memory for this rank's elements: bfloat16, 1-D, zero."""
+    def begin(self, row_moments: RowMoments) -> Tensor:
+        """Memory for this rank's elements: bfloat16, 1-D, zero, with the second moments of rows behind each matrix's.
+
+        Args:
+            row_moments: this rank's state entries with second moments of rows.
+        """
         self._held = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
+        for in_memory, kept in self._row_moments(self._held, row_moments):
+            in_memory.copy_(kept)
         return self._held
+
+    def keep(self, row_moments: RowMoments, directions: Tensor) -> None:
+        """Stores the second moments of rows that came back with the directions."""
+        for in_memory, kept in self._row_moments(directions, row_moments):
+            kept.copy_(in_memory)
+
+    def _row_moments(self, memory: Tensor, row_moments: RowMoments) -> Iterator[tuple[Tensor, Tensor]]:
+        """The second moments of rows that this rank keeps: in memory, and in the state."""
+        for matrix, first in zip(self._wave.matrices, self.first, strict=True):
+            entry = row_moments.get((matrix.tensor, matrix.part))
+            if entry is not None:
+                rows, kept = matrix.kept_row_moments(entry)
+                begin = matrix.row_ranges[matrix.rank][0]
+                yield matrix.row_moments(memory, first, matrix.rank)[rows.start - begin : rows.stop - begin], kept
 
     def send(self) -> None:
         """Begins to send the directions to the matrices' owners."""
@@ -85,7 +109,8 @@ class Directions:
             return
         for matrix, first in zip(self._wave.matrices, self.first, strict=True):
             if matrix.tensor in stepped:
-                _orthogonalize(matrix, self._held[first : first + matrix.numel])
+                row_moments = matrix.row_moments(self._held, first, matrix.rank)
+                _orthogonalize(matrix, self._held[first : first + matrix.numel], row_moments)
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which replace the others in memory; gives the memory away."""
@@ -95,11 +120,12 @@ class Directions:
         return held
 
 
-def _orthogonalize(matrix: Matrix, elements: Tensor) -> None:
-    """Orthogonalizes a whole matrix in place, given its elements, 1-D."""
+def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> None:
+    """Orthogonalizes a whole matrix in place, given its elements and the second moments of its rows, 1-D."""
     if matrix.numel:
         x = elements.view(matrix.rows, matrix.cols)
-        x.copy_(matrix.newton_schulz(x))
+        result = matrix.newton_schulz(x)
+        x.copy_(result if matrix.row_decay is None else normalized(result, row_moments, matrix.row_decay))
 
 
 class Journey(NamedTuple):
@@ -231,7 +257,8 @@ class _Copies(_Journey):
 
     def orthogonalize(self) -> None:
         for matrix, first in self._owned_by(self._ranks.rank):
-            _orthogonalize(matrix, self._there[first : first + matrix.numel])
+            row_moments = matrix.row_moments(self._there, first, self._ranks.rank)
+            _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
         for owner in range(self._size):
             self._waits.append(self._ranks.broadcast(self._there[self._chunk(owner)], owner))
 
@@ -247,10 +274,16 @@ class _Piece(NamedTuple):
     Attributes:
         first: offset in the memory in which the owner gathers elements.
         region: the elements' place in the parameter.
+        rank: the rank's place among those that divide the matrix.
     """
 
     first: int
     region: Region
+    rank: int
+
+    def row_moments(self, matrix: Matrix, gathered: Tensor) -> Tensor:
+        """The second moments of rows that the rank sends and gets: a view."""
+        return matrix.row_moments(gathered, self.first, self.rank)
 
 
 class _Parts(_Journey):
@@ -269,10 +302,9 @@ class _Parts(_Journey):
             at += roll.numel
             self._received[rank] += roll.numel
             for matrix, pieces in zip(self._owned, self._pieces, strict=True):
-                region = matrix.regions[rank]
-                pieces.append(_Piece(at, region))
-                at += padded(region.numel)
-                self._received[rank] += padded(region.numel)
+                pieces.append(_Piece(at, matrix.regions[rank], rank))
+                at += matrix.space(rank)
+                self._received[rank] += matrix.space(rank)
         self._gathered = torch.empty(0, device="cpu")
 
     @property
@@ -289,11 +321,16 @@ class _Parts(_Journey):
         self._roll.check(self._gathered, self._rolls)
         for matrix, pieces in zip(self._owned, self._pieces, strict=True):
             whole = self._gathered.new_empty(matrix.numel)
-            for first, region in pieces:
-                region.of(whole, matrix.start).copy_(_view(self._gathered, first, region))
-            _orthogonalize(matrix, whole)
-            for first, region in pieces:
-                _view(self._gathered, first, region).copy_(region.of(whole, matrix.start))
+            row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
+            for piece in pieces:
+                piece.region.of(whole, matrix.start).copy_(_view(self._gathered, piece.first, piece.region))
+                of_rows = row_moments[slice(*matrix.row_ranges[piece.rank])]
+                # A rank that has never stepped its part of a row has zeros.
+                torch.maximum(of_rows, piece.row_moments(matrix, self._gathered), out=of_rows)
+            _orthogonalize(matrix, whole, row_moments)
+            for piece in pieces:
+                _view(self._gathered, piece.first, piece.region).copy_(piece.region.of(whole, matrix.start))
+                piece.row_moments(matrix, self._gathered).copy_(row_moments[slice(*matrix.row_ranges[piece.rank])])
         self._waits = [self._ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
 
     def receive(self, held: Tensor) -> None:

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from shardopt.kernels.newton_schulz import NewtonSchulz
-from shardopt.layout import Division, Region
+from shardopt.layout import Division, FlatShard, Region
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
 
 BYTES = 2  # of an element of a direction: bfloat16
+ROW_BYTES = 4  # of a row's second moment: float32
 _ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
 _SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples, and every second one of them, spread evenly
 
@@ -43,6 +46,8 @@ class Matrix:
         group: index of the param group.
         scale: factor of the learning rate.
         newton_schulz: orthogonalizes the matrix.
+        row_decay: decay rate of the second moments of the rows; None if rows are not normalized.
+        row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
     """
 
     tensor: int
@@ -58,6 +63,8 @@ class Matrix:
     group: int
     scale: float
     newton_schulz: NewtonSchulz
+    row_decay: float | None
+    row_ranges: tuple[tuple[int, int], ...]
 
     @property
     def numel(self) -> int:
@@ -65,9 +72,45 @@ class Matrix:
         return self.rows * self.cols
 
     @property
+    def rank(self) -> int:
+        """This rank's place among those that divide the matrix."""
+        return 0 if self.division is None else self.division.ranks.rank
+
+    @property
     def held(self) -> Region:
         """The elements of the matrix that this rank holds."""
-        return self.regions[0 if self.division is None else self.division.ranks.rank]
+        return self.regions[self.rank]
+
+    def space(self, rank: int) -> int:
+        """Elements of memory for a rank's part of the direction, with second moments of rows behind it, padded."""
+        first, end = self.row_ranges[rank]
+        return padded(self.regions[rank].numel) + padded((end - first) * ROW_BYTES // BYTES)
+
+    def row_moments(self, memory: Tensor, at: int, rank: int) -> Tensor:
+        """The second moments of rows in memory in which a rank's part begins at ``at``: float32, a view."""
+        begin, (first, end) = at + padded(self.regions[rank].numel), self.row_ranges[rank]
+        return memory[begin : begin + (end - first) * ROW_BYTES // BYTES].view(torch.float32)
+
+    def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
+        """The rows of the matrix whose second moments this rank keeps, and these: a view of the local state entry."""
+        grid, shard = self.spec.row_grid, self.spec.shard
+        assert grid is not None
+        row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
+        if isinstance(shard, FlatShard):
+            first, end = shard.blocks(grid)
+            at = first
+        elif not shard.indices[0]:
+            first = end = at = 0
+        elif grid.blocks_per_row == 1:
+            ((first, end),) = shard.indices[0]
+            at = first
+        else:  # a stack of matrices
+            covered, index = shard.local_blocks(grid), row // grid.blocks_per_row - shard.indices[0][0][0]
+            first = row + covered.first
+            end = first + covered.per_row if 0 <= index < shard.rows else first
+            at = first - index * covered.per_row
+        begin, stop = max(first, row), max(min(end, row + self.rows), max(first, row))
+        return slice(begin - row, stop - row), entry.view(-1)[begin - at : stop - at]
 
     @property
     def flops(self) -> int:
@@ -118,9 +161,30 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
                 group=parameter.group,
                 scale=orthogonalized.scale(rows, cols),
                 newton_schulz=orthogonalized.newton_schulz,
+                row_decay=orthogonalized.row_decay,
+                row_ranges=tuple(
+                    (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part.spec, start, rows, cols)
+                    for region in regions
+                ),
             )
             yield matrix
             first += matrix.held.numel
+
+
+def _rows_of(region: Region, spec: SliceSpec, start: int, rows: int, cols: int) -> tuple[int, int]:
+    """The rows ``[first, end)`` of a matrix, at least those whose second moments the rank with a region keeps."""
+    if not region.numel:  # an empty column shard keeps those of its rows, wherever they are
+        return (0, rows) if region.rows and region.stride else (0, 0)
+    part = region.within(start, start + rows * cols)
+    if not part.numel:
+        return 0, 0
+    grid = spec.row_grid
+    assert grid is not None
+    if grid.blocks_per_row > 1 and spec.shard.local_blocks(grid).exchange is not None:
+        return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
+    last = part.first + (part.rows - 1) * part.stride + part.cols - 1
+    last += sum((size - 1) * stride for size, stride in part.between)
+    return (part.first - start) // cols, (last - start) // cols + 1
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
@@ -223,7 +287,7 @@ def _wave(matrices: Sequence[Matrix], indices: Sequence[int], owner_of: Mapping[
 
 def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
     """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
-    taken = np.array([BYTES * padded(region.numel) for region in matrix.regions])
+    taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.regions))])
     if matrix.division is not None and not matrix.division.is_copied:
         taken[owner] += taken.sum()
     return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
-from shardopt.step.muon.directions import Directions, Journey
+from shardopt.step.muon.directions import Directions, Journey, RowMoments
 from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
 from shardopt.step.muon.passes import Alike, Operands, Passes
 from shardopt.step.rows import ROW, Group
@@ -52,7 +52,10 @@ class _Planned:
             chosen = np.isin(self.rows["tensor"], indices)
             if chosen.any():
                 passes[key] = self.rows[chosen], self.places[chosen]
-        return WaveStep(self.wave, device, passes, blocks, self._plan)
+        normalized = {(m.tensor, m.part) for m in self.wave.matrices if m.row_decay is not None}
+        with_gradient = {index for indices in stepped.values() for index in indices}
+        of_rows = [(tensor, part) for tensor, part in sorted(normalized) if tensor in with_gradient]
+        return WaveStep(self.wave, device, passes, blocks, self._plan, of_rows)
 
 
 class Waves:
@@ -132,6 +135,7 @@ class WaveStep:
         rows: rows of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
         cuts: the blocks that ranks share.
         plan: the ranks' plan.
+        normalized: the indices of parameters with a gradient, and of their slices, with second moments of rows.
     """
 
     def __init__(
@@ -141,7 +145,10 @@ class WaveStep:
         rows: Mapping[Alike, tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]],
         cuts: CutBlocks,
         plan: Plan,
+        normalized: Sequence[tuple[int, int]],
     ) -> None:
+        self._normalized = normalized
+        self._row_moments: RowMoments = {}
         self._directions = Directions(wave, device, plan)
         self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
@@ -169,15 +176,16 @@ class WaveStep:
 
     def update(
         self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
-        residency: StateResidency, operands: Operands,
+        residency: StateResidency, operands: Operands, row_moments: Callable[[int, int], Tensor],
     ) -> None:  # fmt: skip
-        """Takes the gradients and options of a step."""
+        """Takes the gradients, options and second moments of rows of a step."""
+        self._row_moments = {indices: row_moments(*indices) for indices in self._normalized}
         for passes in self._passes:
             passes.update(watched, groups, scaling, skipped, residency, operands)
 
     def begin(self) -> None:
         """Takes the momentum's pass over this rank's elements, and begins to send the directions."""
-        memory = self._directions.begin()
+        memory = self._directions.begin(self._row_moments)
         run_phases([passes.momentum_into(memory) for passes in self._passes], self.cuts)
         self._directions.send()
 
@@ -190,6 +198,8 @@ class WaveStep:
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
+        self._directions.keep(self._row_moments, directions)
+        self._row_moments = {}
 
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:

@@ -181,6 +181,7 @@ def _load(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
         ((1, "fsdp1"), (4, "fsdp1 hybrid"), "adamw", {"codec": "dynamic8"}),
         ((2, "fsdp1 nested flat"), (3, "fsdp1 flat"), "adamw", {}),
         ((3, "fsdp1"), (4, "fsdp1 nested"), "muon", {}),
+        ((3, "fsdp1"), (4, "fsdp1 nested"), "normuon", {}),
     ],
 )
 def test_other_ranks_and_wrapping(
@@ -330,6 +331,15 @@ def test_decoded_moments_would_not_do() -> None:
     optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
     found = gathered(model, optimizer)
     assert any(not torch.equal(found[key], expected[key]) for key in found if key.endswith("exp_avg_scales"))
+
+
+@pytest.mark.ranks(2)
+def test_dequantized_second_moments_of_rows_are_refused() -> None:
+    """Torch would take them for state of the parameter's shape."""
+    model, optimizer = trained("fsdp1", 1, "normuon")
+    state = optimizer.state_dict(dequantize=True)
+    with pytest.raises(RuntimeError, match="got dequantized state with second_momentum_buffer"):
+        FullyShardedDataParallel.optim_state_dict(model, optimizer, state)
 
 
 def _damaged(saved: dict[str, Any], what: str) -> dict[str, Any]:

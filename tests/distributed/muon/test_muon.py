@@ -51,6 +51,15 @@ def test_as_single(ranks: Pool, world_size: int, way: str) -> None:
     ranks.run(world_size, _as_single, way, "muon_in_waves", {})
 
 
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [(2, "fsdp bf16"), (3, "fsdp"), (3, "fsdp columns"), (3, "fsdp1"), (4, "fsdp columns tp"), (4, "fsdp1 hybrid")],
+)
+def test_normalized_as_single(ranks: Pool, world_size: int, way: str) -> None:
+    """Second moments of rows included, where ranks share rows, too."""
+    ranks.run(world_size, _as_single, way, "normuon", {})
+
+
 def test_gram_as_single(ranks: Pool) -> None:
     for way in ("fsdp columns", "fsdp1"):
         ranks.run(3, _as_single, way, "muon_in_waves", {"ns_method": "gram"})
@@ -141,24 +150,25 @@ def test_nonfinite_gradients(ranks: Pool, way: str, policy: str) -> None:
 # Going on elsewhere ---------------------------------------------------------------------------------------------------
 
 
-def _save(way: str, path: Path) -> None:
-    model, optimizer = trained(way, 2, "muon_in_waves")
+def _save(way: str, rule: str, path: Path) -> None:
+    model, optimizer = trained(way, 2, rule)
     shardopt.checkpoint.save(path, model, optimizer)
 
 
-def _resume(way: str, path: Path) -> None:
+def _resume(way: str, rule: str, path: Path) -> None:
     """In another model and optimizer, which have taken a step; then beside a run that was never saved."""
     model = WAYS[way](make_net(seed=1))
-    optimizer = make_optimizer(way, model, "muon_in_waves")
+    optimizer = make_optimizer(way, model, rule)
     step_with(model, optimizer, 99)
     shardopt.checkpoint.load(path, model, optimizer)
     for step in (2, 3):
         step_with(model, optimizer, step)
     got = snapshot_of(model, optimizer)
     if dist.get_rank() == 0:
-        assert_same(got, single(4, "muon_in_waves"))
+        assert_same(got, single(4, rule))
 
 
+@pytest.mark.parametrize("rule", ["muon_in_waves", "normuon"])
 @pytest.mark.parametrize(
     ("saved_on", "saved_way", "world_size", "way"),
     [
@@ -168,6 +178,8 @@ def _resume(way: str, path: Path) -> None:
         (2, "fsdp columns", 1, "single"),
     ],
 )
-def test_resume(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, world_size: int, way: str) -> None:
-    ranks.run(saved_on, _save, saved_way, tmp_path / "checkpoint")
-    ranks.run(world_size, _resume, way, tmp_path / "checkpoint")
+def test_resume(
+    ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, world_size: int, way: str, rule: str
+) -> None:
+    ranks.run(saved_on, _save, saved_way, rule, tmp_path / "checkpoint")
+    ranks.run(world_size, _resume, way, rule, tmp_path / "checkpoint")

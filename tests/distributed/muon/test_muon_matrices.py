@@ -73,7 +73,7 @@ SPLITS: tuple[tuple[Shape, Any], ...] = (
 )
 
 
-def _splits() -> None:
+def _splits(normalize: Any) -> None:
     size = dist.get_world_size()
     mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
     ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
@@ -86,6 +86,7 @@ def _splits() -> None:
         for groups, param in zip((whole, sharded), params, strict=True):
             groups.append({"params": [nn.Parameter(param)], "split": split})
     options = {"adjust_lr_fn": "spectral_norm", "orthogonalize_memory": 100_000, "lr": 0.02, **SMALL}
+    options["normalize"] = normalize
     optimizers = [shardopt.Muon8bit(groups, **options) for groups in (whole, sharded)]
     for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
         for index, group in enumerate(groups):
@@ -99,16 +100,18 @@ def _splits() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize("normalize", [None, "rows"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_splits(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _splits)
+def test_splits(ranks: Pool, world_size: int, normalize: Any) -> None:
+    ranks.run(world_size, _splits, normalize)
 
 
-def _split_flat() -> None:
+def _split_flat(normalize: Any) -> None:
     """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
     split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
     models = [fsdp1(_matrices(), ["1"]), _matrices()]
-    optimizers = [shardopt.Muon8bit(shardopt.muon_groups(model, split=split), **SMALL) for model in models]
+    options = {**SMALL, "normalize": normalize}
+    optimizers = [shardopt.Muon8bit(shardopt.muon_groups(model, split=split), **options) for model in models]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             step_with(model, optimizer, step)
@@ -116,9 +119,10 @@ def _split_flat() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize("normalize", [None, "rows"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_splits_of_flat_shards(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _split_flat)
+def test_splits_of_flat_shards(ranks: Pool, world_size: int, normalize: Any) -> None:
+    ranks.run(world_size, _split_flat, normalize)
 
 
 def _no_ranges(split: Any) -> None:

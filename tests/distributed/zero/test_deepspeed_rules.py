@@ -83,18 +83,19 @@ def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     return shardopt.muon_groups(model, lr=HYPER["lr"], adamw_lr=MUON["adamw_lr"], no_decay=MUON["no_decay"])
 
 
-def _muon_engine(stage: int, zero: Zero, by_config: bool, steps: int) -> Any:
+def _muon_engine(kind: str, stage: int, zero: Zero, by_config: bool, steps: int) -> Any:
     if by_config:
-        return stepped_engine(config(stage, "Muon8bit", zero=zero, params=MUON), steps)
+        return stepped_engine(config(stage, kind, zero=zero, params=MUON), steps)
     model = make_net()
     params = {"orthogonalize_memory": MUON["orthogonalize_memory"]}
-    settings = config(stage, "Muon8bit", zero=zero, params=params)
+    settings = config(stage, kind, zero=zero, params=params)
     return stepped_engine(settings, steps, model, model_parameters=_muon_groups(model))
 
 
-def _muon_whole(steps: int) -> tuple[nn.Module, Any]:
+def _muon_whole(kind: str, steps: int) -> tuple[nn.Module, Any]:
     model = make_net()
-    optimizer = shardopt.Muon8bit(_muon_groups(model), **HYPER, orthogonalize_memory=MUON["orthogonalize_memory"])
+    make = getattr(shardopt, kind)
+    optimizer = make(_muon_groups(model), **HYPER, orthogonalize_memory=MUON["orthogonalize_memory"])
     for step in range(steps):
         step_whole(model, optimizer, step)
     return model, optimizer
@@ -111,20 +112,23 @@ MUON_STAGES: list[tuple[int, Zero]] = [
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "world_size", "by_config"),
+    ("kind", "stage", "zero", "world_size", "by_config"),
     [
-        (0, {}, 2, True),
-        (1, ROUND_ROBIN, 3, False),
-        (2, {}, 4, True),
-        (3, SUB_GROUPS, 2, False),
-        (2, OFFLOAD, 3, True),
-        (3, OFFLOAD, 4, False),
-        *slow((*stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4)),
+        ("Muon8bit", 0, {}, 2, True),
+        ("Muon8bit", 1, ROUND_ROBIN, 3, False),
+        ("Muon8bit", 2, {}, 4, True),
+        ("Muon8bit", 3, SUB_GROUPS, 2, False),
+        ("Muon8bit", 2, OFFLOAD, 3, True),
+        ("Muon8bit", 3, OFFLOAD, 4, False),
+        ("NorMuon8bit", 2, {}, 3, True),
+        ("NorMuon8bit", 3, OFFLOAD, 3, True),
+        *slow(("Muon8bit", *stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4)),
+        *slow(("NorMuon8bit", *stage, world_size, False) for stage in MUON_STAGES for world_size in (1, 2, 4)),
     ],
 )
-def test_muon(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
-    engine = partial(_muon_engine, stage, zero, by_config)
-    deepspeed_ranks.run(world_size, runs_as_whole, Twins(engine, _muon_whole))
+def test_muon(deepspeed_ranks: Pool, kind: str, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
+    engine = partial(_muon_engine, kind, stage, zero, by_config)
+    deepspeed_ranks.run(world_size, runs_as_whole, Twins(engine, partial(_muon_whole, kind)))
 
 
 @pytest.mark.deepspeed_ranks(2)

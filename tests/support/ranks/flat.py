@@ -18,7 +18,7 @@ from ranks.layouts import Shape, values
 from ranks.pickling import from_all_ranks
 from ranks.snapshot import Snapshot, as_tensor
 from shardopt.optim import ShardedOptimizer
-from shardopt.state.slice_spec import StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.wrapper import QuantizedState
 from shardopt.wrapper.chunks import units_of
 
@@ -177,6 +177,8 @@ def assembled(
                 found[f"{name}/{key}"] = copies[0]
             elif key.endswith("_scales"):
                 found[f"{name}/{key}"] = _scales(everyone, name, shape, key, block_sizes[name])
+            elif key == ROW_MOMENTS:  # with rows as blocks
+                found[f"{name}/{key}"] = _scales(everyone, name, shape, key, torch.Size(shape[1:]).numel())
             else:
                 found[f"{name}/{key}"] = _elements(everyone, name, shape, key)
     return found
