@@ -163,6 +163,7 @@ _SHORT_CHOICES: dict[str, Choice] = {
     ),
     **_rule("Lion", "Lion", 0.2),
     **_rule("Muon", "Muon", adjust_lr_fn="match_rms_adamw"),
+    **_rule("NorMuon", "NorMuon", adjust_lr_fn="match_rms_adamw"),
     **_rule("AdEMAMix", "AdEMAMix", by_steps=True),
     "bnb8": Choice(_bitsandbytes, {"kind": "AdamW8bit"}, "fp32", "bitsandbytes AdamW8bit", package="bitsandbytes"),
     **{

@@ -91,7 +91,7 @@ class Config:
     betas: tuple[float, ...] | None = opt(None, "decay rates of moments, as many as the optimizer has")
     eps: float | None = opt(None, "added to the denominator of adamw and its kin")
     adamw_lr: float = opt(
-        3e-4, "with muon and normuon, peak learning rate of what adamw steps: embedding, output, norms", low=0
+        3e-4, "with (nor)muon, peak learning rate of what adamw steps: embedding, output, norms", low=0
     )
     weight_decay: float | None = opt(None, "weight decay of matrices; vectors do not decay")
     momentum: float | None = opt(None, "momentum of muon, normuon, sgd, rmsprop and signum")
