@@ -236,7 +236,7 @@ class Muon8bit(Muon):
 class NorMuon(Muon):
     """:class:`Muon` with ``normalize="rows"`` (Li et al., 2025, arXiv 2510.05491).
 
-    The paper gives each update a root mean square of 0.2: nearly that of ``adjust_lr_fn="match_rms_adamw"``. Its
+    The paper gives each update a root mean square of 0.2: nearly that of ``adjust_lr_fn="match_rms_adamw"``. The
     authors' code, whose state :meth:`load_state_dict` takes, leaves the norm of Newton-Schulz and scales as by default.
     """
 
