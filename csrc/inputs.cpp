@@ -186,10 +186,11 @@ py::object Inputs::part_of(const Input& input, const py::object& gradient) const
   return is_plain_tensor(local.ptr()) ? local : py::object();
 }
 
-bool Inputs::accept(Input& input, PyObject* part) {
+bool Inputs::accept(Input& input, PyObject* part, bool is_kept) {
   if (input.gradient.format.read(part, input.gradient.address)) return true;
   Known gradient;
-  if (!gradient.take(part) || !gradient.format.has_shape_and_device_of(input.known.format)) return false;
+  if (!gradient.take(part) || !gradient.format.has_shape_of(input.known.format)) return false;
+  if (!is_kept && !gradient.format.has_device_of(input.known.format)) return false;
   const uint8_t dtype = gradient.format.dtype;
   if (dtype != input.known.format.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
   input.gradient = std::move(gradient);
@@ -207,12 +208,14 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
       inputs_[i + kAhead].gradient.format.prefetch();
     }
     py::object gradient = input.grad.of(input.param);
+    const bool is_kept = gradient.is_none() && !parts.is_none() && !parts[py::int_(i)].is_none();
+    if (is_kept) gradient = parts[py::int_(i)];
     input.has_gradient = !gradient.is_none();
     if (input.has_gradient) {
       if (!input.in_table || !same_parameter(input)) return py::none();
       stepped.append(py::handle(input.param));
-      py::object part = part_of(input, gradient);
-      if (part && accept(input, part.ptr())) {
+      py::object part = is_kept ? gradient : part_of(input, gradient);
+      if (part && accept(input, part.ptr(), is_kept)) {
         gradient = std::move(part);
       } else if (!part || TensorFormat::is_without_memory(part.ptr())) {
         read_by_shard.push_back(i);
@@ -227,7 +230,7 @@ py::object Inputs::read(const py::object& param_groups, const py::object& state,
     Input& input = inputs_[i];
     const py::object gradient = gradients[i];
     const py::object part = parts.is_none() ? read_gradient_(i, gradient) : py::object(parts[py::int_(i)]);
-    if (!accept(input, part.ptr())) return py::none();
+    if (!accept(input, part.ptr(), false)) return py::none();
     if (input.local && input.layout && Py_TYPE(gradient.ptr()) == input.type && input.local.of(gradient.ptr()).is(part))
       input.known_gradient_layout = input.layout.of(gradient.ptr());
     gradients[i] = part;

@@ -380,10 +380,11 @@ bool TensorFormat::is_without_memory(PyObject* tensor) {
   return storage != nullptr && torch.word_at(storage, torch.data) == 0 && torch.word_at(storage, torch.bytes) > 0;
 }
 
-bool TensorFormat::has_shape_and_device_of(const TensorFormat& other) const {
-  return ndim_ == other.ndim_ && ((type_ ^ other.type_) & kDeviceBits) == 0 &&
-         std::equal(lengths_.begin(), lengths_.begin() + ndim_, other.lengths_.begin());
+bool TensorFormat::has_shape_of(const TensorFormat& other) const {
+  return ndim_ == other.ndim_ && std::equal(lengths_.begin(), lengths_.begin() + ndim_, other.lengths_.begin());
 }
+
+bool TensorFormat::has_device_of(const TensorFormat& other) const { return ((type_ ^ other.type_) & kDeviceBits) == 0; }
 
 void bump_versions(PyObject* tensors) {
   const Libtorch& torch = access().torch;

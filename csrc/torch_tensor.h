@@ -47,7 +47,8 @@ class TensorFormat {
     __builtin_prefetch(lengths_.data());
   }
 
-  bool has_shape_and_device_of(const TensorFormat& other) const;
+  bool has_shape_of(const TensorFormat& other) const;
+  bool has_device_of(const TensorFormat& other) const;
 
   uint8_t dtype = kNoDType;  // number in the kernels (DType); kNoDType for a dtype that they do not step
   bool strided = false;      // not contiguous, or a negative view: stands for its elements' opposites (`z.conj().imag`)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
-from shardopt.kernels.dispatch import cpu_target
+from shardopt.kernels.dispatch import DTYPES, cpu_target
 
 
 class NormCall(Protocol):
@@ -84,6 +84,20 @@ class CudaNormCall:
             self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
             0 if factor is None else factor.data_ptr(), *_where(self._device),
         )  # fmt: skip
+
+
+def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
+    """Adds the squares of values in the CPU's memory to an exact sum, or raises a magnitude to their largest.
+
+    Args:
+        values: contiguous, of a dtype of :data:`shardopt.kernels.dispatch.DTYPES`.
+        norm_pass: ``squares`` or ``largest``.
+        result: int64, (``_C.sum_words``,) or (1,), on the CPU.
+    """
+    row = np.zeros(1, _C.kernel_row)
+    row["gradient"], row["gradient_dtype"] = values.data_ptr(), DTYPES[values.dtype]
+    row["cols"], row["sums"] = values.numel(), result.data_ptr()
+    _CpuNormCall(row).run(norm_pass, 1)
 
 
 def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:

@@ -55,6 +55,8 @@ class Moves(NamedTuple):
 STATE_MOVES = Moves(("low_bits", "codes", "scales"), ("low_bits", "codes", "scales"), together=True)
 #: For kernels on the device of the state: parameters and gradients move.
 STEP_MOVES = Moves(("param", "gradient"), ("param",), together=False)
+#: For kernels there, too, where the gradients lie beside the state: parameters move.
+KEPT_MOVES = Moves(("param",), ("param",), together=False)
 
 
 class Copies(NamedTuple):

@@ -170,7 +170,8 @@ class ShardedOptimizer(OptimizerInterface):
         """Takes a step on every parameter that has a gradient.
 
         While gradients are released (:func:`shardopt.release_gradients`), the backward pass has stepped most
-        parameters, and ``step`` takes the rest: usually none.
+        parameters, and ``step`` takes the rest: usually none. With ``overlap_forward`` and ``offload="step"`` the steps
+        begin here, and go on during the next forward pass.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -180,17 +181,15 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                gradients are released, and there is a closure or a torch.amp.GradScaler. Nothing was changed.
+                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler. Nothing
+                was changed.
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
-        left = released is None or any(param.grad is not None for _, param in self._all_params())
         if released is not None:
             released.check_step(closure, scaling)
-            if left or not released.overlaps_forward:
-                released.wait()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,14 +199,19 @@ class ShardedOptimizer(OptimizerInterface):
         internals.warn_of_skipped()
         if released is None:
             internals.warn_without_gradients()
+        scaling = internals.clipped(scaling)
+        take_held = None if released is None else released.prepare_steps(scaling)
+        left = released is None or any(param.grad is not None for _, param in self._all_params())
+        if released is not None and (left or not released.overlaps_forward):
+            released.wait()
         if left:
-            clipped = internals.clipped(scaling)
             for group in self.param_groups:
                 self.begin_step(group)
-            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, clipped)()
-        internals.skipped.publish()
-        if released is not None:
+            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+        if released is not None and take_held is not None:
+            take_held()
             released.next_step()
+        internals.skipped.publish()
         return loss
 
     @_disable_dynamo

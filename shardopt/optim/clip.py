@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from operator import is_
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.internals import Released, holding
 from shardopt.step.gradient_norm import GradientNorm
 
 #: The tables of the last call, by the first of its parameters.
@@ -51,8 +52,8 @@ def clip_grad_norm_(
             gradient. Gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads
             them; ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
             float32 gradients in place would give; gradients in bfloat16 or float16 are not rounded once more. Clip
-            right before ``step()``, after ``GradScaler.unscale_``; neither with released gradients nor with steps in a
-            CUDA graph.
+            right before ``step()``, after ``GradScaler.unscale_``; of released gradients, those with
+            ``overlap_forward``; not with steps in a CUDA graph.
 
     Returns:
         The norm: float32, 0-d, on the first parameter's device. Infinite if an element is, NaN if one is.
@@ -61,7 +62,9 @@ def clip_grad_norm_(
         ValueError: another ``norm_type``, or ``optimizer`` has other parameters.
         TypeError: ``optimizer`` is not one of shardopt's.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is True; a gradient is sparse or of another
-            dtype; the shard of a parameter is unknown; or ``optimizer`` releases gradients. Gradients are unchanged.
+            dtype; the shard of a parameter is unknown; ``optimizer`` steps parameters in the backward pass
+            (:func:`shardopt.release_gradients`); or it holds gradients in the host's memory and is not given. Gradients
+            are unchanged.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if float(norm_type) not in (2.0, math.inf):
@@ -70,13 +73,18 @@ def clip_grad_norm_(
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
     optimizers = _optimizers(optimizer)
+    released = [of_one for scaled in optimizers if (of_one := scaled._internals.released) is not None]
+    _demand_held(params, released)
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm_of(params)
     try:
         if optimizers:
-            _check_parameters(params, norm.with_gradient, optimizers)
-        total, coefficient = norm.clip(float(max_norm), largest=math.isinf(norm_type))
+            on_host = {param for of_one in released for param in of_one.held}
+            _check_parameters(params, norm.with_gradient, optimizers, on_host)
+        largest = math.isinf(norm_type)
+        kept = [of_one.norm_shares(largest=largest) for of_one in released]
+        total, coefficient = norm.clip(float(max_norm), largest=largest, kept=kept)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; look for the "
@@ -100,18 +108,31 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
                 f"optimizer: got {type(optimizer).__name__}, expected an optimizer of shardopt, which multiplies "
                 "gradients as it reads them; leave optimizer= out, and the gradients are multiplied in place"
             )
-        if optimizer._internals.released is not None:
+        released = optimizer._internals.released
+        if released is not None and not released.overlaps_forward:
             raise RuntimeError(
                 "optimizer: got one whose gradients are released, expected all gradients at once: parameters are "
-                "stepped during the backward pass, before the norm is known; remove() the release, or train without "
-                "clipping by the norm"
+                "stepped during the backward pass, before the norm is known; release them with overlap_forward=True, "
+                "which steps parameters during the next forward pass, or train without clipping by the norm"
             )
         optimizers.append(optimizer)
     return optimizers
 
 
+def _demand_held(params: Iterable[Tensor], given: Sequence[Released]) -> None:
+    """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
+    others = [released for released in holding if released not in given]
+    held = {param for released in others for param in released.held}
+    if held and (count := sum(param in held for param in params)):
+        raise RuntimeError(
+            f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "
+            "overlap_forward), expected their optimizer, which multiplies them as it reads them; call "
+            "clip_grad_norm_(..., optimizer=optimizer)"
+        )
+
+
 def _check_parameters(
-    params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer]
+    params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer], on_host: set[Tensor]
 ) -> None:
     """Raises ValueError unless these are the optimizers' parameters, as far as they have a gradient."""
     stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
@@ -121,7 +142,7 @@ def _check_parameters(
     if given == known:
         return
     missing = sum(id(param) not in known for param in with_gradient)
-    more = sum(id(param) not in given and param.grad is not None for param in stepped)
+    more = sum(id(param) not in given and (param.grad is not None or param in on_host) for param in stepped)
     if missing or more:
         raise ValueError(
             f"optimizer: got {missing} parameters with a gradient that it does not have, and {more} of its own that "

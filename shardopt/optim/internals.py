@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,20 +18,26 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
+from shardopt.step.gradient_norm import Shares
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
 
 
 class Released(Protocol):
-    """Parameters that are stepped one by one, before the optimizer's ``step()``."""
+    """Parameters that are stepped one by one, during the backward pass or the next forward pass."""
 
-    overlaps_forward: bool
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether they are stepped during the next forward pass."""
 
     def wait(self) -> None:
         """Waits for all steps that run in another thread."""
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Raises RuntimeError if ``step()`` gets a closure or a loss scale, which come too late for released steps."""
+
+    def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
+        """Prepares the steps that ``step()`` is to take; gives the function that takes them."""
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
@@ -40,6 +47,23 @@ class Released(Protocol):
 
     def forget(self) -> None:
         """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
+
+    def end(self) -> None:
+        """Ends the release."""
+
+    @property
+    def held(self) -> Collection[Tensor]:
+        """The parameters whose gradients are held in the host's memory until ``step()``, instead of ``.grad``."""
+
+    def norm_shares(self, *, largest: bool) -> Shares:
+        """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
+
+    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+        """Multiplies these gradients by a factor; tells, per device, whether some are not finite."""
+
+
+#: The parameters of all releases that may hold gradients.
+holding: WeakSet[Released] = WeakSet()
 
 
 class Internals:
@@ -135,13 +159,16 @@ class Internals:
                 "on the first release"
             )
         self.released = released
+        if released.overlaps_forward:
+            holding.add(released)
         self._has_stepped = True  # or will have, in backward passes
 
     def end_release(self) -> None:
         """Ends the release of gradients, if there is one."""
         released, self.released = self.released, None
         if released is not None:
-            released.wait()
+            holding.discard(released)
+            released.end()
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from itertools import count
 from queue import Empty, PriorityQueue
 from threading import Lock
 
@@ -18,13 +19,15 @@ class DeferredStep:
     """A step on its way.
 
     Args:
-        order: the least of those that wait goes first.
+        order: the least of those that wait goes first; of several, the one that came first.
         work: takes the step.
         keeps: what is not to be freed before.
         stream: what copies in it; None on the CPU.
     """
 
-    def __init__(self, order: int, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, order: tuple[int, int], work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None
+    ) -> None:
         self.taken: Future[None] = Future()
         self._order = order
         self._work = work
@@ -64,7 +67,9 @@ class DeferredStep:
 
 
 class DeferredSteps:
-    """A thread that carries out steps, one at a time. Where the system refuses it, steps are taken by the caller.
+    """A thread that carries out steps, and arrivals of gradients, one at a time.
+
+    Where the system refuses the thread, the caller carries them out.
 
     Args:
         most_waiting: how many may be under way, at least 1.
@@ -77,29 +82,39 @@ class DeferredSteps:
         self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
         self._unfinished: list[DeferredStep] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._submitted = count()
 
-    def submit(self, device: torch.device, order: int, work: Callable[[], None], keeps: object) -> DeferredStep:
-        """Has a step taken. Waits, before that, while too many are under way.
+    def submit(
+        self,
+        device: torch.device,
+        order: int,
+        work: Callable[[], None],
+        keeps: object,
+        *,
+        keeps_gradient: bool = True,
+    ) -> DeferredStep:
+        """Has a step taken.
 
         Args:
             device: of what is stepped.
-            order: the least of those that wait goes first.
+            order: the least of those that wait goes first; of several, the one that came first.
             work: takes the step, in the other thread where there is one.
             keeps: what is not to be freed before.
+            keeps_gradient: whether a gradient on the device is among it: waits, first, while too many are under way.
 
         Raises:
             Exception: an earlier step raised the exception; the new step is not taken.
         """
         with self._lock:
             self._let_go()
-            while len(self._unfinished) >= self._most_waiting:
+            while keeps_gradient and len(self._unfinished) >= self._most_waiting:
                 wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
                 self._let_go()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
             if device.type == "cuda" and device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            step = DeferredStep(order, work, keeps, self._streams.get(device))
+            step = DeferredStep((order, next(self._submitted)), work, keeps, self._streams.get(device))
             self._waiting.put(step)
             self._unfinished.append(step)
             try:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +19,8 @@ from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
+from shardopt.release.held import HeldParameters
+from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.parts import GradientParts
 from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
@@ -61,6 +62,7 @@ def release_gradients(
     *,
     overlap_forward: bool = False,
     waiting_gradients: int = MOST_WAITING,
+    micro_batches: int = 1,
 ) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
 
@@ -79,33 +81,54 @@ def release_gradients(
 
     With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass: up to
     ``waiting_gradients`` at a time, each of which keeps its gradient (with FSDP2, that of its unit).
-    ``optimizer.step()`` waits for the last steps. With ``overlap_forward`` it does not, and what reads parameters waits
-    for their own steps: FSDP2 where it gathers them, the layers of other models (elements of ``ModuleList`` or
-    ``Sequential``) and the modules around them when they are called, ``state_dict``, ``load_state_dict`` and
-    :mod:`shardopt.checkpoint`. Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages
-    of weights, norms, ``param.data``, ``model.to()``, a deep copy, a layer's weight used without calling the layer) has
-    to call ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
-    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``.
+    ``optimizer.step()`` waits for the last steps.
+
+    With ``overlap_forward`` nothing is stepped in the backward pass, so that gradients may be clipped by their norm, or
+    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete (up to
+    ``waiting_gradients`` are on their way), the CPU adds up those of several micro-batches there, in float32, and their
+    squares. ``optimizer.step()`` has the steps taken in the other thread, and does not wait: what reads parameters in
+    the next forward pass waits for their own steps. That is FSDP2 where it gathers them, the layers of other models
+    (elements of ``ModuleList`` or ``Sequential``) and the modules around them when they are called, ``state_dict``,
+    ``load_state_dict`` and :mod:`shardopt.checkpoint`::
+
+        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
+        for batches in steps:
+            for batch in batches:  # two
+                (model(batch).mean() / 2).backward()  # gradients go to the host
+            shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
+            optimizer.step()  # the steps begin
+
+    Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
+    ``param.data``, ``model.to()``, a deep copy, a layer's weight used without calling the layer) has to call
+    ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
+    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. ``param.grad`` is None after the
+    backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of
+    parameters that are not offloaded, and of matrices that Muon orthogonalizes, stay in ``param.grad`` until
+    ``step()``.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
 
-    Gradient release excludes:
+    Several backward passes per step need ``micro_batches``: each parameter is stepped, or its gradient complete, in the
+    pass that brings this number of gradients. A parameter that got fewer is stepped by ``optimizer.step()``; one more
+    raises. Passes that are not reduced (``no_sync`` of DDP, ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
 
-    - Gradients of several backward passes: a second one before ``optimizer.step()`` raises, and so does ``no_sync`` of
-      DDP. FSDP2's ``set_requires_gradient_sync(False)`` works, and keeps all gradients until the last pass, also those
-      of modules that are used several times.
-    - The norm of all gradients: ``clip_grad_norm_`` finds none, returns 0 and *does nothing*, which cannot be noticed
-      from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
+    Without ``overlap_forward`` gradient release excludes:
+
+    - The norm of all gradients: ``torch.nn.utils.clip_grad_norm_`` finds none, returns 0 and *does nothing*, which
+      cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
     - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
-    - ``nonfinite="raise"``, whose promise that nothing was changed could not be kept.
-    - Closures, FSDP1, and ZeroRedundancyOptimizer.
+    - Closures.
 
-    Every backward pass that reaches a parameter is a step of it: detach what is not to be trained. After an exception
-    in a backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
+    And always: ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over
+    all parameters, FSDP1, and ZeroRedundancyOptimizer.
+
+    Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
+    backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
     such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
-    which it warns of. Loading a state dict or checkpoint of the optimizer begins anew as well. FSDP2 and DDP have rules
-    of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13), DDP cannot go on.
+    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer begins anew
+    as well. FSDP2 and DDP have rules of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13),
+    DDP cannot go on.
 
     Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
     gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
@@ -119,9 +142,12 @@ def release_gradients(
     Args:
         model: the wrapped model.
         optimizer: one of shardopt's; several may share a model.
-        overlap_forward: whether the last steps with ``offload="step"`` may go on during the next forward pass.
-        waiting_gradients: with ``offload="step"``, how many steps may be under way, at least 1. More of them hide more
-            of the steps.
+        overlap_forward: whether gradients are held until ``optimizer.step()``, and with ``offload="step"`` the steps go
+            on during the next forward pass.
+        waiting_gradients: with ``offload="step"``, how many gradients may wait on the device for their steps, or with
+            ``overlap_forward`` for their way to the host: at least 1. More of them hide more.
+        micro_batches: how many gradients each parameter gets per ``optimizer.step()``. With ``overlap_forward`` and
+            ``offload="step"`` more than 1 takes 4 bytes of the host's memory per element, else the gradient's dtype.
 
     Returns:
         The release, to remove. DDP keeps its communication hook, which from then on does what DDP does without one.
@@ -129,7 +155,8 @@ def release_gradients(
     Raises:
         TypeError: the optimizer is none of shardopt's.
         ValueError: the optimizer has no trained parameter of the model, or has ``nonfinite="raise"``; or
-            ``waiting_gradients`` is no whole number or less than 1.
+            ``waiting_gradients`` or ``micro_batches`` is no whole number or less than 1.
+        MemoryError: the host has too little memory for the gradients and the state.
         RuntimeError: a parameter has a gradient already, the optimizer's gradients are released already, the model is
             wrapped by FSDP1 or has flat parameters, or DDP has a communication hook or an option that excludes buckets.
     """
@@ -137,8 +164,9 @@ def release_gradients(
         kind = type(optimizer).__name__
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
-    if not is_whole(waiting_gradients) or waiting_gradients < 1:
-        raise ValueError(f"waiting_gradients: got {waiting_gradients!r}, expected at least 1, a whole number")
+    for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
+        if not is_whole(value) or value < 1:
+            raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
     _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
@@ -147,8 +175,9 @@ def release_gradients(
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
     buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
     direct: set[Tensor] = {param for param in params if param not in reduced}
-    parts = GradientParts()
-    released = ReleasedParameters(optimizer, params, parts, waiting_gradients, overlap_forward)
+    parts = GradientParts(micro_batches)
+    kind = HeldParameters if overlap_forward else ReleasedParameters
+    released = kind(optimizer, params, parts, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
     parts.watch(model, direct)
     hooks = Weakly(released)
@@ -166,6 +195,7 @@ def release_gradients(
     if overlap_forward:
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
+        follow_loss_scalers()
         undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
 
@@ -211,11 +241,6 @@ class _CheckForward:
             raise RuntimeError(
                 "got join() of DistributedDataParallel while gradients are released, expected the same number of "
                 "batches on all ranks; leave join() out, or remove() the release"
-            )
-        if torch.is_grad_enabled() and not replica.require_backward_grad_sync:
-            raise RuntimeError(
-                "got a forward pass under no_sync() while gradients are released, expected a reduction in each "
-                "backward pass: every one of them is a step; leave no_sync() out, or remove() the release"
             )
 
 

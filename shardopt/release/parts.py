@@ -19,9 +19,13 @@ class GradientParts:
     A reentrant checkpoint is a backward pass within the backward pass, which adds its part. In the forward pass it
     calls modules without gradients. Parameters of modules that are called so more than once, and of modules around
     them, may get several parts: the first step shows which do. Hooks that count calls are removed after it.
+
+    Args:
+        micro_batches: backward passes per step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batches: int = 1) -> None:
+        self._micro_batches = micro_batches
         self._groups: dict[Tensor, FsdpGroup] = {}
         self._owners: dict[Module, list[Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
@@ -67,7 +71,7 @@ class GradientParts:
         for group in {id(group): group for group in self._groups.values()}.values():
             group.restart()
         if complete and self._undo:
-            self._suspects = {param for param, count in self._parts.items() if count > 1}
+            self._suspects = {param for param, count in self._parts.items() if count > self._micro_batches}
             self.remove()
         self._calls.clear()
         self._parts.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -18,6 +17,8 @@ from shardopt.release.deferred import DeferredStep, DeferredSteps
 from shardopt.release.parts import GradientParts
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
+from shardopt.step.gradient_norm import Shares
+from shardopt.step.inputs import KeptGradients
 from shardopt.step.stepper import Stepper
 
 _NO_SCALING = LossScaling(None, None)
@@ -32,7 +33,8 @@ class _Parameter:
         position: its index in the group.
         index: its index among all.
         stepper: steps it.
-        stepped: whether it was, since the optimizer's last ``step()``.
+        gradients: how many it got since the optimizer's last ``step()``.
+        stepped: whether it was, since then.
         pending: its last step, if that is taken in another thread and nobody has waited for it.
         read_early: whether a forward pass ended without having waited.
     """
@@ -43,13 +45,14 @@ class _Parameter:
         self.position = position
         self.index = index
         self.stepper = stepper
+        self.gradients = 0
         self.stepped = False
         self.pending: DeferredStep | None = None
         self.read_early = False
 
 
 class ReleasedParameters:
-    """The parameters of an optimizer that are stepped by themselves.
+    """The parameters of an optimizer that are stepped by themselves, during the backward pass.
 
     The order among them does not matter: each has its own step count, and the noise of stochastic rounding depends on
     its index among all.
@@ -59,12 +62,14 @@ class ReleasedParameters:
         params: those to step.
         parts: tells which gradients are not complete yet.
         waiting_gradients: how many steps may be under way in another thread.
-        overlaps_forward: whether :meth:`wait_for` and :meth:`end_forward` are called by forward passes, so that the
-            optimizer's ``step()`` need not wait.
+        micro_batches: how many gradients each parameter gets before it is stepped.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
     """
+
+    #: Whether steps are taken during the next forward pass, which calls :meth:`wait_for` and :meth:`end_forward`.
+    overlaps_forward = False
 
     def __init__(
         self,
@@ -72,14 +77,12 @@ class ReleasedParameters:
         params: Collection[Tensor],
         parts: GradientParts,
         waiting_gradients: int,
-        overlaps_forward: bool,
+        micro_batches: int,
     ) -> None:
-        self.overlaps_forward = overlaps_forward
-        self._optimizer, self._parts = optimizer, parts
+        self._optimizer, self._parts, self._micro_batches = optimizer, parts, micro_batches
         self._has_gradients = False  # since the last next_step()
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
-        self._arrivals = count()
         internals, wanted, index_in_model = optimizer._internals, set(params), 0
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -114,45 +117,51 @@ class ReleasedParameters:
         parameter = self._parameters[param]
         if parameter.stepped:
             raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got a second gradient since the last optimizer.step(), though "
-                "the first one was released, expected one backward pass per optimizer.step(); call optimizer.step() "
-                "after each pass, or optimizer.zero_grad() after a pass that failed, and do not accumulate gradients "
-                "over several passes (take a larger batch instead, or remove() the release). If a parameter is used in "
-                "several reentrant checkpoints, use checkpoint(..., use_reentrant=False)"
-            )
-        if parameter.read_early or parameter.pending is not None:
-            raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got a gradient of a value that may have been read before the "
-                "last step was complete, expected the forward pass of the module that has it, within that of the "
-                "model given to release_gradients(); call modules instead of reading their parameters, or leave "
-                "overlap_forward out"
+                f"{parameter.name} {tuple(param.shape)}: got gradient {parameter.gradients + 1} since the last "
+                f"optimizer.step(), though the parameter was stepped after {self._micro_batches}, expected as many "
+                "backward passes per optimizer.step(); give release_gradients() the number of micro_batches, and call "
+                "optimizer.zero_grad() after a pass that failed. If a parameter is used in several reentrant "
+                "checkpoints, use checkpoint(..., use_reentrant=False)"
             )
         self._has_gradients = True
         if self._parts.more_may_come(param):
             return
+        parameter.gradients += 1
+        if parameter.gradients < self._micro_batches:
+            return
         optimizer = self._optimizer
-        group = _group_of(optimizer.param_groups, parameter, param)
+        group = group_of(optimizer.param_groups, parameter, param)
         _demand_no_raise(group)
         _wait_for_copy(param.grad)
-        step = self._prepare(param, parameter, group)
+        step = self._prepare(param, parameter, group, _NO_SCALING, {})
         if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
-            # The next forward pass needs the first parameters first; otherwise gradients are to go as they come.
-            order = parameter.index if self.overlaps_forward else next(self._arrivals)
-            keeps = (param.detach(), list(optimizer.state[param].values()))  # their memory, should they be replaced
-            parameter.pending = self._deferred.submit(param.device, order, step, keeps)
-            increment_version(param)  # now, too: the backward pass goes on, and may still need the old value
+            self._defer(param, parameter, step, keeps_gradient=True)
         else:
             step()
         param.grad = None
         parameter.stepped = True
 
-    def _prepare(self, param: Tensor, parameter: _Parameter, group: dict[str, Any]) -> Callable[[], None]:
+    def _defer(self, param: Tensor, parameter: _Parameter, step: Callable[[], None], *, keeps_gradient: bool) -> None:
+        """Has a step taken in the other thread: gradients go as they come, parameters in their order."""
+        order = 0 if keeps_gradient else parameter.index
+        keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
+        parameter.pending = self._deferred.submit(param.device, order, step, keeps, keeps_gradient=keeps_gradient)
+        increment_version(param)  # now, too: a backward pass that goes on may still need the old value
+
+    def _prepare(
+        self,
+        param: Tensor,
+        parameter: _Parameter,
+        group: dict[str, Any],
+        scaling: LossScaling,
+        kept: KeptGradients,
+    ) -> Callable[[], None]:
         optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         optimizer.begin_step(group)
         view = {**group, "params": [param]}
-        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, _NO_SCALING)
+        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, scaling, kept)
         if known is None:
             optimizer.state[param] = entries
         return step
@@ -200,6 +209,10 @@ class ReleasedParameters:
                 "train in bfloat16 without a scaler, or remove() the release"
             )
 
+    def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
+        """Prepares the steps that the optimizer's ``step()`` is to take: none; gives the function that takes them."""
+        return lambda: None
+
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
         self._begin_anew(complete=self._has_gradients)
@@ -215,14 +228,31 @@ class ReleasedParameters:
                 "detach() what a backward pass is not to train",
                 RuntimeWarning,
             )
-        if not self.overlaps_forward:
-            self.wait()
+        self.wait()
 
     def _begin_anew(self, *, complete: bool) -> None:
         self._parts.next_step(complete=complete)
         self._has_gradients = False
         for parameter in self._parameters.values():
             parameter.stepped = parameter.read_early = False
+            parameter.gradients = 0
+
+    def end(self) -> None:
+        """Ends the release."""
+        self.wait()
+
+    @property
+    def held(self) -> Collection[Tensor]:
+        """The parameters whose gradients are held in the host's memory now: none."""
+        return ()
+
+    def norm_shares(self, *, largest: bool) -> Shares:
+        """The shares of the norm of these gradients."""
+        return {}
+
+    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+        """Multiplies these gradients by a factor."""
+        return {}
 
     def forget(self) -> None:
         """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
@@ -270,7 +300,7 @@ def _wait_for_copy(gradient: Tensor | None) -> None:
             torch.cuda.current_stream().synchronize()
 
 
-def _group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: Tensor) -> dict[str, Any]:
+def group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: Tensor) -> dict[str, Any]:
     """The param group of a parameter, which may be another object than it was."""
     group = param_groups[parameter.group] if parameter.group < len(param_groups) else {"params": []}
     params = group["params"]

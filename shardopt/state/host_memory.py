@@ -18,16 +18,21 @@ ALIGNMENT = 64
 class _HostMemory:
     """Memory of the CPU in whole pages, locked for copies from and to a GPU (``pin``) for as long as this object lives.
 
+    Args:
+        nbytes: bytes of the memory.
+        pin: a GPU for whose copies the memory is locked; None leaves it pageable.
+        what: names the contents in errors.
+
     Raises:
         MemoryError: the host does not have ``nbytes``, or refuses to lock them.
     """
 
-    def __init__(self, nbytes: int, *, pin: torch.device | None) -> None:
+    def __init__(self, nbytes: int, *, pin: torch.device | None, what: str = "the state") -> None:
         try:
             pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise MemoryError(
-                f"offload: got no memory on the host, expected {_text_of(nbytes)} for the state; use more ranks, or "
+                f"offload: got no memory on the host, expected {_text_of(nbytes)} for {what}; use more ranks, or "
                 "keep a part on the device with device_state_budget"
             ) from error
         first = -pages.data_ptr() % _PAGE
@@ -51,12 +56,15 @@ class Entry(NamedTuple):
         return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
 
 
-def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None) -> list[dict[str, Entry]]:
+def make_homes(
+    states: Sequence[dict[str, Tensor]], *, pin: torch.device | None, what: str = "the state"
+) -> list[dict[str, Entry]]:
     """Places for the entries of several parameters' state, in one piece of memory.
 
     Args:
         states: tensors of the entries' shapes and dtypes.
         pin: a GPU for whose copies the memory is locked; None leaves it pageable.
+        what: names the contents in errors.
 
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
@@ -70,7 +78,7 @@ def make_homes(states: Sequence[dict[str, Tensor]], *, pin: torch.device | None)
                 offsets[-1][key] = end
                 end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
     demand_memory(end, ranks=1)  # other ranks may have their memory already
-    host = _HostMemory(end, pin=pin)
+    host = _HostMemory(end, pin=pin, what=what)
     return [
         {key: Entry(host, offset, state[key]) for key, offset in placed.items()}
         for state, placed in zip(states, offsets, strict=True)

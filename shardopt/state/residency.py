@@ -282,8 +282,13 @@ class StateResidency:
         choices = self._choose(groups if added is None else [added], budget)
         new = sum(_bytes(choice.entries) for choice in choices if choice.offload is not None)
         if new:
-            demand_memory(before + new, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            demand_memory(before + new, ranks_here())
         self._foreseen, self._taken_then = before + new, budget.taken
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Bytes of the state that is to be offloaded and has no memory yet, until places are decided on."""
+        return self._foreseen
 
     def _stateful(self) -> list[Stateful]:
         """The parameters whose state is beside them, on a device, except while it sleeps."""
@@ -377,6 +382,11 @@ def _shared(option: str, groups: Iterable[Mapping[str, Any]], meaning: Callable[
             f"they share the memory; give {option} to the optimizer, not to param groups"
         )
     return next(iter(values), None)
+
+
+def ranks_here() -> int:
+    """The number of ranks on this host, as launchers tell it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _can_offload(device: torch.device) -> bool:

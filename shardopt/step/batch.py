@@ -15,7 +15,7 @@ from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
 from shardopt.kernels.dispatch import Call, LossScaling, Tables
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.kernels.streamed import StreamedCall, StreamedTables
+from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall, StreamedTables
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload, StateResidency
@@ -34,10 +34,17 @@ class Batch:
         rows: of :data:`shardopt.step.rows.ROW`.
         steps: addresses of the step counts that the call counts up.
         strided: the index of the one parameter that the rows are of, if it or its gradient is not contiguous.
+        gradients_kept: whether the gradients are in the host's memory, where ``offload="step"`` needs them.
     """
 
     def __init__(
-        self, device: torch.device, offload: Offload, rows: npt.NDArray[np.void], steps: list[int], strided: int | None
+        self,
+        device: torch.device,
+        offload: Offload,
+        rows: npt.NDArray[np.void],
+        steps: list[int],
+        strided: int | None,
+        gradients_kept: bool = False,
     ) -> None:
         self.tables = Tables(rows["kernel_row"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
         self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
@@ -45,6 +52,7 @@ class Batch:
         self.call: Call | None = None
         self.strided = strided
         self._device, self._offload, self._rows = device, offload, rows
+        self._moves = KEPT_MOVES if gradients_kept else residencies.MOVES.get(offload or "")
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Fills in the gradients' addresses; returns whether one is new."""
@@ -86,9 +94,9 @@ class Batch:
             new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
             streamed = StreamedTables(self.tables, self._rows["extent"], np.cumsum(new_unit))
             transfers = residency.transfers(self._device, self._offload)
-            moves = residencies.MOVES[self._offload]
+            assert self._moves is not None
             make = partial(make_call, self.kernels, skipped=skipped)
-            call = StreamedCall(streamed, moves, transfers, residencies.CHUNK_BYTES, make)
+            call = StreamedCall(streamed, self._moves, transfers, residencies.CHUNK_BYTES, make)
         return call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,9 @@ from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
+
+#: Exact sums of squares, or magnitudes, by the ranks whose parts are to be joined: int64, on the CPU.
+Shares = Mapping[Exchange | None, Tensor]
 
 #: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
 _ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("kernel_row", _C.kernel_row)])
@@ -43,8 +46,6 @@ class GradientNorm:
         rows = []
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
             for first, numel, ranks in () if shard is None else _parts_of(shard):
-                if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
-                    ranks = None
                 sums = self._sums.setdefault(ranks, {})
                 if param.device not in sums:
                     check_device(f"parameter {index}", param.device)
@@ -86,12 +87,13 @@ class GradientNorm:
             batch.fill(self._watched, self._parts)
         return True
 
-    def clip(self, max_norm: float, *, largest: bool) -> tuple[Tensor, Tensor]:
+    def clip(self, max_norm: float, *, largest: bool, kept: Sequence[Shares] = ()) -> tuple[Tensor, Tensor]:
         """The norm of all elements, and the coefficient that makes it at most ``max_norm``. All ranks must call this.
 
         Args:
             max_norm: the largest norm that the gradients may have.
             largest: whether the norm is the largest magnitude, instead of the root of the sum of squares, rounded once.
+            kept: shares of gradients that are kept in the host's memory.
 
         Returns:
             float32, 0-d, on the device of the first parameter.
@@ -105,7 +107,9 @@ class GradientNorm:
             batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
         totals: list[Tensor] = []
         for ranks, sums in self._sums.items():
-            words = _joined([of_device[:1] if largest else of_device for of_device in sums.values()], largest)
+            parts = [of_device[:1] if largest else of_device for of_device in sums.values()]
+            parts += [shares[ranks] for shares in kept if ranks in shares]
+            words = _joined(parts, largest)
             if ranks is not None:
                 (ranks.all_reduce_max if largest else ranks.all_reduce_sum)(words)
             totals.append(words)
@@ -194,8 +198,16 @@ def _may_have_gradient(param: Tensor) -> bool:
 def _parts_of(shard: Shard) -> list[tuple[int, int, Exchange | None]]:
     """First element in the local tensor, number of elements, and holders, of each model parameter in a shard."""
     if isinstance(shard, FlatBuffer):
-        return [(segment.offset, segment.shard.numel, segment.shard.parts) for segment in shard.segments]
-    return [(0, shard.rows * shard.cols, shard.parts)]
+        return [(segment.offset, segment.shard.numel, holders_of(segment.shard)) for segment in shard.segments]
+    return [(0, shard.rows * shard.cols, holders_of(shard))]
+
+
+def holders_of(shard: Shard) -> Exchange | None:
+    """The ranks that hold the parts of a shard's parameter; None where this rank has all of it."""
+    ranks = shard.parts
+    if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
+        return None
+    return ranks
 
 
 def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:

@@ -18,6 +18,9 @@ from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
+#: This rank's parts of gradients that are kept in the host's memory, by the parameters' indices: for parameters with
+#: ``offload="step"`` whose attribute ``grad`` is None.
+KeptGradients = Mapping[int, Tensor]
 
 
 class Input(NamedTuple):
@@ -55,6 +58,7 @@ def describe(
     copies: Mapping[Tensor, Copies],
     first: int,
     name: str | None,
+    kept: KeptGradients,
 ) -> list[Input]:
     """Describes all parameters of a step.
 
@@ -65,6 +69,7 @@ def describe(
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
+        kept: gradients in the host's memory.
 
     Raises:
         RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the
@@ -79,7 +84,7 @@ def describe(
             except UnknownShardError:
                 raise  # even on ranks without a gradient, for which other ranks would wait
             except (RuntimeError, ValueError):
-                if param.grad is not None:
+                if param.grad is not None or len(inputs) in kept:
                     raise
                 spec = None
             known_as = name or listed_name(group, index, position)
@@ -112,16 +117,20 @@ def _check_noise(inputs: Sequence[Input]) -> None:
                 )
 
 
-def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[Tensor | None]:
-    """This rank's parts of all gradients, checked. May run collectives.
+def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], kept: KeptGradients) -> list[Tensor | None]:
+    """This rank's parts of all gradients, checked. May run collectives, unless they are kept in the host's memory.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
     """
     gradients: list[Tensor | None] = []
     for param, parameter in zip(params, inputs, strict=True):
-        part = None
-        if param.grad is not None:
+        part = kept.get(len(gradients)) if param.grad is None else None
+        if part is not None:
+            with named(parameter.name):
+                local = parameter.shard.local(param)
+            check_tensors(parameter.name, local, part, torch.device("cpu"))
+        elif param.grad is not None:
             if param.grad.layout != torch.strided:
                 raise RuntimeError(
                     f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
@@ -130,7 +139,7 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input]) -> list[T
             with named(parameter.name):
                 local = parameter.shard.local(param)
             part = local_gradient(inputs, len(gradients), param.grad)
-            check_tensors(parameter.name, local, part)
+            check_tensors(parameter.name, local, part, local.device)
         gradients.append(part)
     return gradients
 
@@ -185,7 +194,7 @@ def ready_states(
         with unless_idle(gradient):
             if gradient is None:
                 local = parameter.shard.local(param)
-                check_tensors(parameter.name, local, local)
+                check_tensors(parameter.name, local, local, local.device)
             residency.ready(parameter.name, param, parameter.spec, state[param])
             ready.append(index)
     return ready
@@ -233,8 +242,8 @@ def demand_finite(
         raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
 
 
-def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
-    """Checks that the kernels can step this rank's part of a parameter.
+def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:
+    """Checks that the kernels can step this rank's part of a parameter, whose gradient is to be on ``device``.
 
     Raises:
         RuntimeError: the kernels have no support for the device, dtype, memory, sign, shape or strides of the parameter
@@ -253,10 +262,10 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor) -> None:
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"
         )
-    if gradient.device != param.device or gradient.shape != param.shape:
+    if gradient.device != device or gradient.shape != param.shape:
         raise RuntimeError(
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
-            f"expected {tuple(param.shape)} on {param.device}"
+            f"expected {tuple(param.shape)} on {device}"
         )
     if gradient.dtype not in (param.dtype, torch.float32):
         raise RuntimeError(

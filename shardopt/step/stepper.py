@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,15 @@ from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Agreement
 from shardopt.step.exact_sums import TakeTotals
-from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, raising, ready_states
+from shardopt.step.inputs import (
+    KeptGradients,
+    ParamGroups,
+    demand_finite,
+    describe,
+    local_gradients,
+    raising,
+    ready_states,
+)
 from shardopt.step.plan import plan_of
 from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
@@ -63,6 +72,7 @@ class Stepper:
         state: Mapping[Tensor, Any],
         group_of: Callable[[Mapping[str, Any]], Group],
         scaling: LossScaling,
+        kept: KeptGradients = MappingProxyType({}),
     ) -> Callable[[], None]:
         """Prepares a step on every parameter that has a gradient. May run collectives of gradients.
 
@@ -71,6 +81,7 @@ class Stepper:
             state: the state of these parameters.
             group_of: reads and checks a param group.
             scaling: the loss scale.
+            kept: gradients that are kept in the host's memory.
 
         Returns:
             A function that takes the step, once, with the current gradients and options: in any thread, or in this one
@@ -91,11 +102,12 @@ class Stepper:
         if tables is not None and changed:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
         # Collectives have one order with cached and with new tables: gradients, finiteness, plans.
-        if tables is not None and tables.read(param_groups, state):
+        if tables is not None and tables.read(param_groups, state, kept or None):
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
-            tables = self._make_tables(param_groups, state, [group_of(group) for group in param_groups], scaling)
+            groups = [group_of(group) for group in param_groups]
+            tables = self._make_tables(param_groups, state, groups, scaling, kept)
         tables.update(param_groups, state, scaling)
         if self._agreement.opened is not tables.plan.digests:
             self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
@@ -109,15 +121,20 @@ class Stepper:
         self._tables = None
 
     def _make_tables(
-        self, param_groups: ParamGroups, state: Any, groups: list[Group], scaling: LossScaling
+        self,
+        param_groups: ParamGroups,
+        state: Any,
+        groups: list[Group],
+        scaling: LossScaling,
+        kept: KeptGradients,
     ) -> StepTables:
-        inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name)
+        inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name, kept)
         plan = plan_of(param_groups, groups, inputs)
         if not self._agreement.was_made:  # other ranks may still have gradients in another order
             self._agreement.agree(plan)
             self._raising = raising(groups)
         params = [param for group in param_groups for param in group["params"]]
-        gradients = local_gradients(params, inputs)
+        gradients = local_gradients(params, inputs, kept)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising)
         self._agreement.agree(plan)
@@ -127,7 +144,7 @@ class Stepper:
         ready = ready_states(params, state, inputs, gradients, self._residency)
         return StepTables(
             param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
-            self._take_totals, self._captured,
+            self._take_totals, self._captured, bool(kept),
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:

@@ -49,6 +49,7 @@ class StepTables:
         residency: where the state of each parameter lives.
         take_totals: takes the sums over all parameters, for rules with such sums.
         captured: objects that CUDA graphs keep using: the list grows.
+        gradients_kept: whether the gradients are kept in the host's memory.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -68,11 +69,13 @@ class StepTables:
         residency: StateResidency,
         take_totals: TakeTotals,
         captured: list[object],
+        gradients_kept: bool,
     ) -> None:
         self._groups = GroupTables(groups)
         self.plan, self._captured = plan, captured
         self._scaling, self._take_totals = scaling, take_totals
         self._inputs, self._skipped, self._residency = inputs, skipped, residency
+        self._gradients_kept = gradients_kept
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
@@ -146,7 +149,8 @@ class StepTables:
         Args:
             param_groups: the optimizer's param groups.
             state: the optimizer's state.
-            parts: this rank's parts of gradients, by the parameters' indices, if they are known.
+            parts: this rank's parts of gradients, by the parameters' indices, if they are known; gradients that are
+                kept in the host's memory among them.
         """
         result = self._watched.read(param_groups, state, parts)
         if result is not None:
@@ -282,6 +286,7 @@ class StepTables:
                     self._table[np.isin(self._table["tensor"], tensors)],
                     [self._members[index].step for index in tensors],  # includes parameters whose rows are in waves
                     only,
+                    self._gradients_kept,
                 )
                 for (offload, only), tensors in batches.items()
             ]

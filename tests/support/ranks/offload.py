@@ -105,15 +105,21 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 
 @contextmanager
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
-    """Inside, something is called in the other thread before each step there, with the ``order`` of its submission."""
+    """Inside, something is called in the other thread before each step there, with the ``order`` of its submission.
+
+    It is not called before arrivals of gradients.
+    """
     original = DeferredSteps.submit
 
-    def submit(self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None], keeps: object) -> Any:
+    def submit(
+        self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None], keeps: object, **more: Any
+    ) -> Any:
         def late() -> None:
-            call(order)
+            if order >= 0:
+                call(order)
             work()
 
-        return original(self, device, order, late, keeps)
+        return original(self, device, order, late, keeps, **more)
 
     DeferredSteps.submit = submit
     try:

@@ -1,0 +1,275 @@
+"""Parameters whose gradients are held until the optimizer's ``step()``, and which the next forward pass finds stepped.
+
+So the norm of all gradients, and whether all are finite, is known before the first step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from shardopt import _C
+from shardopt.kernels.dispatch import DTYPES, LossScaling
+from shardopt.kernels.norms import take_pass
+from shardopt.layout import Shard, shard_of
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.release.host_gradients import HostGradient, Staging, memory_for, no_shares
+from shardopt.release.parts import GradientParts
+from shardopt.release.released import ReleasedParameters, group_of
+from shardopt.state.host_memory import demand_memory
+from shardopt.state.names import named
+from shardopt.state.residency import ranks_here
+from shardopt.state.warn import warn_user
+from shardopt.step.gradient_norm import Shares, holders_of
+
+_ARRIVAL = -1  # goes before all steps
+
+
+class HeldParameters(ReleasedParameters):
+    """The parameters of an optimizer that are stepped by themselves, during the next forward pass.
+
+    Gradients of parameters with ``offload="step"`` are held in the host's memory, where the CPU adds them up and steps
+    the parameters. Others stay where they are, and the optimizer's ``step()`` steps these parameters at once.
+
+    Args:
+        optimizer: has them.
+        params: those to step.
+        parts: tells which gradients are not complete yet.
+        waiting_gradients: how many gradients may be on their way to the host.
+        micro_batches: how many gradients each parameter gets before it is stepped, at most.
+
+    Raises:
+        ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
+        MemoryError: the host has too little memory for the gradients.
+    """
+
+    overlaps_forward = True
+
+    def __init__(
+        self,
+        optimizer: ShardedOptimizer,
+        params: Collection[Tensor],
+        parts: GradientParts,
+        waiting_gradients: int,
+        micro_batches: int,
+    ) -> None:
+        super().__init__(optimizer, params, parts, waiting_gradients, micro_batches)
+        groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        residency = optimizer._internals.residency
+        foreseen = residency.foreseen_bytes
+        held = [p for p in params if residency.of(p).offload == "step" and not optimizer.rule(groups[p]).orthogonalized]
+        shards = [shard_of(param) for param in held]
+        locals_ = [shard.local(param) for param, shard in zip(held, shards, strict=True)]
+        likes = [self._like(local, local.dtype) for local in locals_]
+        demand_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
+        pins = all(group["pin_memory"] for group in optimizer.param_groups)
+        self._pin = next((param.device for param in held if param.device.type == "cuda"), None) if pins else None
+        self._gradients = {
+            param: HostGradient(memory, holders_of(shard))
+            for param, memory, shard in zip(held, memory_for(likes, pin=self._pin), shards, strict=True)
+        }
+        self._staging = Staging(pin=self._pin is not None)
+        self._shares = no_shares(self._gradients.values())
+        self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
+
+    def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
+        return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
+
+    @_disable_dynamo  # backward passes within compiled functions call it, too
+    @torch.no_grad()
+    def step(self, param: Tensor) -> None:
+        """Takes a gradient that is complete to the host's memory; the optimizer's ``step()`` has it stepped.
+
+        Raises:
+            RuntimeError: it is one too many since the optimizer's last ``step()``; or the forward pass has not waited
+                for the parameter's last step; or ranks hold other parts of the gradient than of the parameter, and it
+                cannot be redistributed.
+        """
+        parameter = self._parameters[param]
+        if parameter.read_early or parameter.pending is not None:
+            raise RuntimeError(
+                f"{parameter.name} {tuple(param.shape)}: got a gradient of a value that may have been read before the "
+                "last step was complete, expected the forward pass of the module that has it, within that of the "
+                "model given to release_gradients(); call modules instead of reading their parameters, or leave "
+                "overlap_forward out"
+            )
+        self._has_gradients = True
+        if not self._parts.more_may_come(param):
+            self._take_to_host(param)
+
+    def _take_to_host(self, param: Tensor) -> None:
+        """Takes a gradient to the host, unless it is one that only ``step()`` can take, or refuse."""
+        parameter, held, gradient = self._parameters[param], self._gradients.get(param), param.grad
+        if held is None or gradient is None or gradient.layout != torch.strided:
+            return
+        shard = shard_of(param)
+        with named(parameter.name):
+            part = shard.local_gradient(gradient)
+        if part.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
+            return
+        if held.count == self._micro_batches:
+            raise RuntimeError(
+                f"{parameter.name} {tuple(param.shape)}: got gradient {held.count + 1} since the last "
+                f"optimizer.step(), expected {self._micro_batches} at most; give release_gradients() the number of "
+                "micro_batches, and call optimizer.zero_grad() after a pass that failed"
+            )
+        self._fit(held, shard, part)
+        first, held.count = held.count == 0, held.count + 1
+        held.has_share = self._wants_norm and held.count == self._micro_batches
+        shares = self._shares if held.has_share else {}
+        source = part.resolve_neg().contiguous()
+        # Not held itself: what waits in the other thread must not keep a release that is dropped.
+        take = held.take
+
+        def work() -> None:
+            take(source, first=first, staging=staging, shares=shares)
+
+        staging = self._staging
+        self._deferred.submit(param.device, _ARRIVAL, work, (source, gradient))
+        param.grad = None
+
+    def _fit(self, held: HostGradient, shard: Shard, part: Tensor) -> None:
+        """Has memory of the gradient's shape and dtype, which may have changed since the release."""
+        like = self._like(part, part.dtype)
+        if (held.sum.shape, held.sum.dtype) == (like.shape, like.dtype):
+            return
+        if held.count:
+            raise RuntimeError(
+                f"got a gradient of shape {tuple(part.shape)} and {part.dtype} after one for "
+                f"{tuple(held.sum.shape)} and {held.sum.dtype}, expected equal ones within a step; call "
+                "optimizer.zero_grad(), and change the model between steps only"
+            )
+        self._deferred.wait()
+        (held.sum,) = memory_for([like], pin=self._pin)
+        held.holders = holders_of(shard)
+        self._shares.setdefault(held.holders, no_shares([held])[held.holders])
+
+    def norm_shares(self, *, largest: bool) -> Shares:
+        """The shares of the norm of the gradients that are held in the host's memory.
+
+        Args:
+            largest: of the largest magnitude, which takes a pass over the gradients; otherwise of the root of the sum
+                of squares, which were taken as the gradients came.
+        """
+        self.wait()
+        if largest:
+            shares = no_shares(self._gradients.values())
+            for held in self._of_step().values():
+                take_pass(held.sum.view(-1), _C.NormPass.largest, shares[held.holders])
+            return {holders: words[:1] for holders, words in shares.items()}
+        self._has_norm = True
+        for held in self._of_step().values():
+            if not held.has_share:
+                take_pass(held.sum.view(-1), _C.NormPass.squares, self._shares[held.holders])
+                held.has_share = True
+        return self._shares
+
+    def _of_step(self) -> dict[Tensor, HostGradient]:
+        """The gradients of this step in the host's memory."""
+        return {param: held for param, held in self._gradients.items() if held.count}
+
+    @property
+    def held(self) -> Collection[Tensor]:
+        """The parameters whose gradients are held in the host's memory now."""
+        return self._of_step().keys()
+
+    @torch.no_grad()
+    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
+
+        Args:
+            inverse_scale: the factor: float32, of one element.
+
+        Returns:
+            Whether some are not finite, on any rank that has parts of them: float32, 0-d, per device of parameters.
+        """
+        found: dict[torch.device, Tensor] = {}
+        shares = self.norm_shares(largest=False)
+        for holders, words in shares.items():
+            flag = torch.tensor(0.0 if _is_finite(words) else 1.0, device="cpu")
+            for device in {param.device for param, held in self._gradients.items() if held.holders is holders}:
+                here = flag.to(device)
+                if holders is not None:
+                    holders.all_reduce_max(here)
+                found[device] = torch.maximum(found[device], here) if device in found else here
+        factor = float(inverse_scale)
+        if factor != 1.0:
+            for held in self._of_step().values():
+                held.sum.mul_(factor)
+                held.has_share = False
+            self._shares = no_shares(self._gradients.values())
+        return found
+
+    def check_step(self, closure: object, scaling: LossScaling) -> None:
+        """Everything is possible."""
+
+    def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
+        """Prepares the steps of the parameters whose gradients are in the host's memory.
+
+        Returns:
+            A function that has them taken: in the other thread, or here if they take collectives.
+
+        Raises:
+            RuntimeError, ValueError: see :meth:`Stepper.prepare`. Nothing was changed.
+        """
+        for param in self._of_step():
+            if param.grad is not None:  # a part of which more could have come
+                self._take_to_host(param)
+        on_host = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
+        steps: dict[Tensor, Callable[[], None]] = {}
+        for param, held in self._of_step().items():
+            parameter = self._parameters[param]
+            group = group_of(self._optimizer.param_groups, parameter, param)
+            steps[param] = self._prepare(param, parameter, group, on_host, {0: held.sum})
+
+        def take() -> None:
+            for param, step in steps.items():
+                parameter = self._parameters[param]
+                self._gradients[param].count = 0
+                if parameter.stepper.communicates:
+                    self._deferred.wait()
+                    step()
+                else:
+                    self._defer(param, parameter, step, keeps_gradient=False)
+
+        return take
+
+    def next_step(self) -> None:
+        """Lets each parameter be stepped once more."""
+        self._wants_norm, self._has_norm = self._has_norm, False
+        super().next_step()
+
+    def discard(self) -> None:
+        """Throws away the gradients in the host's memory, if ``step()`` has not been called."""
+        if self._of_step():
+            self.wait()
+        self._begin_anew(complete=False)
+
+    def _begin_anew(self, *, complete: bool) -> None:
+        super()._begin_anew(complete=complete)
+        for held in self._gradients.values():
+            held.count = 0
+        self._shares = no_shares(self._gradients.values())  # steps may wait for arrivals that add to the old ones
+
+    def end(self) -> None:
+        """Ends the release; warns of gradients that are thrown away."""
+        super().end()
+        if left := len(self._of_step()):
+            warn_user(
+                f"remove() throws away the gradients of {left} parameters that backward() gave since the last "
+                "optimizer.step(); call optimizer.step() before",
+                RuntimeWarning,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory for gradients."""
+        return sum(held.sum.nbytes for held in self._gradients.values()) + self._staging.nbytes
+
+
+def _is_finite(words: Tensor) -> bool:
+    return bool(torch.isfinite(torch.tensor(_C.sum_value(words.numpy()), dtype=torch.float64)))

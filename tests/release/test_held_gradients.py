@@ -1,0 +1,626 @@
+"""Gradients held in the host's memory until step(): clipping, micro-batches and loss scales as without offload."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.checkpoint import checkpoint
+
+import shardopt
+from helpers import Snapshot, everything
+from ranks.layered import Layers, batch
+from ranks.offload import before_steps, offload_from_cpu, slow_steps
+from ranks.snapshot import assert_same
+from shardopt.state import host_memory
+
+STEPS = 4
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def from_cpu() -> Iterator[None]:
+    with offload_from_cpu():
+        yield
+
+
+class Loop:
+    """A usual loop, with steps held or not.
+
+    Args:
+        held: whether gradients are held, with ``offload="step"``; otherwise nothing is offloaded or released.
+        micro_batches: backward passes per step.
+        dtype: of the parameters.
+        sums: dtype in which a loop that does not hold gradients adds them up by hand; None leaves that to PyTorch.
+        max_norm: of all gradients; None does not clip.
+        norm_type: 2 or inf.
+        scale: the first loss scale; None uses no scaler.
+        kind: the optimizer's class.
+        model: the model; None makes one.
+        options: the optimizer's.
+    """
+
+    def __init__(
+        self,
+        held: bool,
+        *,
+        micro_batches: int = 1,
+        dtype: torch.dtype = torch.float32,
+        sums: torch.dtype | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale: float | None = None,
+        kind: str = "AdamW8bit",
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = (Layers() if model is None else model).to(dtype)
+        self.micro_batches, self.max_norm, self.norm_type = micro_batches, max_norm, norm_type
+        defaults = {"lr": 1e-2, "min_quantized_numel": 64, "offload": "step" if held else None}
+        if not held:
+            options.pop("device_state_budget", None)
+        self.optimizer = getattr(shardopt, kind)(self.model.parameters(), **{**defaults, **options})
+        self.schedule = ExponentialLR(self.optimizer, 0.7)
+        self.scaler = GradScaler("cpu", init_scale=scale, growth_interval=2) if scale is not None else None
+        self.norms: list[Tensor] = []
+        self.sums = None if held else sums
+        self.held = held
+        if held:
+            self.release = shardopt.release_gradients(
+                self.model, self.optimizer, overlap_forward=True, waiting_gradients=3, micro_batches=micro_batches
+            )
+
+    def loss(self, number: int) -> Tensor:
+        loss = self.model(batch(number)).float().square().mean() / self.micro_batches
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def backward(self, step: int) -> None:
+        added: dict[Tensor, Tensor] = {}
+        for micro in range(self.micro_batches):
+            self.loss(10 * step + micro).backward()
+            if self.sums is None:
+                continue
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    gradient = param.grad.to(self.sums)
+                    added[param] = added[param] + gradient if param in added else gradient
+                    param.grad = None
+        for param, gradient in added.items():
+            param.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
+            param.grad = gradient
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        if self.scaler is not None and self.max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.max_norm is not None:
+            norm = shardopt.clip_grad_norm_(
+                self.model.parameters(), self.max_norm, self.norm_type, optimizer=self.optimizer
+            )
+            self.norms.append(norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        for param in self.model.parameters():
+            if self.sums is not None:
+                param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+
+    def run(self, steps: int = STEPS, between: Callable[[Loop], object] = bool) -> Snapshot:
+        for step in range(steps):
+            self.step(step)
+            between(self)
+        return self.result()
+
+    def result(self) -> Snapshot:
+        self.optimizer.synchronize()
+        scale = {} if self.scaler is None else {"scale": torch.tensor(self.scaler.get_scale())}
+        norms = {f"norm {i}": norm for i, norm in enumerate(self.norms)}
+        return {**everything(self.optimizer), **norms, **scale}
+
+
+def compare(between: Callable[[Loop], object] = bool, **options: Any) -> None:
+    with slow_steps(0.002):
+        actual = Loop(True, **copy.deepcopy(options)).run(between=between)
+    assert_same(actual, Loop(False, **copy.deepcopy(options)).run(between=between))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_clipping_and_micro_batches(micro_batches: int, max_norm: float | None, norm_type: float) -> None:
+    compare(micro_batches=micro_batches, max_norm=max_norm, norm_type=norm_type)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("bits", [None, 24])
+def test_bfloat16_is_added_up_in_float32(micro_batches: int, bits: int | None) -> None:
+    sums = None if micro_batches == 1 else torch.float32
+    compare(dtype=BF16, master_weight_bits=bits, micro_batches=micro_batches, sums=sums, max_norm=1e-3)
+
+
+def test_sums_in_bfloat16_would_differ() -> None:
+    held = Loop(True, dtype=BF16, micro_batches=3).run()
+    other = Loop(False, dtype=BF16, micro_batches=3).run()
+    assert any(not torch.equal(held[name], other[name]) for name in held)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+@pytest.mark.parametrize("scale", [1024.0, 1000.0, 1e38])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_loss_scale(micro_batches: int, scale: float, max_norm: float | None) -> None:
+    """The largest scale makes some gradients infinite: these steps are left out, and the scale goes down."""
+    compare(micro_batches=micro_batches, scale=scale, max_norm=max_norm)
+
+
+def test_a_large_loss_scale_leaves_steps_out() -> None:
+    loop = Loop(True, scale=1e38, max_norm=1.0)
+    before = everything(loop.optimizer)
+    loop.step(0)
+    loop.optimizer.synchronize()
+    assert loop.scaler is not None
+    assert loop.scaler.get_scale() < 1e38
+    assert_same({k: v for k, v in everything(loop.optimizer).items() if k in before}, before)
+
+
+@pytest.mark.parametrize("kind", ["Lion8bit", "LAMB8bit", "SGD8bit", "NAdam8bit", "AdEMAMix8bit"])
+def test_rules(kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD8bit" else {}
+    compare(kind=kind, micro_batches=2, max_norm=1e-2, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"codec": "dynamic8"}, {"codec": "log4"}, {"device_state_budget": "20KiB"}, {"nonfinite": "propagate"}]
+)
+def test_options(options: dict[str, Any]) -> None:
+    """With a budget, some parameters are stepped where they are, and their gradients stay there."""
+    compare(micro_batches=2, max_norm=1e-3, **options)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("chunk", [6000, 1 << 20])
+def test_pieces(chunk: int, micro_batches: int) -> None:
+    """Gradients of one piece and of several, on their way to the sum itself and through memory in between."""
+    with offload_from_cpu(chunk):
+        compare(micro_batches=micro_batches, max_norm=1e-3)
+
+
+def test_clipping_in_some_steps_only() -> None:
+    """Shares of the norm are taken beside the backward pass after a step that was clipped, and at once otherwise."""
+
+    def toggle(loop: Loop) -> None:
+        loop.max_norm = None if loop.max_norm is not None else 1e-3
+
+    compare(toggle, micro_batches=2)
+
+
+def test_no_pass_over_gradients_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(True, max_norm=1.0)
+    loop.step(0)
+    loop.backward(1)
+    passes: list[object] = []
+    monkeypatch.setattr("shardopt.release.held.take_pass", lambda *args: passes.append(args))
+    shardopt.clip_grad_norm_(loop.model.parameters(), 1.0, optimizer=loop.optimizer)
+    assert not passes
+
+
+def test_gradients_leave_the_device() -> None:
+    """At most the gradients that wait, and the one that has just come, are there."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = []
+
+    def look(param: Tensor) -> None:
+        assert param.grad is not None
+        alive.add(param.grad)
+        most.append(len(alive))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=2)
+    with slow_steps(0.002):
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+    assert len(most) == 24
+    assert max(most) <= 3
+
+
+def test_evaluation_between_steps_and_micro_batches() -> None:
+    outputs: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def evaluate(loop: Loop) -> None:
+        with torch.no_grad():
+            outputs[loop.held].append(loop.model(batch(99)))
+
+    compare(evaluate, micro_batches=2, max_norm=1e-3)
+    results = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2)
+        original = loop.loss
+        loop.loss = lambda number, loop=loop, original=original: (evaluate(loop), original(number))[1]
+        results.append(loop.run())
+    assert_same(results[0], results[1])
+    for held, wanted in zip(outputs[True], outputs[False], strict=True):
+        assert torch.equal(held, wanted)
+
+
+@pytest.mark.parametrize("when", ["after step()", "between micro-batches"])
+def test_checkpoints(when: str, tmp_path: Path) -> None:
+    folders = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2, max_norm=1e-3)
+        loop.step(0)
+        if when == "between micro-batches":
+            loop.loss(10).backward()
+        folder = tmp_path / str(held)
+        shardopt.checkpoint.save(folder, loop.model, loop.optimizer)
+        other = Loop(False, micro_batches=2)
+        shardopt.checkpoint.load(folder, other.model, other.optimizer)
+        folders.append(other.result())
+        if when == "between micro-batches":
+            loop.loss(11).backward()
+            loop.optimizer.step()
+            folders.append(loop.result())
+    half = len(folders) // 2
+    for a, b in zip(folders[:half], folders[half:], strict=True):
+        assert_same(a, b)
+
+
+def test_loading_throws_held_gradients_away() -> None:
+    loop = Loop(True)
+    loop.run(2)
+    state = copy.deepcopy(loop.optimizer.state_dict())
+    weights = copy.deepcopy(loop.model.state_dict())
+    loop.backward(2)
+    loop.optimizer.load_state_dict(state)
+    loop.optimizer.step()
+    loop.optimizer.synchronize()
+    assert_same(dict(loop.model.state_dict()), weights)
+
+
+def test_zero_grad_throws_gradients_away_without_a_warning() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2, max_norm=1e-3)
+        loop.step(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loop.backward(7)
+            loop.optimizer.zero_grad()
+        loop.step(1)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_remove_warns_of_gradients_that_it_throws_away() -> None:
+    loop = Loop(True)
+    loop.step(0)
+    loop.backward(1)
+    with pytest.warns(RuntimeWarning, match=r"throws away the gradients of 17 parameters"):
+        loop.release.remove()
+    loop.step(1)
+    wanted = Loop(False)
+    wanted.run(2)
+    assert_same(loop.result(), wanted.result())
+
+
+def test_one_gradient_too_many() -> None:
+    loop = Loop(True, micro_batches=2)
+    loop.backward(0)
+    with pytest.raises(RuntimeError, match=r"got gradient 3 since the last optimizer.step\(\), expected 2 at most"):
+        loop.loss(2).backward()
+    loop.model.zero_grad()
+    loop.optimizer.zero_grad()
+    loop.run(2)
+
+
+def test_clipping_without_the_optimizer_is_refused() -> None:
+    loop, other = Loop(True), Loop(False)
+    loop.backward(0)
+    with pytest.raises(RuntimeError, match=r"17 parameters whose gradients are held .* optimizer=optimizer"):
+        shardopt.clip_grad_norm_(loop.model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="17 parameters whose gradients are held"):
+        shardopt.clip_grad_norm_(loop.model.parameters(), 1.0, optimizer=other.optimizer)
+    with pytest.raises(ValueError, match="and 16 of its own that"):
+        shardopt.clip_grad_norm_([next(loop.model.parameters())], 1.0, optimizer=loop.optimizer)
+    loop.optimizer.step()
+    shardopt.clip_grad_norm_(loop.model.parameters(), 1.0)  # nothing is held any more
+
+
+def test_clipping_with_steps_in_the_backward_pass_is_refused() -> None:
+    model = Layers()
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    shardopt.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match="overlap_forward=True"):
+        shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
+
+
+def test_two_optimizers_clipped_together() -> None:
+    results = []
+    for held in (True, False):
+        model = Layers()
+        params = list(model.parameters())
+        optimizers = [
+            shardopt.AdamW8bit(some, lr=1e-2, min_quantized_numel=64, offload="step" if held else None)
+            for some in (params[:5], params[5:])
+        ]
+        for optimizer in optimizers if held else ():
+            shardopt.release_gradients(model, optimizer, overlap_forward=True)
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        results.append({f"{i}.{k}": v for i, o in enumerate(optimizers) for k, v in everything(o).items()})
+    assert_same(*results)
+
+
+class Odd(nn.Module):
+    """Layers out of order, twice, not at all, in some micro-batches only, and recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        order = [4, 2, 0, 2] if self.calls % 3 else [1, 5]
+        self.calls += 1
+        for index in order:
+            x = torch.tanh(checkpoint(self.layers[index], x, use_reentrant=False))
+        return x
+
+
+def test_layers_out_of_order_twice_and_not_at_all() -> None:
+    results = []
+    for held in (True, False):
+        with slow_steps(0.002):
+            results.append(Loop(held, model=Odd(), micro_batches=2, max_norm=1e-3).run(6))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_parameters_in_several_checkpoints(micro_batches: int, reentrant: bool) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.embed, self.layer, self.last = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=reentrant)
+            return self.last(x)
+
+    results = [Loop(held, model=Twice(), micro_batches=micro_batches, max_norm=1e-3).run() for held in (True, False)]
+    assert_same(*results)
+
+
+def test_an_exception_in_a_forward_pass_while_steps_wait() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held, max_norm=1e-3)
+
+        def fail(*_: Any) -> None:
+            raise KeyError("planted")
+
+        with slow_steps(0.01):
+            loop.step(0)
+            hook = loop.model.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(KeyError, match="planted"):
+                loop.model(batch(5))
+            hook.remove()
+            loop.step(1)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_an_exception_in_a_backward_pass() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held, max_norm=1e-3)
+        loop.step(0)
+
+        def fail(*_: Any) -> None:
+            raise KeyError("planted")
+
+        hook = loop.model.layers[1][1].weight.register_hook(fail)
+        with pytest.raises(KeyError, match="planted"):
+            loop.backward(5)
+        hook.remove()
+        loop.optimizer.zero_grad()
+        loop.step(1)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_an_error_of_a_step_is_raised_and_does_not_hang() -> None:
+    loop = Loop(True)
+    loop.step(0)
+    loop.optimizer.synchronize()
+
+    def fail(place: int) -> None:
+        if place == 3:
+            raise MemoryError("planted")
+
+    with before_steps(fail), pytest.raises(MemoryError, match="planted"):
+        loop.step(1)
+        loop.model(batch(2))
+
+
+def test_strided_parameters() -> None:
+    class Pictures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = tokens.float().view(1, 1, 4, 7).expand(2, 3, 4, 7).contiguous(memory_format=torch.channels_last)
+            x = nn.functional.pad(x, (2, 2, 2, 2))
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    results = [
+        Loop(held, model=Pictures().to(memory_format=torch.channels_last), micro_batches=2, max_norm=1e-3).run()
+        for held in (True, False)
+    ]
+    assert_same(*results)
+
+
+def test_frozen_and_unused_parameters() -> None:
+    results = []
+    for held in (True, False):
+        model = Layers()
+        model.layers[2].requires_grad_(False)
+        loop = Loop(held, model=model, micro_batches=2, max_norm=1e-3)
+        loop.step(0)
+        model.layers[1].requires_grad_(False)
+        loop.step(1)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_closures() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held)
+
+        def closure(loop: Loop = loop) -> float:
+            loop.optimizer.zero_grad()
+            loss = loop.loss(3)
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(2):
+            loop.optimizer.step(closure)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_too_little_host_memory_is_reported_at_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients alone, of 81 KB, would have room, but not with the state of 45 KB."""
+    model = Layers()
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: 120_000)
+    with pytest.raises(MemoryError, match=r"offload: got 117.19 KiB of available host memory, expected"):
+        shardopt.release_gradients(model, optimizer, overlap_forward=True)
+    shardopt.release_gradients(model, optimizer)
+
+
+def test_copies_of_model_and_optimizer() -> None:
+    loop = Loop(True)
+    loop.run(2)
+    loop.backward(2)
+    model = copy.deepcopy(loop.model)
+    assert_same(dict(model.state_dict()), dict(loop.model.state_dict()))
+    other = pickle.loads(pickle.dumps(loop.optimizer))
+    assert other.state_dict().keys() == loop.optimizer.state_dict().keys()
+    loop.optimizer.step()
+    loop.optimizer.synchronize()
+    wanted = Loop(False)
+    wanted.run(3)
+    assert_same(loop.result(), wanted.result())
+
+
+def test_a_dropped_optimizer_is_freed_while_gradients_are_held() -> None:
+    loop = Loop(True)
+    loop.step(0)
+    loop.backward(1)
+    gone = weakref.ref(loop.optimizer)
+    model = loop.model
+    del loop
+    gc.collect()
+    assert gone() is None
+    model(batch(0)).sum().backward()
+    assert next(model.parameters()).grad is not None
+
+
+def test_without_offload_gradients_stay_until_step() -> None:
+    results = []
+    for release in (True, False):
+        model = Layers()
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64)
+        if release:
+            shardopt.release_gradients(model, optimizer, overlap_forward=True, micro_batches=2)
+        for step in range(3):
+            for micro in range(2):
+                model(batch(2 * step + micro)).square().mean().backward()
+            shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(optimizer))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("offload", [None, "step"])
+def test_released_in_the_last_micro_batch(offload: str | None) -> None:
+    """Without overlap_forward parameters are stepped in the backward pass that brings their last gradient."""
+    results = []
+    for release in (True, False):
+        model = Layers()
+        optimizer = shardopt.AdamW8bit(
+            model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload if release else None
+        )
+        if release:
+            shardopt.release_gradients(model, optimizer, micro_batches=3)
+        for step in range(3):
+            for micro in range(3):
+                model(batch(3 * step + micro)).square().mean().backward()
+                if release:
+                    assert all((param.grad is None) == (micro == 2) for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        results.append(everything(optimizer))
+    assert_same(*results)
+
+
+def test_a_parameter_with_fewer_gradients_is_stepped_by_step() -> None:
+    results = []
+    for release in (True, False):
+        model = Odd()
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64)
+        if release:
+            shardopt.release_gradients(model, optimizer, micro_batches=2)
+        for step in range(4):
+            for micro in range(2):
+                model(batch(2 * step + micro)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(optimizer))
+    assert_same(*results)
+
+
+def test_micro_batches_is_a_whole_number() -> None:
+    model = Layers()
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"micro_batches: got {wrong}, expected at least 1"):
+            shardopt.release_gradients(model, optimizer, micro_batches=wrong)  # type: ignore[arg-type]
