@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardopt.comm.ddp import DdpReducer
 from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of, refuse_partial_sums
 from shardopt.comm.plain import PlainReducer
-from shardopt.comm.progress import Progress, is_counted
+from shardopt.comm.progress import Progress, progress_of
 from shardopt.comm.wire import WIRES, WireFormat
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
             f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}, as all ranks take "
             "equally many; change one of the numbers"
         )
-    if is_counted(list(model.parameters())):
+    if progress_of(list(model.parameters())) is not None:
         raise RuntimeError(
             "got a model whose gradients are ordered already, expected one call of ordered_gradients; leave the second "
             "call out"

@@ -63,6 +63,7 @@ class Progress:
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
         self.reducers: list[Reducer] = []
+        self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
@@ -151,6 +152,13 @@ class Progress:
             raise
         self.done += 1
         self._is_running = False
+        for call in self._after_last if is_last else ():
+            call()
+
+    def call_after_last(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Has something called after each step's last pass, when gradients are complete; returns how to end that."""
+        self._after_last.append(call)
+        return partial(self._after_last.remove, call)
 
     def _fail(self) -> None:
         self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
@@ -231,9 +239,9 @@ def _queue(callback: Any) -> None:
 _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-def is_counted(params: Sequence[Tensor]) -> bool:
-    """Whether somebody counts passes of one of the parameters already."""
-    return any(progress.has_any(params) for progress in _all)
+def progress_of(params: Sequence[Tensor]) -> Progress | None:
+    """Who counts passes of one of the parameters already; None for nobody."""
+    return next((progress for progress in _all if progress.has_any(params)), None)
 
 
 def _check_step(optimizer: Optimizer, *_: Any) -> None:

@@ -67,8 +67,9 @@ class BucketHook:
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
-        self._group = replica.process_group
+        self._group, self._has_views = replica.process_group, replica.gradient_as_bucket_view
         self._steps: dict[Tensor, Step] = {}
+        self._moved: set[Tensor] = set()  # whose gradient is its place in a bucket in this pass
 
     def add(self, param: Tensor, step: Step) -> Callable[[], object]:
         """Has a parameter stepped at the end of each backward pass that it is used in; returns how to end that."""
@@ -82,6 +83,7 @@ class BucketHook:
                 # A bucket does not say how the gradient of a strided parameter lies in it: that one stays beside it.
                 if param in self._steps and param.grad is not None and param.is_contiguous():
                     param.grad = gradient  # its place in the bucket, where it was copied to: frees the other one
+                    self._moved.add(param)
             if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
                 Variable._execution_engine.queue_callback(self._end)
         # As DDP divides: by a multiplication, before the sum.
@@ -98,6 +100,9 @@ class BucketHook:
         for param, step in self._steps.items():
             if param.grad is not None:
                 step(param)
+            if param.grad is not None and param in self._moved and not self._has_views:
+                param.grad = param.grad.clone()  # it waits for more, and DDP wants it beside the bucket again
+        self._moved.clear()
 
 
 def _reduce(state: BucketHook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes

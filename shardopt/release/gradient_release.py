@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -24,6 +25,9 @@ from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.parts import GradientParts
 from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
+
+if TYPE_CHECKING:
+    from shardopt.comm.progress import Progress
 
 
 class GradientRelease:
@@ -103,8 +107,9 @@ def release_gradients(
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. ``param.grad`` is None after the
     backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of
-    parameters that are not offloaded, and of matrices that Muon orthogonalizes, stay in ``param.grad`` until
-    ``step()``.
+    parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these parameters at once.
+    With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and
+    gradients go to the host after the last one: leave ``micro_batches`` out here.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -173,7 +178,17 @@ def release_gradients(
     _check(params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    buckets = {replica: bucket_hook(replica) for replica in replicas if any(reduced.get(p) is replica for p in params)}
+    ordered = _ordered(params)
+    if ordered is not None and not overlap_forward:
+        raise RuntimeError(
+            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected one "
+            "without, or overlap_forward=True, which leaves steps to optimizer.step(); pass overlap_forward=True"
+        )
+    buckets = {
+        replica: bucket_hook(replica)
+        for replica in (replicas if ordered is None else ())
+        if any(reduced.get(param) is replica for param in params)
+    }
     direct: set[Tensor] = {param for param in params if param not in reduced}
     parts = GradientParts(micro_batches)
     kind = HeldParameters if overlap_forward else ReleasedParameters
@@ -182,7 +197,9 @@ def release_gradients(
     parts.watch(model, direct)
     hooks = Weakly(released)
     undo: list[Callable[[], object]] = [parts.remove]
-    for param in params:
+    if ordered is not None:
+        undo.append(ordered.call_after_last(partial(_take, hooks, params)))
+    for param in params if ordered is None else ():
         if param in reduced:
             undo.append(buckets[reduced[param]].add(param, hooks.step))
         else:
@@ -198,6 +215,20 @@ def release_gradients(
         follow_loss_scalers()
         undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
+
+
+def _ordered(params: Sequence[Tensor]) -> Progress | None:
+    """The progress of ordered_gradients in a model; None where they are not ordered."""
+    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    found: Progress | None = None if progress is None else progress.progress_of(params)
+    return found
+
+
+def _take(hooks: Weakly, params: Sequence[Tensor]) -> None:
+    """Takes all gradients of a backward pass that is over."""
+    for param in params:
+        if param.grad is not None:
+            hooks.step(param)
 
 
 def _check(params: list[Tensor]) -> None:

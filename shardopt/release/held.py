@@ -57,10 +57,9 @@ class HeldParameters(ReleasedParameters):
         micro_batches: int,
     ) -> None:
         super().__init__(optimizer, params, parts, waiting_gradients, micro_batches)
-        groups = {param: group for group in optimizer.param_groups for param in group["params"]}
         residency = optimizer._internals.residency
         foreseen = residency.foreseen_bytes
-        held = [p for p in params if residency.of(p).offload == "step" and not optimizer.rule(groups[p]).orthogonalized]
+        held = [param for param in params if residency.of(param).offload == "step"]
         shards = [shard_of(param) for param in held]
         locals_ = [shard.local(param) for param, shard in zip(held, shards, strict=True)]
         likes = [self._like(local, local.dtype) for local in locals_]
