@@ -143,7 +143,8 @@ class HeldParameters(ReleasedParameters):
                 "optimizer.zero_grad(), and change the model between steps only"
             )
         self._deferred.wait()
-        (held.sum,) = memory_for([like], pin=self._pin)
+        (memory,) = memory_for([like], pin=self._pin)
+        held.use(memory)
         held.holders = holders_of(shard)
         self._shares.setdefault(held.holders, no_shares([held])[held.holders])
 

@@ -13,7 +13,10 @@ from shardopt import _C
 from shardopt.kernels.norms import take_pass
 from shardopt.layout import Exchange
 from shardopt.state import residency
-from shardopt.state.host_memory import make_homes
+from shardopt.state.host_memory import Entry, make_homes
+
+#: Memory for a gradient, and the entry that keeps it page-locked; None for a gradient without elements.
+HostPlace = tuple[Tensor, Entry | None]
 
 #: Pieces of a gradient that are on their way to the host at a time.
 _PIECES = 2
@@ -23,19 +26,24 @@ class HostGradient:
     """One parameter's gradient of a step, or the sum of several.
 
     Args:
-        memory: gets the gradient: contiguous, of the shape of this rank's part.
+        memory: gets the gradient.
         holders: the ranks that hold the parts of the parameter.
 
     Attributes:
-        sum: the gradients so far.
+        sum: the gradients so far: contiguous, of the shape of this rank's part.
         count: how many gradients are on their way to the sum or in it.
         has_share: whether the sum's squares are, or will be, among the shares of the norm.
     """
 
-    def __init__(self, memory: Tensor, holders: Exchange | None) -> None:
-        self.sum, self.holders = memory, holders
+    def __init__(self, memory: HostPlace, holders: Exchange | None) -> None:
+        self.holders = holders
         self.count = 0
         self.has_share = False
+        self.use(memory)
+
+    def use(self, memory: HostPlace) -> None:
+        """Takes other memory."""
+        self.sum, self._locked = memory  # locked as long as the entry lives
 
     def take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Exchange | None, Tensor]) -> None:
         """Adds a gradient, and takes the sum's share of the norm.
@@ -112,7 +120,7 @@ def begin_copy(to: Tensor, source: Tensor) -> torch.cuda.Event | None:
     return waits_asleep
 
 
-def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[Tensor]:
+def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[HostPlace]:
     """Places for gradients, in one piece of the host's memory.
 
     Args:
@@ -123,10 +131,10 @@ def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[Ten
         MemoryError: the host has too little memory, or refuses to lock it.
     """
     homes = make_homes([{"gradient": like} for like in likes], pin=pin, what="the gradients")
-    empty = torch.empty(0, device="cpu")
+    entries = [home.get("gradient") for home in homes]
     return [
-        home["gradient"].view() if home else empty.to(like.dtype).view(like.shape)
-        for home, like in zip(homes, likes, strict=True)
+        (torch.empty(like.shape, dtype=like.dtype, device="cpu") if entry is None else entry.view(), entry)
+        for entry, like in zip(entries, likes, strict=True)
     ]
 
 

@@ -193,6 +193,12 @@ PLANTS = {
         "release.deferred:DeferredSteps.wait", "torch.cuda.current_stream(device).wait_stream(stream)", "pass",
         ("released step",),
     ),
+    "gradient on the host": Plant(
+        "release.host_gradients:_arrived", "copied.synchronize()", "pass", ("held",)
+    ),
+    "memory on the way used again": Plant(
+        "release.host_gradients:_arrived", "copied.synchronize()", "pass", ("held in parts",)
+    ),
     "bucket filled": Plant(
         "comm.ddp:DdpReducer.reduce", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
         ("messages",),

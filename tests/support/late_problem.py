@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 
 import shardopt
@@ -242,7 +243,8 @@ class Layers(nn.Module):
     @torch.no_grad()
     def backward(self, gradient: Tensor) -> None:
         for layer, x in zip(reversed(self.layers), reversed(self.inputs), strict=True):
-            layer.weight.grad, layer.bias.grad = gradient.t() @ x, gradient.sum(0)
+            for param, added in ((layer.weight, gradient.t() @ x), (layer.bias, gradient.sum(0))):
+                param.grad = added if param.grad is None else param.grad + added
             gradient = gradient @ layer.weight
             for param in (layer.bias, layer.weight):
                 if param in self.hooks:
@@ -275,6 +277,45 @@ def released(overlap: bool = False, between: Callable[[], object] = bool, **opti
             between()
         optimizer.synchronize()
         return on_cpu(snapshot(dict(model.named_parameters()), optimizer))
+
+    return run
+
+
+def held(
+    micro_batches: int = 1, scale: float | None = None, chunk: int = 4608, norm_type: float = 2.0, **options: Any
+) -> Scenario:
+    """Gradients held in the host's memory, clipped by their norm, with steps during the next forward pass."""
+
+    def run(device: torch.device) -> Named:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(residency, "CHUNK_BYTES", chunk)
+            return of_chunks(device)
+
+    def of_chunks(device: torch.device) -> Named:
+        model = Layers(device)
+        given = on_cuda_only(device, {"offload": "step", **options})
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
+        if device.type == "cuda":
+            model.release(optimizer, overlap_forward=True, waiting_gradients=2, micro_batches=micro_batches)
+        scaler = None if scale is None else GradScaler(device.type, init_scale=scale, growth_interval=2)
+        norms = []
+        for t in range(4):
+            for micro in range(micro_batches):
+                gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
+                model.backward(gradient if scaler is None else scaler.scale(gradient))
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            norms.append(shardopt.clip_grad_norm_(model.parameters(), 0.02, norm_type, optimizer=optimizer))
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        norms += [] if scaler is None else [torch.tensor(scaler.get_scale())]
+        found = on_cpu({f"norm {t}": norm for t, norm in enumerate(norms)})
+        return {**found, **on_cpu(snapshot(dict(model.named_parameters()), optimizer))}
 
     return run
 
@@ -382,6 +423,13 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "released offload": released(offload="state"),
         "released step": released(offload="step"),
         "released forward": released(overlap=True, offload="step"),
+        "held": held(),
+        "held in parts": held(micro_batches=2, chunk=8192),
+        "held in one piece": held(micro_batches=2, chunk=1 << 20),
+        "held, pageable": held(micro_batches=2, pin_memory=False),
+        "held, largest": held(norm_type=math.inf),
+        "held beside others": held(micro_batches=2, device_state_budget=9000),
+        "held and scaled": held(scale=1000.0),
         "messages": messages,
         "checkpoints": checkpoints(tmp_path),
         "offloaded checkpoints": checkpoints(tmp_path, offload="state"),
