@@ -37,9 +37,11 @@ _DEMANDS: dict[str, dict[str, tuple[Collection[Any], str]]] = {
             [name for name, backend in BACKENDS.items() if backend.releases_gradients],
             "others step all parameters together",
         ),
-        "accumulate": ([1], "each backward pass is a step"),
+        "nonfinite": (["skip", "propagate", None], "parameters are stepped one by one"),
+    },
+    "release_without_overlap": {
         "clip": ([0], "the norm of all gradients is known only after the first ones were used"),
-        "nonfinite": (["skip", "propagate", None], "parameters are stepped before other gradients are known"),
+        "ordered": ([False], "it uses gradients before they are summed"),
     },
     "ordered": {
         "backend": (
@@ -47,7 +49,6 @@ _DEMANDS: dict[str, dict[str, tuple[Collection[Any], str]]] = {
             "others sum gradients in an order of their own",
         ),
         "accumulate": ([1], "it follows from --micro-batches and the number of ranks"),
-        "release_gradients": ([False], "it uses gradients before they are summed"),
     },
     "parametrization": {  # u-mup
         "optimizer": (
@@ -115,6 +116,7 @@ def load(argv: Sequence[str]) -> Config:
         raise UserError(f"precision: got {config.precision} with backend deepspeed, expected fp32, bf16-mixed or bf16")
     for option, on in (
         ("release_gradients", config.release_gradients),
+        ("release_without_overlap", config.release_gradients and not config.overlap_forward),
         ("ordered", config.ordered),
         ("parametrization", config.parametrization == "u-mup"),
     ):
@@ -128,7 +130,9 @@ def _check_demands(config: Config, option: str) -> None:
         got = getattr(config, other)
         if got not in allowed:
             expected = ("one of " if len(allowed) > 1 else "") + ", ".join(map(str, allowed))
-            name = option.replace("_", "-")
+            name = {"release_without_overlap": "release-gradients without overlap-forward"}.get(
+                option, option.replace("_", "-")
+            )
             raise UserError(f"{name}: got {other} {got}, expected {expected}: {reason}; or leave {name} out")
 
 

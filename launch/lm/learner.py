@@ -60,6 +60,7 @@ class Learner:
                 self.optimizer,  # type: ignore[arg-type]
                 overlap_forward=config.overlap_forward,
                 waiting_gradients=config.waiting_gradients,
+                micro_batches=config.accumulate,
             )
 
     def wrap(self, model: Transformer, ranks: Ranks) -> nn.Module:
@@ -97,7 +98,9 @@ class Learner:
             The gradients' norm before clipping, or None if no norm was computed; and the optimizer's seconds.
         """
         limit = self._config.clip
-        norm = shardopt.clip_grad_norm_(self.module.parameters(), limit).item() if limit else None
+        # Held gradients are in the host's memory: the optimizer multiplies them as it reads them.
+        holder: Any = self.optimizer if self._config.overlap_forward else None
+        norm = shardopt.clip_grad_norm_(self.module.parameters(), limit, optimizer=holder).item() if limit else None
         seconds = runtime.timed(self._device, self.optimizer.step)
         self.optimizer.zero_grad()
         return norm, seconds

@@ -76,14 +76,16 @@ class Config:
     min_lr: float = opt(0.1, "final learning rate, as a share of the peak", low=0)
     warmup: int = opt(50, "steps of linear warm-up before the cosine", low=0)
     clip: float = opt(1.0, "largest norm of the gradients; 0 turns clipping off", low=0)
-    release_gradients: bool = opt(False, "step each parameter during the backward pass and free its gradient at once")
+    release_gradients: bool = opt(
+        False, "step each parameter during the backward pass of the last --accumulate, and free its gradient at once"
+    )
     waiting_gradients: int = opt(
         MOST_WAITING,
-        "with --release-gradients and --offload step, steps that may wait or run on the host at a time",
+        "with --release-gradients and --offload step, gradients that may wait on the device for the host",
         low=1,
     )
     overlap_forward: bool = opt(
-        False, "with --release-gradients and --offload step, run the last steps during the next forward pass"
+        False, "with --release-gradients and --offload step, run the steps during the next forward pass: allows --clip"
     )
 
     # The optimizer. None stands for the library's default.

@@ -55,6 +55,10 @@ class Released(Protocol):
     def held(self) -> Collection[Tensor]:
         """The parameters whose gradients are held in the host's memory until ``step()``, instead of ``.grad``."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory for such gradients, held now or not."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
 

@@ -266,8 +266,8 @@ class HeldParameters(ReleasedParameters):
             )
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the host's memory for gradients."""
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory for gradients, held now or not."""
         return sum(held.sum.nbytes for held in self._gradients.values()) + self._staging.nbytes
 
 

@@ -246,6 +246,11 @@ class ReleasedParameters:
         """The parameters whose gradients are held in the host's memory now: none."""
         return ()
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory for such gradients: none."""
+        return 0
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients."""
         return {}

@@ -44,7 +44,7 @@ def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, alone: Path, 
         (["--micro-batches", "5"], "got 5 with 1 ranks and a batch of 12, expected a multiple of the ranks"),
         (["--accumulate", "2"], "ordered: got accumulate 2, expected 1"),
         (["--backend", "fsdp1"], "ordered: got backend fsdp1, expected one of fsdp2, ddp, zero_redundancy, single"),
-        (["--clip", "0", "--release-gradients"], "ordered: got release_gradients True, expected False"),
+        (["--clip", "0", "--release-gradients"], "without overlap-forward: got ordered True, expected False"),
         (["--wire", "int8"], "expected one of fp32, bf16, e4m3"),
     ],
 )

@@ -114,6 +114,15 @@ def test_steps_on_the_host_beside_the_next_forward_pass(
     assert_same_run(tmp_path, unclipped)
 
 
+def test_clipped_steps_on_the_host_beside_the_next_forward_pass(
+    ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path
+) -> None:
+    options = [*TINY, "--release-gradients", "--offload", "step", "--overlap-forward"]
+    arguments = [*options, "--data", text, "--output", tmp_path]
+    assert ranks.run(2, _train_offloaded, arguments) == [0, 0]
+    assert_same_run(tmp_path, two_ranks)
+
+
 def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path) -> None:
     checkpoint = two_ranks / "checkpoints" / "step-00000004"
     run_on(ranks, 2, *TINY, "--data", text, "--output", tmp_path, "--resume", checkpoint)

@@ -178,7 +178,6 @@ def test_bad_yaml(tmp_path: Path, text: str, complaint: str) -> None:
     ("options", "complaint"),
     [
         ([], "got clip 1.0, expected 0"),
-        (["--clip", "0", "--accumulate", "2"], "got accumulate 2, expected 1"),
         (["--clip", "0", "--nonfinite", "raise"], "got nonfinite raise, expected one of skip"),
         (["--clip", "0", "--backend", "fsdp1"], "got backend fsdp1, expected one of fsdp2, ddp, single"),
         (["--clip", "0", "--backend", "zero_redundancy"], "got backend zero_redundancy, expected one of"),
