@@ -25,6 +25,7 @@ from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
 from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
+from shardopt.sharding.qk_clip import qk_clip_
 from shardopt.wrapper import quantize_state
 
 if _typing.TYPE_CHECKING:  # see __getattr__
@@ -46,6 +47,7 @@ __all__ = [
     "memory_report",
     "muon_groups",
     "param_groups",
+    "qk_clip_",
     "quantize_state",
     "register",
     "release_gradients",

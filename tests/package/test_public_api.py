@@ -120,7 +120,7 @@ OTHERS = (
     "memory_report",
 )
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
-OTHERS += ("muon_groups", "register", "release_gradients")
+OTHERS += ("muon_groups", "qk_clip_", "register", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "fp32",
