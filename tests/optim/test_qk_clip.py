@@ -90,7 +90,7 @@ def test_blocks_of_heads() -> None:
 
 @pytest.mark.parametrize("bits", [None, 24, 32])
 def test_low_bits_of_masters(bits: int | None) -> None:
-    """Those of the float32 weights, scaled and rounded."""
+    """Equal those of scaled float32 weights, rounded."""
     model = attention(torch.bfloat16)
     optimizer = shardopt.Muon8bit(shardopt.muon_groups(model), master_weight_bits=bits)
     for step in range(3):
