@@ -18,6 +18,9 @@ from shardopt.report import MemoryReport
 
 FORWARD_FLOP, BACKWARD_FLOP = 2, 4  # per parameter and token
 
+#: Nanoseconds in which a core takes an element's share of the exact norm (notes of benchmarks/results/clip, Zen 4).
+NORM_NS = 0.19
+
 _GIGA, _TERA, _NANO = 1e9, 1e12, 1e-9
 
 
@@ -75,6 +78,10 @@ class Machine:
             nbytes: read and written together.
         """
         return numel * self.core_ns * _NANO / self.host_cores + self.memory_seconds(nbytes)
+
+    def norm_seconds(self, numel: float, nbytes: float) -> float:
+        """Seconds in which the host takes the share of the norm of so many elements, in so many bytes."""
+        return numel * NORM_NS * _NANO / self.host_cores + self.memory_seconds(nbytes)
 
     def memory_seconds(self, nbytes: float) -> float:
         """Seconds in which the host reads or writes so many bytes."""
@@ -161,7 +168,8 @@ def hiding(numel: int, report: MemoryReport, setup: Setup, machine: Machine) -> 
     backward = machine.gpu_seconds(numel, BACKWARD_FLOP)
     if setup.gathers_on_host:
         # Gradients are written by the link, and read for the norm; several are added to sums.
-        arrival = machine.memory_seconds(ranks * stepped * (2 * weight + (8 if several else 0)))
+        moved = ranks * stepped * (2 * weight + (8 if several else 0))
+        arrival = machine.norm_seconds(ranks * stepped, moved)
         windows: tuple[Window, ...] = (
             Window("backward pass", backward, weights, arrival),
             Window("next forward pass", machine.gpu_seconds(numel, FORWARD_FLOP), weights, step),

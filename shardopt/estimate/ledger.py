@@ -21,7 +21,7 @@ from shardopt.estimate.model import Model, Shape
 from shardopt.estimate.zero import ZERO_OFFLOADS, add_partitions, check
 from shardopt.kernels.streamed import SLOTS
 from shardopt.optim import SGD, ShardedOptimizer
-from shardopt.release import deferred
+from shardopt.release import deferred, host_gradients
 from shardopt.release.released import demand_no_totals
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
@@ -215,6 +215,7 @@ def estimate(model: Model, setup: Setup, rank: int | None = None) -> MemoryRepor
         if setup.gathers_on_host:
             several = setup.micro_batches not in (None, 1)
             report.host.gradients = held.numel * (_SUM_BYTES if several else itemsize)
+            report.host.gradients += host_gradients.PIECES * residency.CHUNK_BYTES if several else 0
         if setup.orders:
             report.device.gradient_sums = _sums(setup) * owned_elements(model, setup.world_size) * _SUM_BYTES
     _add_state(report, held, setup, model.embeddings)

@@ -1,7 +1,9 @@
 """Steps that go on during the next forward pass: what reads parameters waits for their own steps only.
 
 fully_shard reads them where it gathers them. Elsewhere each layer waits when it is called: the elements of the
-outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. All modules around wait for parameters in no layer.
+outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. Modules around wait for parameters in no layer: for their own,
+and for those of modules inside, unless these were called by the last forward pass of training and so will wait
+themselves. An output layer's parameters, which are stepped last, are then not waited for before the first layer.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ class ForwardOverlap:
         self._released = released or Weakly()
         self._params = set(params)
         self._readers: dict[Module, list[Tensor]] = {}
+        self._readers_inside: dict[Module, dict[Tensor, list[Module]]] = {}  # by the modules around them
+        self._called: set[Module] = set()  # readers, by the last forward pass of training
+        self._calling: set[Module] = set()  # the same of this forward pass, so far
         self._undo: list[Callable[[], object]] = []
         if model is not None:
             self._hook_into(model)
@@ -63,6 +68,7 @@ class ForwardOverlap:
             gathered.update(group.params)
         self._readers = readers(model, self._params - gathered)
         for module in self._readers:
+            self._readers_inside[module] = _readers_inside(module, self._readers)
             self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
         self._undo.append(model.register_forward_hook(self.end).remove)
         for module in model.modules():
@@ -72,13 +78,21 @@ class ForwardOverlap:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: Module, args: Any) -> None:
         """A forward pre-hook of what reads parameters."""
-        self._wait_for(self._readers.get(module, ()))
+        if module is self._model:
+            self._calling = set()
+        self._calling.add(module)
+        params, inside = self._readers.get(module, ()), self._readers_inside.get(module, {})
+        if torch.is_grad_enabled():  # otherwise nothing would notice a module's parameters read without a call
+            params = [p for p in params if p not in inside or not self._called.issuperset(inside[p])]
+        self._wait_for(params)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: Module, args: Any, output: Any) -> None:
         """A forward hook of the model."""
         if module is self._model and (released := self._released()):
             released.end_forward()
+            if torch.is_grad_enabled():
+                self._called = self._calling
 
     def wait(self, *_: Any) -> None:
         """A pre-hook of reading and loading state dicts."""
@@ -88,6 +102,18 @@ class ForwardOverlap:
     def _wait_for(self, params: Iterable[Tensor]) -> None:
         if released := self._released():
             released.wait_for(param for param in params if param in self._params)
+
+
+def _readers_inside(module: Module, readers: Collection[Module]) -> dict[Tensor, list[Module]]:
+    """The readers within a module by parameters that are theirs, and not the module's own."""
+    readers_of: dict[Tensor, list[Module]] = {}
+    own: set[Tensor] = set(module.parameters(recurse=False))
+    for inner in module.modules():
+        if inner is not module and inner in readers:
+            for param in inner.parameters(recurse=False):
+                if param not in own:
+                    readers_of.setdefault(param, []).append(inner)
+    return readers_of
 
 
 def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tensor]]:

@@ -92,8 +92,8 @@ def release_gradients(
     ``waiting_gradients`` are on their way), the CPU adds up those of several micro-batches there, in float32, and their
     squares. ``optimizer.step()`` has the steps taken in the other thread, and does not wait: what reads parameters in
     the next forward pass waits for their own steps. That is FSDP2 where it gathers them, the layers of other models
-    (elements of ``ModuleList`` or ``Sequential``) and the modules around them when they are called, ``state_dict``,
-    ``load_state_dict`` and :mod:`shardopt.checkpoint`::
+    (elements of ``ModuleList`` or ``Sequential``) and modules around them when they are called (a head by itself, if
+    the last pass of training has called it), ``state_dict``, ``load_state_dict`` and :mod:`shardopt.checkpoint`::
 
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
         for batches in steps:
@@ -103,7 +103,7 @@ def release_gradients(
             optimizer.step()  # the steps begin
 
     Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
-    ``param.data``, ``model.to()``, a deep copy, a layer's weight used without calling the layer) has to call
+    ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) has to call
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. ``param.grad`` is None after the
     backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of

@@ -19,7 +19,7 @@ from shardopt.state.host_memory import Entry, make_homes
 HostPlace = tuple[Tensor, Entry | None]
 
 #: Pieces of a gradient that are on their way to the host at a time.
-_PIECES = 2
+PIECES = 2
 
 
 class HostGradient:
@@ -82,10 +82,10 @@ class Staging:
         room = residency.CHUNK_BYTES
         if not self._slots or self._slots[0].nbytes != room:
             self._slots = [
-                torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pin) for _ in range(_PIECES)
+                torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pin) for _ in range(PIECES)
             ]
         for index, place in enumerate(places):
-            yield self._slots[index % _PIECES].view(dtype)[: place.numel()]
+            yield self._slots[index % PIECES].view(dtype)[: place.numel()]
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ def _arriving(pieces: Sequence[Tensor], targets: Iterator[Tensor] | Sequence[Ten
     on_their_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
     for target, piece in zip(targets, pieces, strict=True):
         on_their_way.append((target, begin_copy(target, piece)))
-        if len(on_their_way) == _PIECES:
+        if len(on_their_way) == PIECES:
             yield _arrived(*on_their_way.popleft())
     while on_their_way:
         yield _arrived(*on_their_way.popleft())

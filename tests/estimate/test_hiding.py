@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardopt
+from ranks.offload import offload_from_cpu
+from ranks.shaped import Shaped, small_model
 from shardopt.__main__ import main
 from shardopt.estimate import Model, Setup, estimate
 from shardopt.estimate.hiding import Machine, hiding
@@ -55,7 +59,7 @@ def test_beside_the_next_forward_pass() -> None:
     assert forward.gpu == pytest.approx(2 * N * 1000 / 100e12)
     assert backward.gpu == 2 * forward.gpu
     assert backward.link == forward.link == pytest.approx(2 * N / 20e9)
-    assert backward.host == pytest.approx((2 + 2) * N / 50e9)
+    assert backward.host == pytest.approx(N * 0.19e-9 / 10 + (2 + 2) * N / 50e9)
     assert forward.host == pytest.approx(N * 1e-9 / 10 + N * (2 + 2 * (2 + STATE)) / 50e9, rel=1e-6)
     assert found.bound_by == "host"
     assert found.hidden == pytest.approx(forward.gpu / forward.host)
@@ -125,9 +129,10 @@ def test_state_that_stays_is_not_stepped_by_the_host() -> None:
 
 def test_gradients_on_device_and_host() -> None:
     largest = 2 * MODEL.largest
-    for micro_batches, on_host in ((None, 2), (1, 2), (4, 4)):
+    pieces = 2 * 32 * 2**20
+    for micro_batches, on_host in ((None, 2 * N), (1, 2 * N), (4, 4 * N + pieces)):
         report = estimate(MODEL, offloaded(overlap_forward=True, waiting_gradients=8, micro_batches=micro_batches))
-        assert report.host.gradients == on_host * N
+        assert report.host.gradients == on_host
         assert report.device.gradients == 9 * largest
         assert report.device.total <= 2.1 * N + 9 * largest
     for setup in (
@@ -138,6 +143,24 @@ def test_gradients_on_device_and_host() -> None:
         report = estimate(MODEL, setup)
         assert (report.device.gradients, report.host.gradients) == (2 * N, 0)
     assert estimate(MODEL, offloaded(micro_batches=1)).device.gradients == 5 * largest
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_host_gradients_of_a_real_run(micro_batches: int) -> None:
+    model = small_model()
+    setup = offloaded(overlap_forward=True, micro_batches=micro_batches)
+    net = Shaped(model).to(torch.bfloat16)
+    with offload_from_cpu(1 << 17):
+        optimizer = shardopt.AdamW8bit(net.parameters(), **setup.options)
+        with shardopt.release_gradients(net, optimizer, overlap_forward=True, micro_batches=micro_batches):
+            for _ in range(micro_batches):
+                net(torch.zeros(())).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            expected, report = estimate(model, setup), shardopt.memory_report(optimizer)
+    assert report.host.gradients == expected.host.gradients
+    assert report.host.state == expected.host.state
 
 
 def test_row(capsys: pytest.CaptureFixture[str]) -> None:

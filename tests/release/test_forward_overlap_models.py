@@ -100,6 +100,89 @@ def test_readers() -> None:
     }
 
 
+class Headed(Layers):
+    """Layers with a head of its own, whose weight the forward pass may read without a call; with or without a scale."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        if not tied:
+            self.head = nn.Linear(64, 50, bias=False)
+        self.fused = self.reads_first = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head = self.head.weight * 1.0 if self.reads_first else self.head.weight
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.linear(x, head) if self.fused or self.reads_first else self.head(x)
+
+
+HEAD = 17  # the head's index among the parameters
+
+
+def test_a_head_is_waited_for_when_it_is_called() -> None:
+    """The head's step, which comes last, is held until the first layer runs in the second pass."""
+    model = Headed()
+    assert list(model.parameters())[HEAD] is model.head.weight
+    optimizer = start(model, True)
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    model(batch(1)).square().mean().backward()
+    runs, waited = threading.Event(), []
+
+    def hold(place: int) -> None:
+        if place == HEAD:
+            waited.append(runs.wait(30))
+
+    model.layers[0].register_forward_hook(lambda *_: runs.set())
+    with before_steps(hold):
+        optimizer.step()
+        model(batch(2))
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reads", [(), ("fused",), ("reads_first",)], ids=str)
+def test_a_head_that_is_read_without_a_call(reads: tuple[str, ...], tied: bool) -> None:
+    """So fused losses read it. Evaluation may read it in another way than training."""
+    found = []
+    for overlap in (None, True):
+        model = Headed(tied=tied)
+        optimizer = start(model, overlap)
+        for name in reads:
+            setattr(model, name, True)
+        evaluated = []
+
+        def evaluate(model: Headed = model, evaluated: list[Tensor] = evaluated) -> None:
+            usual, model.reads_first = model.reads_first, True
+            with torch.no_grad():
+                evaluated.append(model(batch(9)))
+            model.reads_first = usual
+
+        with slow_steps(0.01):
+            train(model, optimizer)
+            train(model, optimizer, between=evaluate)
+        optimizer.synchronize()
+        found.append({**everything(optimizer), **{f"evaluated {i}": x for i, x in enumerate(evaluated)}})
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("how", ["fused", "reads_first"])
+def test_a_head_that_is_no_longer_called_is_refused(how: str) -> None:
+    """A pass of training that reads what the last one called may have read too early."""
+    model = Headed()
+    optimizer = start(model, True)
+    with slow_steps(0.02):
+        train(model, optimizer, 2)
+        setattr(model, how, True)
+        loss = model(batch(2)).square().mean()
+        with pytest.raises(RuntimeError, match=r"read before the last step was complete|modified by an inplace"):
+            loss.backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("most", [1, 3])
 def test_waiting_gradients(most: int) -> None:
     """At most ``waiting_gradients`` gradients live, besides the one that backward is adding."""

@@ -107,7 +107,7 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
     """Inside, something is called in the other thread before each step there, with the ``order`` of its submission.
 
-    It is not called before arrivals of gradients.
+    Arrivals of gradients are left out.
     """
     original = DeferredSteps.submit
 

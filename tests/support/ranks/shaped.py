@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -121,8 +122,10 @@ def most_gradient_bytes(params: list[nn.Parameter], hold: int = 0) -> Iterator[C
         seen.append((StorageWeakRef(storage), storage.nbytes()))
         nbytes.append(sum({ref.cdata: size for ref, size in seen if not ref.expired()}.values()))
 
-    def wait(order: int) -> None:
-        enough = min(order + hold, len(params)) if hold else 0
+    taken = count()
+
+    def wait(_: int) -> None:
+        enough = min(next(taken) + hold, len(params)) if hold else 0
         end = time.monotonic() + 30
         while len(nbytes) <= enough:
             assert time.monotonic() < end, f"{len(nbytes) - 1} gradients came, expected {enough}"
