@@ -5,6 +5,7 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import torch
@@ -272,4 +273,4 @@ class HeldParameters(ReleasedParameters):
 
 
 def _is_finite(words: Tensor) -> bool:
-    return bool(torch.isfinite(torch.tensor(_C.sum_value(words.numpy()), dtype=torch.float64)))
+    return math.isfinite(_C.sum_value(words.numpy()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from cuda_device import CUDA, make_on, needs_cuda, snapshot_of, step_on
 from helpers import CODEC_NAMES
 from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
+from ranks.offload import before_steps
 from ranks.snapshot import assert_same
 from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
@@ -91,6 +94,90 @@ def test_gradient_release(offload: str, overlap: bool) -> None:
         found.append(snapshot_of(dict(model.named_parameters()), optimizer))
     torch.use_deterministic_algorithms(False)
     assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("scale", [None, 1000.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_held_gradients(micro_batches: int, scale: float | None) -> None:
+    """Shows that gradients, sums and norm on the host have the bits of those on the device, and that hooks see streams.
+
+    Clipped steps on the host beside the next forward pass, with a busy device, against steps on the device.
+    """
+    found = []
+    for how in (None, "step"):
+        model = make_net().to(CUDA)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
+        if how is not None:
+            shardopt.release_gradients(
+                model, optimizer, overlap_forward=True, waiting_gradients=2, micro_batches=micro_batches
+            )
+        scaler = None if scale is None else torch.amp.GradScaler("cuda", init_scale=scale, growth_interval=2)
+        norms = []
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for step in range(4):
+            for micro in range(micro_batches):
+                loss = loss_of(model, make_batch(10 * step + micro).to(CUDA))
+                torch.cuda._sleep(3_000_000)  # gradients are late
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            norms.append(shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer))
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        norms += [] if scaler is None else [torch.tensor(scaler.get_scale())]
+        of_norms = {f"norm {step}": norm.cpu() for step, norm in enumerate(norms)}
+        found.append({**of_norms, **snapshot_of(dict(model.named_parameters()), optimizer)})
+    torch.use_deterministic_algorithms(False)
+    assert_same(found[1], found[0])
+
+
+def test_held_gradients_leave_the_device() -> None:
+    """Shows that a backward pass adds as many gradients to the device's memory as may wait, whatever the model's size."""
+    layers, numel, waiting = 24, 1 << 22, 2
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False, device=CUDA) for _ in range(layers)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=waiting)
+    x = torch.ones(4, 2048, device=CUDA)
+    for _ in range(2):  # the first one allocates what stays, such as workspaces
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        optimizer.step()
+        optimizer.synchronize()
+    assert peak <= (waiting + 2) * 4 * numel + (1 << 22), peak
+
+
+def test_held_steps_do_not_wait() -> None:
+    """Shows that step() returns, and the first layer computes, while the step of the last layer has not begun."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device=CUDA) for _ in range(4)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
+    shardopt.release_gradients(model, optimizer, overlap_forward=True)
+    last, go_on, seen = 2 * len(model) - 1, threading.Event(), []
+
+    def before_step(place: int) -> None:
+        if place == last:
+            assert go_on.wait(30)
+
+    def computed(*_: object) -> None:
+        seen.append(True)
+        go_on.set()
+
+    x = torch.ones(4, 256, device=CUDA)
+    with before_steps(before_step):
+        model(x).sum().backward()
+        optimizer.step()
+        hook = model[0].register_forward_hook(computed)
+        model(x)
+        hook.remove()
+        optimizer.synchronize()
+    assert seen == [True]
 
 
 def test_a_graph_refuses_it() -> None:
