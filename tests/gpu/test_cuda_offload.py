@@ -137,7 +137,7 @@ def test_held_gradients(micro_batches: int, scale: float | None) -> None:
 
 
 def test_held_gradients_leave_the_device() -> None:
-    """Shows that a backward pass adds no more gradients to the device's memory than may wait, in a model of any size."""
+    """Shows that a backward pass adds no more gradients to the device's memory than may wait, in any model."""
     layers, numel, waiting = 24, 1 << 22, 2
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False, device=CUDA) for _ in range(layers)))
     optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
