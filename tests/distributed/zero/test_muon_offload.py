@@ -1,4 +1,4 @@
-"""DeepSpeed#8463: Muon under ZeRO's CPU offload, whose losses leave those of a run without by 0.094 in DeepSpeed.
+"""DeepSpeed#8463: Muon under ZeRO's CPU offload, whose losses differ by 0.094 from those without in DeepSpeed.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8463 trains a model by Muon with AdamW for the rest, and compares losses.
 """
