@@ -1,6 +1,6 @@
 """DeepSpeed#8463: Muon under ZeRO's CPU offload, whose losses differ by 0.094 from those without in DeepSpeed.
 
-https://github.com/deepspeedai/DeepSpeed/issues/8463 trains a model by Muon with AdamW for the rest, and compares losses.
+https://github.com/deepspeedai/DeepSpeed/issues/8463 trains by Muon, with AdamW for the rest, and looks at losses.
 """
 
 from __future__ import annotations
