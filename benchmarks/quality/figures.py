@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def _streams(lines: list[Record]) -> Any:
 
 def _course(long_runs: list[Course]) -> Any:
     """Per optimizer the mean difference over the steps, with its 95% t interval; the band is the goal."""
-    figure, panels = _panels([course.choice.label for course in long_runs], 2.4, 1.9, 4, sharex=True, sharey=True)
+    titles = [textwrap.fill(course.choice.label, 26) for course in long_runs]
+    figure, panels = _panels(titles, 2.4, 2.1, 4, sharey=True)
     for course, panel in zip(long_runs, panels, strict=False):
         steps, found = list(course.differences), list(course.differences.values())
         panel.axhspan(-GOAL, GOAL, color=_GREY, alpha=0.2, lw=0)
@@ -230,9 +232,8 @@ def _drift(long_runs: list[Course]) -> Any:
             steps = list(course.drift)
             style = {"color": _colour(course.name), "lw": 1.2, "ms": 3, "label": course.choice.label}
             panel.plot(steps, [of[drawn] for of in course.drift.values()], "o-", **style)
-            _step_ticks(panel, steps)
         panel.set(xscale="log", yscale="linear" if drawn.endswith("_norm") else "log", xlabel="steps")
-        panel.xaxis.set_minor_locator(NullLocator())
+        _step_ticks(panel, sorted({step for course in long_runs for step in course.drift}))
     _legend(figure)
     return figure
 

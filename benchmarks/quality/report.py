@@ -8,6 +8,7 @@ Replaces what stands between the lines ``<!-- table NAME -->`` and ``<!-- end --
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,6 +59,9 @@ def main(argv: list[str]) -> None:
         "course": course_table(long_runs),
         "drift": drift_table(long_runs),
     }
+    restart = given.results / "restart.json"
+    if restart.exists():
+        tables["restart"] = restart_table(json.loads(restart.read_text()))
     page = given.docs / PAGE
     page.write_text(replaced(page.read_text(), tables))
 
@@ -206,6 +210,21 @@ def drift_table(long_runs: list[Course]) -> str:
             cells = ["" if of is None else f"{of[figure]:.3f}" for of in found]
             rows.append([course.choice.label, label, *cells])
     return table_of(["moments against float32's", "", *(f"step {step:,}" for step in steps)], rows)
+
+
+def restart_table(found: records.Record) -> str:
+    """The comparison of a restarted run with the undisturbed one."""
+    legs = ", ".join(f"{ranks} to step {stop:,}" for ranks, stop in found["legs"])
+    first = found["first_difference"]
+    rows = [
+        ["ranks of the restarted run", legs],
+        ["training losses compared", f"{found['training_losses']:,}"],
+        ["held-out losses compared", f"{found['heldout_losses']}"],
+        ["tensors compared at the end, weights and state", f"{found['tensors']}"],
+        ["first step with another loss", "none" if first is None else f"{first:,}"],
+        ["the same bits", "yes" if found["same"] else "no"],
+    ]
+    return table_of(["restart, against one undisturbed rank", ""], rows)
 
 
 def levels_table(lines: list[records.Record]) -> str:

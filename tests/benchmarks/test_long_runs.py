@@ -17,7 +17,7 @@ from quality import levels, records, restart, run
 from quality.choices import CHOICES, IN_LONG_RUNS, choice_of
 from quality.moments import Moments, drift, moments_of
 from quality.over_time import courses
-from quality.report import course_table, drift_table, levels_table
+from quality.report import course_table, drift_table, levels_table, restart_table
 from quality.task import Task, lr_factor
 from quality.training import train
 from ranks.pool import Pool
@@ -177,6 +177,8 @@ def test_restarts_are_compared(ranks: Pool, tmp_path: Path, monkeypatch: pytest.
     assert (found["same"], found["first_difference"], found["training_losses"]) == (True, None, 20)
     assert found["legs"] == [[2, 6], [4, 8], [1, 20]]
     assert found["tensors"] > 20
+    assert "| training losses compared | 20 |" in restart_table(found)
+    assert restart_table(found).endswith("| first step with another loss | none |\n| the same bits | yes |")
     metrics = tmp_path / "restarted" / "metrics.jsonl"
     kept = metrics.read_text()
     metrics.write_text(kept.replace('"step": 7, "train_loss": ', '"step": 7, "train_loss": 1'))
