@@ -15,12 +15,14 @@ from torch import Generator, Tensor, nn
 from quality import records
 from quality.choices import CHOICES
 from quality.moments import drift, moments_of
-from quality.task import Problem, Task
+from quality.task import BETAS, Problem, Task
 
 NAMES = ("log8", "companded8", "dynamic8", "bf16", "log4", "bnb8")
 STEPS = 5000
 #: Steps after which the levels are taken.
 MARKS = (250, 500, 1000, 2000, 5000)
+#: Decay rates of the second moment, `betas[1]`.
+BETAS2 = (0.999, 0.99, 0.95)
 ROWS, COLS = 64, 128
 _LR = 1e-3
 
@@ -55,14 +57,16 @@ def _no_problem(settings: object, cache: object) -> Problem:
 _TASK = Task("stream", {}, STEPS, _LR, _no_problem)
 
 
-def measure(stream: str, names: list[str], steps: int = STEPS) -> list[records.Record]:
-    """Runs optimizers beside torch's AdamW in float32 on a stream; a line each.
+def measure(stream: str, beta2: float, names: list[str], steps: int = STEPS) -> list[records.Record]:
+    """Runs optimizers beside torch's AdamW in float32 on a stream, all with this decay rate; a line each.
 
     Returns:
         Lines with "levels": after each of "steps", the norm of the root of the second moment over float32's.
     """
     models = {name: nn.ParameterList([nn.Parameter(torch.zeros(ROWS, COLS))]) for name in ("fp32", *names)}
     optimizers = {name: CHOICES[name].make(model, _TASK, _LR, CHOICES[name].options) for name, model in models.items()}
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["betas"] = (BETAS[0], beta2)
     generator = Generator().manual_seed(0)
     marks = [step for step in MARKS if step <= steps]
     levels: dict[str, list[float]] = {name: [] for name in names}
@@ -78,6 +82,7 @@ def measure(stream: str, names: list[str], steps: int = STEPS) -> list[records.R
     return [
         {
             "stream": stream,
+            "beta2": beta2,
             "optimizer": name,
             "options": CHOICES[name].options,
             "elements": ROWS * COLS,

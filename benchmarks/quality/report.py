@@ -22,7 +22,7 @@ from quality.choices import CHOICES, LONG
 from quality.compare import GOAL, Comparison, compare
 from quality.intervals import Summary
 from quality.over_time import Course, courses
-from quality.task import TASKS
+from quality.task import BETAS, TASKS
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,7 +34,7 @@ VERDICTS = {
     "log8": ("the codec of the `...8bit` names", "unless one of the reasons below holds"),
     "companded8": ("not shown to be worse", "state of FlashOptim is taken over; speed on the CPU matters most"),
     "dynamic8": ("not shown to be worse", "state of bitsandbytes or torchao is taken over"),
-    "bf16": ("not for long runs", "runs of some hundred steps, or `betas[1]` of 0.99 and below"),
+    "bf16": ("steps shrink over long runs", "runs of some hundred steps, or `betas[1]` of 0.99 and below"),
     "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
 }
 
@@ -228,14 +228,21 @@ def restart_table(found: records.Record) -> str:
 
 
 def levels_table(lines: list[records.Record]) -> str:
-    """Rows: streams and optimizers; columns: steps; root of the second moment over float32's."""
-    steps = sorted({step for line in lines for step in line["steps"]})
+    """Rows: streams and optimizers; columns: steps, then faster decay; root of the second moment over float32's."""
+    found = {
+        (line["stream"], line["optimizer"], line["beta2"], step): level
+        for line in lines
+        for step, level in zip(line["steps"], line["levels"], strict=True)
+    }
+    steps = sorted({step for *_, step in found})
+    columns = [(BETAS[1], step) for step in steps]
+    columns += [(beta2, steps[-1]) for beta2 in sorted({key[2] for key in found} - {BETAS[1]}, reverse=True)]
     rows = []
-    for line in lines:
-        at = dict(zip(line["steps"], line["levels"], strict=True))
-        cells = [f"{at[step]:.3f}" if step in at else "" for step in steps]
-        rows.append([line["stream"], CHOICES[line["optimizer"]].label, *cells])
-    return table_of(["stream", "optimizer", *(f"step {step:,}" for step in steps)], rows)
+    for stream, optimizer in dict.fromkeys(key[:2] for key in found):
+        cells = [found.get((stream, optimizer, *column)) for column in columns]
+        rows.append([stream, CHOICES[optimizer].label, *("" if cell is None else f"{cell:.3f}" for cell in cells)])
+    heads = [f"step {step:,}" if beta2 == BETAS[1] else f"`betas[1] = {beta2:g}`" for beta2, step in columns]
+    return table_of(["stream", "optimizer", *heads], rows)
 
 
 def tuning_table(tuning: dict[str, list[records.Record]]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -171,13 +172,13 @@ def drifts(path: Path, rows: int) -> None:
 def moment_levels(path: Path, steps: int) -> None:
     """Appends the level of each optimizer's second moment on each stream of so many steps, where the file lacks it."""
     records.repair(path)
-    made = {(line["stream"], line["optimizer"]) for line in records.read(path)}
+    made = {(line["stream"], line["beta2"], line["optimizer"]) for line in records.read(path)}
     able = [name for name in levels.NAMES if CHOICES[name].obstacle(drift.STREAM) is None]
-    for stream in levels.STREAMS:
-        names = [name for name in able if (stream, name) not in made]
-        for line in levels.measure(stream, names, steps) if names else ():
+    for stream, beta2 in itertools.product(levels.STREAMS, levels.BETAS2):
+        names = [name for name in able if (stream, beta2, name) not in made]
+        for line in levels.measure(stream, beta2, names, steps) if names else ():
             records.append(path, line)
-            print(f"levels, {stream}, {line['optimizer']}: {line['levels'][-1]}", flush=True)
+            print(f"levels, {stream}, {beta2}, {line['optimizer']}: {line['levels'][-1]}", flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -98,14 +99,17 @@ def test_drift_of_known_moments() -> None:
 
 def test_levels_of_the_second_moment_are_those_of_a_codec() -> None:
     """bf16's, which cannot fall by 0.1%, rises; log8's does not; no level depends on another."""
-    alone, both = levels.measure("normal", ["bf16"], 500), levels.measure("normal", ["log8", "bf16"], 500)
+    alone, both = (levels.measure("normal", 0.999, names, 500) for names in (["bf16"], ["log8", "bf16"]))
     assert both[1] == alone[0]
     assert alone[0]["steps"] == [250, 500]
     assert 1.001 < alone[0]["levels"][0] < alone[0]["levels"][1]
     assert both[0]["levels"] == pytest.approx([1, 1], abs=0.003)
-    table = levels_table(both).splitlines()
-    assert table[0] == "| stream | optimizer | step 250 | step 500 |"
-    assert table[2].startswith("| normal | AdamW, log8 | 1.0")
+    faster = levels.measure("normal", 0.95, ["bf16"], 500)
+    assert faster[0]["levels"] == pytest.approx([1, 1], abs=0.003)
+    table = levels_table([*both, *faster]).splitlines()
+    assert table[0] == "| stream | optimizer | step 250 | step 500 | `betas[1] = 0.95` |"
+    assert re.fullmatch(r"\| normal \| AdamW, log8 \| \S+ \| \S+ \|  \|", table[2])
+    assert re.fullmatch(r"\| normal \| AdamW, bf16 \| 1\.\d+ \| 1\.\d+ \| (1.00\d|0.99\d) \|", table[3])
 
 
 def _lines(folder: Path, *optimizers: str) -> list[records.Record]:
