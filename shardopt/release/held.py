@@ -220,12 +220,14 @@ class HeldParameters(ReleasedParameters):
         for param in self._of_step():
             if param.grad is not None:  # a part of which more could have come
                 self._take_to_host(param)
-        on_host = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
         steps: dict[Tensor, Callable[[], None]] = {}
-        for param, held in self._of_step().items():
+        gradients = self._of_step()
+        if gradients:  # read from the device once
+            scaling = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
+        for param, held in gradients.items():
             parameter = self._parameters[param]
             group = group_of(self._optimizer.param_groups, parameter, param)
-            steps[param] = self._prepare(param, parameter, group, on_host, {0: held.sum})
+            steps[param] = self._prepare(param, parameter, group, scaling, {0: held.sum})
 
         def take() -> None:
             for param, step in steps.items():
