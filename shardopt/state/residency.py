@@ -23,6 +23,7 @@ from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
+from shardopt.state.host_threads import warn_of_one_thread
 from shardopt.state.names import named
 from shardopt.state.options import bytes_of
 from shardopt.state.sleep import Sleep, Stateful
@@ -236,6 +237,8 @@ class StateResidency:
             else:
                 from shardopt.kernels.transfers_cuda import CudaTransfers
 
+                if offload == "step":
+                    warn_of_one_thread(ranks_here())
                 self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step", pin=self._pins)
         return self._transfers[key]
 
