@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Division, Exchange, Ranks, ranges
+from shardopt.layout.division import Division, Exchange, Ranks, Replicas, ranges
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -42,7 +42,12 @@ class FlatShard(_AssignedShard):
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         exchange: the ranks that hold the ranges; None where this rank holds all.
         division: the same ranks with the range of each; None where this rank holds all.
+
+    Attributes:
+        replicas: see :class:`Shard`.
     """
+
+    replicas: Replicas | None = None
 
     def __init__(
         self,

@@ -93,6 +93,9 @@ class Muon(ShardedOptimizer):
         split: divides a parameter into several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
             keys and values; or "each" for stacks of three dimensions or more, such as experts.
         betas: decay rates of AdamW and Lion.
+        share_replicas: whether replicas (HSDP, HYBRID_SHARD of FSDP1, or any parameter that is replicated along one
+            dimension of its mesh and sharded along others) each compute some of the matrices and exchange the results.
+            All replicas must then step together, with equal gradients. Otherwise each replica computes all matrices.
         orthogonalize_memory: bytes for directions and intermediate matrices at a time: a whole number, or a text such
             as "512MiB". The largest parameters get more if they need it: three may be in memory at a time, one that
             arrives, one that is computed and one that returns.
@@ -124,6 +127,7 @@ class Muon(ShardedOptimizer):
         beta2: float = 0.95,
         split: Split = None,
         betas: tuple[float, float] = (0.9, 0.95),
+        share_replicas: bool = False,
         orthogonalize_memory: int | str = "512MiB",
         **options: Unpack[Options],
     ) -> None:
@@ -142,6 +146,7 @@ class Muon(ShardedOptimizer):
             "beta2": beta2,
             "split": split,
             "betas": betas,
+            "share_replicas": share_replicas,
             "orthogonalize_memory": orthogonalize_memory,
         }
         super().__init__(params, defaults, options)
@@ -173,6 +178,7 @@ class Muon(ShardedOptimizer):
             group["split"] if group["split"] in (None, "each") else tuple(group["split"]),
             bytes_of(group["orthogonalize_memory"]),
             group["beta2"] if group["normalize"] == "rows" else None,
+            group["share_replicas"],
         )
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
@@ -185,6 +191,7 @@ class Muon(ShardedOptimizer):
         super().check_group(group)
         check_number(group, "momentum", most=1.0)  # an average of gradients
         check_flag(group, "nesterov")
+        check_flag(group, "share_replicas")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
@@ -252,12 +259,13 @@ class NorMuon8bit(NorMuon):
 @lru_cache(maxsize=1024)
 def _muon(
     coefficients: tuple[Coefficients, ...], eps: float, gram: bool, adjust_lr_fn: str, split: Split, memory: int,
-    row_decay: float | None,
+    row_decay: float | None, share_replicas: bool,
 ) -> Rule:  # fmt: skip
     newton_schulz = NewtonSchulz(coefficients, eps, gram)
     orthogonalized = Orthogonalized(
-        newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply", row_decay=row_decay
-    )
+        newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply", row_decay=row_decay,
+        share_replicas=share_replicas,
+    )  # fmt: skip
     return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
 
 

@@ -22,6 +22,7 @@ from torch.nn import Module
 from shardopt.layout import (
     FlatBuffer,
     FlatShard,
+    Replicas,
     Segment,
     Shard,
     UnknownShardError,
@@ -29,6 +30,7 @@ from shardopt.layout import (
     assign_later,
 )
 from shardopt.layout.names import canonical_modules
+from shardopt.layout.partition import even_steps
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.exchange import RanksExchange
 
@@ -71,7 +73,7 @@ def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
     for prefix, module in canonical_modules(model, all_names=True):
         prefixes.setdefault(id(module), []).append(prefix)
     for unit in units:
-        _assign_unit(unit._handle, names, prefixes, None if is_whole else len(names))
+        _assign_unit(unit._handle, names, prefixes, None if is_whole else len(names), _replicas(unit))
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
@@ -94,6 +96,7 @@ def _assign_unit(
     names: dict[tuple[int, str], tuple[int, str]],
     prefixes: dict[int, list[str]],
     known_params: int | None,
+    replicas: Replicas | None,
 ) -> None:
     flat = handle.flat_param
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
@@ -109,6 +112,8 @@ def _assign_unit(
                 "contiguous tensor, as FSDP1 keeps the order of memory; wrap the model before it is made channels_last"
             )
     shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
+    for shard in shards if replicas is not None else ():
+        shard.replicas = replicas
     if handle._use_orig_params:
         for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
             assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape), tuple(shape)))
@@ -145,6 +150,17 @@ def _is_stable(module: Module, name: str) -> bool:
 
 def _whole(shape: tuple[int, ...]) -> FlatShard:
     return FlatShard(shape, 0, torch.Size(shape).numel())
+
+
+def _replicas(unit: Any) -> Replicas | None:
+    """The replicas of HYBRID_SHARD, where all groups have their ranks in evenly spaced order."""
+    across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
+    if across is None or not handle.uses_sharded_strategy or across.size() == 1:
+        return None
+    ranks, within = (RanksExchange((group,), handle.device) for group in (across, handle.process_group))
+    if even_steps(ranks.numbers) is None or even_steps(within.numbers) is None:
+        return None
+    return Replicas(ranks, across.size(), RanksExchange((across, handle.process_group), handle.device))
 
 
 def _ranges(handle: Any) -> list[FlatShard]:

@@ -27,6 +27,7 @@ class Orthogonalized:
         apply: name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
         row_decay: decay rate of the second moments by which the rows of a result are normalized; None to leave rows as
             they are.
+        share_replicas: whether groups of ranks that divide a parameter alike share its matrices.
     """
 
     newton_schulz: NewtonSchulz
@@ -35,6 +36,7 @@ class Orthogonalized:
     memory: int
     apply: str
     row_decay: float | None = None
+    share_replicas: bool = False
 
 
 @dataclass(frozen=True)

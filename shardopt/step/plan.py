@@ -45,6 +45,8 @@ def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchang
     if group.rule.orthogonalized is not None:
         division = shard.division
         candidates.append(division.ranks if division else parameter.copies.ranks if parameter.copies else None)
+        if group.rule.orthogonalized.share_replicas and shard.replicas is not None:
+            candidates.append(shard.replicas.holders)
     for ranks in candidates:
         if ranks is not None:
             yield ranks
@@ -68,6 +70,7 @@ def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: 
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), orthogonalized.memory, scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
+        says["share_replicas"] = orthogonalized.share_replicas
     is_sized = not is_flat and slice_.spec.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)

@@ -98,6 +98,7 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
         "beta2": 0.95,
         "split": None,
         "betas": (0.9, 0.95),
+        "share_replicas": False,
         "orthogonalize_memory": "512MiB",
     },
 }

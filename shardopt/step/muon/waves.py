@@ -12,9 +12,9 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import FlatShard
+from shardopt.layout import Exchange, FlatShard
 from shardopt.state.residency import StateResidency
-from shardopt.step.agreement import Opening, Plan
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.group_tables import GroupTables
@@ -58,6 +58,54 @@ class _Planned:
         return WaveStep(self.wave, device, passes, blocks, self._plan, of_rows)
 
 
+class Meeting:
+    """Rolls of all ranks whose replicas share matrices, before the first wave of a step on a device.
+
+    Within a wave a rank hears from its own replica alone, and would wait for others whose plans have changed.
+
+    Args:
+        plan: the ranks' plan.
+        matrices: all of the device.
+        device: the parameters' device.
+    """
+
+    def __init__(self, plan: Plan, matrices: Sequence[Matrix], device: torch.device) -> None:
+        indices: dict[Exchange, dict[int, None]] = {}
+        for matrix in matrices:
+            if matrix.replicas is not None:
+                indices.setdefault(matrix.replicas.holders, {})[matrix.tensor] = None
+        self._messages = {
+            ranks: torch.zeros((1 + len(of_ranks), 2), dtype=torch.int32, device=device)
+            for ranks, of_ranks in indices.items()
+        }
+        self._rolls = [Roll(plan, ranks, x, list(indices[ranks])) for ranks, x in self._messages.items()]
+
+    def __bool__(self) -> bool:
+        return bool(self._rolls)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that live from step to step."""
+        return [*self._messages.values(), *(roll.own for roll in self._rolls)]
+
+    def openings(self) -> list[Opening]:
+        """The shapes of the messages."""
+        return [Reduction(ranks, x.numel(), x.dtype) for ranks, x in self._messages.items()]
+
+    def step(self) -> None:
+        """Takes this step's rolls from the plan, which knows the gradients."""
+        for roll in self._rolls:
+            roll.step()
+
+    def run(self) -> None:
+        """Exchanges the rolls; raises RuntimeError if they differ."""
+        for roll, (ranks, message) in zip(self._rolls, self._messages.items(), strict=True):
+            roll.enter()
+            ranks.all_reduce_max(message)
+        for roll in self._rolls:
+            roll.check()
+
+
 class Waves:
     """The waves of a step, and the rows of their parameters.
 
@@ -76,6 +124,7 @@ class Waves:
                 by_device.setdefault(parameter.device, []).extend(matrices_of(index, parameter, orthogonalized))
                 memory.append(orthogonalized.memory)
         self._waves: dict[torch.device, list[_Planned]] = {}
+        self._meetings = {device: Meeting(plan, matrices, device) for device, matrices in by_device.items()}
         # By the indices of parameter and slice: offsets of its matrices in the local tensor, and its cut blocks.
         self._begins: dict[tuple[int, int], list[int]] = {}
         self._cuts: dict[tuple[int, int], FlatCuts] = {}
@@ -123,7 +172,11 @@ class Waves:
             stepped: the indices of the parameters with a gradient.
             cuts: the parameters with column shards that cut blocks.
         """
-        return [planned.step(device, stepped, cuts) for planned in self._waves.get(device, [])]
+        steps = [planned.step(device, stepped, cuts) for planned in self._waves.get(device, [])]
+        if steps and self._meetings[device]:
+            steps[0].meeting = self._meetings[device]
+            steps[0].meeting.step()
+        return steps
 
 
 class WaveStep:
@@ -147,6 +200,7 @@ class WaveStep:
         plan: Plan,
         normalized: Sequence[tuple[int, int]],
     ) -> None:
+        self.meeting: Meeting | None = None
         self._normalized = normalized
         self._row_moments: RowMoments = {}
         self._directions = Directions(wave, device, plan)
@@ -167,7 +221,8 @@ class WaveStep:
     @property
     def memory(self) -> list[Tensor]:
         """Tensors that live from step to step and are no state."""
-        return [*self._directions.memory, *self.cuts.memory]
+        of_meeting = [] if self.meeting is None else self.meeting.memory
+        return [*self._directions.memory, *self.cuts.memory, *of_meeting]
 
     @property
     def communicates(self) -> bool:
@@ -204,6 +259,8 @@ class WaveStep:
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
     """The shapes of the messages that :func:`run_waves` sends until it reads a roll."""
+    if waves and waves[0].meeting is not None:
+        return waves[0].meeting.openings()
     openings: list[Opening] = []
     journeys = [wave.journey for wave in waves]
     for number in range(len(waves) + 2):
@@ -225,6 +282,8 @@ def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
     """Takes the steps of all waves of a device: while one is computed, the next arrives, and the last returns."""
+    if waves and waves[0].meeting is not None:
+        waves[0].meeting.run()
     for number in range(len(waves) + 2):
         if number < len(waves):
             waves[number].begin()

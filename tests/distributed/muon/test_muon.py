@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import shardopt
 import shardopt.checkpoint
+import shardopt.sharding.exchange
 from helpers import Shape
 from ranks.models import WAYS, loss_of, make_batch, make_net, named_parameters, set_gradients
 from ranks.muon import MATRICES, of_groups, orthogonalized
@@ -58,6 +59,18 @@ def test_as_single(ranks: Pool, world_size: int, way: str) -> None:
 def test_normalized_as_single(ranks: Pool, world_size: int, way: str) -> None:
     """Second moments of rows included, where ranks share rows, too."""
     ranks.run(world_size, _as_single, way, "normuon", {})
+
+
+def _in_rounds(most: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(shardopt.sharding.exchange, "MOST_PEERS", most)
+        for way in ("fsdp", "fsdp1"):
+            _as_single(way, "normuon", {})
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(3, 1), (4, 2)])
+def test_messages_to_few_ranks_at_a_time(ranks: Pool, world_size: int, most: int) -> None:
+    ranks.run(world_size, _in_rounds, most)
 
 
 def test_gram_as_single(ranks: Pool) -> None:
