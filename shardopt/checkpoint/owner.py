@@ -169,7 +169,7 @@ class Owner:
 
     def finish(self, common: Mapping[str, Tensor]) -> None:
         """Ends a load, given the state that belongs to no parameter as :meth:`common_chunks` had it."""
-        self.optimizer._internals.forget_tables()
+        self.optimizer._internals.forget_tables(anew=True)
 
 
 def is_of_quantize_state(name: object) -> bool:

@@ -332,7 +332,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals = getattr(self, "_internals", None) or Internals(self)
         if asleep is not None:
             self._internals.residency.asleep = asleep
-        self._internals.forget_tables()
+        self._internals.forget_tables(anew=True)
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:

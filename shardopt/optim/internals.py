@@ -45,8 +45,8 @@ class Released(Protocol):
     def discard(self) -> None:
         """Lets each parameter be stepped once more, without a ``step()`` in between."""
 
-    def forget(self) -> None:
-        """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
+    def forget(self, *, anew: bool) -> None:
+        """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
 
     def end(self) -> None:
         """Ends the release."""
@@ -62,7 +62,7 @@ class Released(Protocol):
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
 
-    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """Multiplies these gradients by a factor; tells, per device, whether some are not finite."""
 
 
@@ -181,12 +181,16 @@ class Internals:
         if not self.model_indices:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
 
-    def forget_tables(self) -> None:
-        """Has shards and state looked up anew by the next step."""
+    def forget_tables(self, *, anew: bool = False) -> None:
+        """Has shards and state looked up anew by the next step.
+
+        Args:
+            anew: whether released gradients are thrown away, as other state was loaded than they are for.
+        """
         for stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
-            self.released.forget()
+            self.released.forget(anew=anew)
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
         """The scaling of a step with :attr:`coefficient`, which is used up.

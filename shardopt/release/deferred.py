@@ -103,10 +103,10 @@ class DeferredSteps:
             keeps_gradient: whether a gradient on the device is among it: waits, first, while too many are under way.
 
         Raises:
-            Exception: an earlier step raised the exception; the new step is not taken.
+            Exception: an earlier step raised the exception, and ``keeps_gradient``; the new step is not taken.
         """
         with self._lock:
-            self._let_go()
+            self._let_go(raises=keeps_gradient)
             while keeps_gradient and len(self._unfinished) >= self._most_waiting:
                 wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
                 self._let_go()
@@ -141,9 +141,9 @@ class DeferredSteps:
             while True:
                 self._waiting.get_nowait().take()
 
-    def _let_go(self) -> None:
-        """Forgets steps that are done."""
-        done = [step for step in self._unfinished if step.taken.done()]
+    def _let_go(self, *, raises: bool = True) -> None:
+        """Forgets steps that are done; unless it ``raises``, those that raised stay for the next call that does."""
+        done = [step for step in self._unfinished if step.taken.done() and (raises or not step.taken.exception())]
         self._unfinished = [step for step in self._unfinished if step not in done]
         for step in done:
             step.taken.result()

@@ -15,14 +15,14 @@ from torch._compile import _disable_dynamo
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.kernels.norms import take_pass
-from shardopt.layout import Shard, shard_of
+from shardopt.layout import Exchange, Shard, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, memory_for, no_shares
 from shardopt.release.parts import GradientParts
-from shardopt.release.released import ReleasedParameters, group_of
+from shardopt.release.released import ReleasedParameters, demand_no_raise, group_of
 from shardopt.state.host_memory import demand_memory
 from shardopt.state.names import named
-from shardopt.state.residency import ranks_here
+from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares, holders_of
 
@@ -60,7 +60,7 @@ class HeldParameters(ReleasedParameters):
         super().__init__(optimizer, params, parts, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
         foreseen = residency.foreseen_bytes
-        held = [param for param in params if residency.of(param).offload == "step"]
+        held = _on_all_hosts(params, residency)
         shards = [shard_of(param) for param in held]
         locals_ = [shard.local(param) for param, shard in zip(held, shards, strict=True)]
         likes = [self._like(local, local.dtype) for local in locals_]
@@ -118,7 +118,10 @@ class HeldParameters(ReleasedParameters):
                 "micro_batches, and call optimizer.zero_grad() after a pass that failed"
             )
         self._fit(held, shard, part)
+        if held.count and held.has_share:  # the norm was asked for before the last gradient
+            self._forget_shares()
         first, held.count = held.count == 0, held.count + 1
+        held.is_lost = held.is_lost and not first
         held.has_share = self._wants_norm and held.count == self._micro_batches
         shares = self._shares if held.has_share else {}
         source = part.resolve_neg().contiguous()
@@ -157,6 +160,8 @@ class HeldParameters(ReleasedParameters):
                 of squares, which were taken as the gradients came.
         """
         self.wait()
+        for param, held in self._of_step().items():
+            held.demand_arrival(self._parameters[param].name)
         if largest:
             shares = no_shares(self._gradients.values())
             for held in self._of_step().values():
@@ -169,6 +174,12 @@ class HeldParameters(ReleasedParameters):
                 held.has_share = True
         return self._shares
 
+    def _forget_shares(self) -> None:
+        """Has the shares of the norm taken anew."""
+        for held in self._gradients.values():
+            held.has_share = False
+        self._shares = no_shares(self._gradients.values())  # gradients on their way add to the old ones
+
     def _of_step(self) -> dict[Tensor, HostGradient]:
         """The gradients of this step in the host's memory."""
         return {param: held for param, held in self._gradients.items() if held.count}
@@ -179,15 +190,25 @@ class HeldParameters(ReleasedParameters):
         return self._of_step().keys()
 
     @torch.no_grad()
-    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
 
         Args:
             inverse_scale: the factor: float32, of one element.
+            allow_fp16: whether gradients may be float16, which multiplied are rounded once more.
 
         Returns:
             Whether some are not finite, on any rank that has parts of them: float32, 0-d, per device of parameters.
+
+        Raises:
+            ValueError: gradients are float16 and must not be, as torch.amp.GradScaler refuses others. Nothing was
+                changed.
         """
+        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self._of_step().values()):
+            raise ValueError(
+                "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
+                "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
+            )
         found: dict[torch.device, Tensor] = {}
         shares = self.norm_shares(largest=False)
         for holders, words in shares.items():
@@ -201,8 +222,7 @@ class HeldParameters(ReleasedParameters):
         if factor != 1.0:
             for held in self._of_step().values():
                 held.sum.mul_(factor)
-                held.has_share = False
-            self._shares = no_shares(self._gradients.values())
+            self._forget_shares()
         return found
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
@@ -227,17 +247,21 @@ class HeldParameters(ReleasedParameters):
         for param, held in gradients.items():
             parameter = self._parameters[param]
             group = group_of(self._optimizer.param_groups, parameter, param)
+            demand_no_raise(group)
+            if held.is_lost:
+                self.wait()  # raises the exception, unless somebody has seen it
+                held.demand_arrival(parameter.name)
             steps[param] = self._prepare(param, parameter, group, scaling, {0: held.sum})
 
         def take() -> None:
             for param, step in steps.items():
-                parameter = self._parameters[param]
-                self._gradients[param].count = 0
+                parameter, held = self._parameters[param], self._gradients[param]
                 if parameter.stepper.communicates:
                     self._deferred.wait()
                     step()
                 else:
-                    self._defer(param, parameter, step, keeps_gradient=False)
+                    self._defer(param, parameter, _once_arrived(held, parameter.name, step), keeps_gradient=False)
+                held.count = 0
 
         return take
 
@@ -256,7 +280,7 @@ class HeldParameters(ReleasedParameters):
         super()._begin_anew(complete=complete)
         for held in self._gradients.values():
             held.count = 0
-        self._shares = no_shares(self._gradients.values())  # steps may wait for arrivals that add to the old ones
+        self._forget_shares()
 
     def end(self) -> None:
         """Ends the release; warns of gradients that are thrown away."""
@@ -272,6 +296,33 @@ class HeldParameters(ReleasedParameters):
     def host_bytes(self) -> int:
         """Bytes of the host's memory for gradients, held now or not."""
         return sum(held.sum.nbytes for held in self._gradients.values()) + self._staging.nbytes
+
+
+def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list[Tensor]:
+    """The parameters with ``offload="step"`` on all ranks that hold parts, which step them in one order.
+
+    Parts that differ in size may fit into ``device_state_budget`` on some ranks only.
+    """
+    offloaded = {param: residency.of(param).offload == "step" for param in params}
+    by_holders: dict[Exchange, list[Tensor]] = {}
+    for param in params:
+        if (holders := holders_of(shard_of(param))) is not None:
+            by_holders.setdefault(holders, []).append(param)
+    for holders, shared in by_holders.items():
+        stays = torch.tensor([not offloaded[param] for param in shared], dtype=torch.int32, device=shared[0].device)
+        holders.all_reduce_max(stays)
+        offloaded.update((param, not on_some) for param, on_some in zip(shared, stays.tolist(), strict=True))
+    return [param for param in params if offloaded[param]]
+
+
+def _once_arrived(held: HostGradient, name: str, step: Callable[[], None]) -> Callable[[], None]:
+    """A step of a gradient that may be on its way still, unless it gets lost."""
+
+    def work() -> None:
+        held.demand_arrival(name)
+        step()
+
+    return work
 
 
 def _is_finite(words: Tensor) -> bool:

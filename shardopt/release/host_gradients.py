@@ -33,12 +33,13 @@ class HostGradient:
         sum: the gradients so far: contiguous, of the shape of this rank's part.
         count: how many gradients are on their way to the sum or in it.
         has_share: whether the sum's squares are, or will be, among the shares of the norm.
+        is_lost: whether a gradient did not arrive, as an exception was raised.
     """
 
     def __init__(self, memory: HostPlace, holders: Exchange | None) -> None:
         self.holders = holders
         self.count = 0
-        self.has_share = False
+        self.has_share = self.is_lost = False
         self.use(memory)
 
     def use(self, memory: HostPlace) -> None:
@@ -54,6 +55,25 @@ class HostGradient:
             staging: memory for the pieces of a gradient that is not copied to the sum itself.
             shares: of the norm; grows. Empty for no share.
         """
+        try:
+            self._take(gradient, first=first, staging=staging, shares=shares)
+        except BaseException:
+            self.is_lost = True
+            raise
+
+    def demand_arrival(self, name: str) -> None:
+        """Checks that no gradient was lost, of those that are not on their way any more.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        if self.is_lost:
+            raise RuntimeError(
+                f"{name}: got a gradient that did not arrive in the host's memory, as its copy raised an exception, "
+                "expected a whole one; call optimizer.zero_grad() and backward() again"
+            )
+
+    def _take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Exchange | None, Tensor]) -> None:
         source, total = gradient.view(-1), self.sum.view(-1)
         numel = residency.CHUNK_BYTES // total.itemsize
         places = torch.split(total, numel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -51,6 +52,21 @@ class _Parameter:
         self.read_early = False
 
 
+@contextmanager
+def _forgotten(parameters: Iterable[_Parameter]) -> Iterator[None]:
+    """Forgets the pending steps of parameters after a wait for them, unless the wait itself is interrupted."""
+    is_over = False
+    try:
+        yield
+        is_over = True
+    except Exception:  # of a step
+        is_over = True
+        raise
+    finally:
+        for parameter in parameters if is_over else ():
+            parameter.pending = None
+
+
 class ReleasedParameters:
     """The parameters of an optimizer that are stepped by themselves, during the backward pass.
 
@@ -87,7 +103,7 @@ class ReleasedParameters:
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if param in wanted:
-                    _demand_no_raise(group)
+                    demand_no_raise(group)
                     demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
@@ -131,7 +147,7 @@ class ReleasedParameters:
             return
         optimizer = self._optimizer
         group = group_of(optimizer.param_groups, parameter, param)
-        _demand_no_raise(group)
+        demand_no_raise(group)
         _wait_for_copy(param.grad)
         step = self._prepare(param, parameter, group, _NO_SCALING, {})
         if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
@@ -169,20 +185,17 @@ class ReleasedParameters:
     def wait(self) -> None:
         """Waits for all steps that are taken in another thread."""
         pending = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
-        try:
+        with _forgotten(pending):
             self._deferred.wait()
-        finally:
-            for parameter in pending:
-                parameter.pending = None
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
         """Waits for the steps of some parameters, which are to be read."""
         for param in params:
             parameter = self._parameters[param]
             parameter.read_early = False
-            pending, parameter.pending = parameter.pending, None
-            if pending is not None:
-                pending.wait()
+            if parameter.pending is not None:
+                with _forgotten([parameter]):
+                    parameter.pending.wait()
 
     def end_forward(self) -> None:
         """Waits for all steps; notes for which of them nobody has waited until now."""
@@ -255,13 +268,14 @@ class ReleasedParameters:
         """The shares of the norm of these gradients."""
         return {}
 
-    def unscale(self, inverse_scale: Tensor) -> dict[torch.device, Tensor]:
+    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """Multiplies these gradients by a factor."""
         return {}
 
-    def forget(self) -> None:
-        """Has everything looked up anew by the next steps, and lets each parameter be stepped once more."""
-        self._begin_anew(complete=False)
+    def forget(self, *, anew: bool) -> None:
+        """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
+        if anew:
+            self._begin_anew(complete=False)
         self.wait()
         for parameter in self._parameters.values():
             parameter.stepper.forget()
@@ -326,7 +340,7 @@ def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> N
         )
 
 
-def _demand_no_raise(group: dict[str, Any]) -> None:
+def demand_no_raise(group: dict[str, Any]) -> None:
     if group["nonfinite"] == "raise":
         raise ValueError(
             "got a param group with nonfinite='raise' while gradients are released, expected 'skip' or 'propagate': "

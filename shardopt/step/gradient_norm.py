@@ -106,14 +106,16 @@ class GradientNorm:
         for batch in self._batches:
             batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
         totals: list[Tensor] = []
-        for ranks, sums in self._sums.items():
+        no_words = torch.zeros(_C.sum_words, dtype=torch.int64, device=self._devices[0])
+        # Parameters that were frozen after their backward pass have kept gradients only.
+        kept_only = dict.fromkeys(ranks for shares in kept for ranks in shares if ranks not in self._sums)
+        for ranks, sums in (*self._sums.items(), *((ranks, {no_words.device: no_words}) for ranks in kept_only)):
             parts = [of_device[:1] if largest else of_device for of_device in sums.values()]
             parts += [shares[ranks] for shares in kept if ranks in shares]
             words = _joined(parts, largest)
             if ranks is not None:
                 (ranks.all_reduce_max if largest else ranks.all_reduce_sum)(words)
             totals.append(words)
-        no_words = torch.zeros(_C.sum_words, dtype=torch.int64, device=self._devices[0])
         words = _joined([words.to(self._devices[0]) for words in totals] or [no_words], largest)
         norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
         return norm, coefficient

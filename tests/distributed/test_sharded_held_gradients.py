@@ -150,6 +150,40 @@ def test_rules_with_collectives(ranks: Pool, kind: str) -> None:
     ranks.run(2, partial(_compare, "fsdp", kind=kind))
 
 
+def _in_budget_of_one_rank(kind: str) -> None:
+    """The state of a parameter's part stays on the device of the rank that has fewer rows."""
+    results, budget = [], 600
+    for held in (True, False):
+        with offload_from_cpu():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3), nn.Linear(3, 64))
+            for layer in model:
+                fully_shard(layer, mesh=mesh_of((2,)))
+            fully_shard(model, mesh=mesh_of((2,)))
+            options = {"offload": "step", "device_state_budget": budget} if held else {}
+            optimizer = getattr(shardopt, kind)(model.parameters(), lr=1e-2, min_quantized_numel=64, **options)
+            if held:
+                last = list(model.parameters())[-1]
+                is_offloaded = optimizer._internals.residency.of(last).offload is not None
+                assert is_offloaded == (dist.get_rank() == 0), "the budget does not tell the ranks apart"
+                shardopt.release_gradients(model, optimizer, overlap_forward=True)
+            for step in range(3):
+                torch.manual_seed(10 * step + dist.get_rank())
+                model(torch.randn(4, 64)).square().mean().backward()
+                shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            results.append(snapshot_of(model, optimizer))
+    assert_same(*results)
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.parametrize("kind", ["AdamW8bit", "LAMB8bit"])
+def test_state_that_fits_into_the_budget_of_one_rank(ranks: Pool, kind: str) -> None:
+    ranks.run(2, _in_budget_of_one_rank, kind)
+
+
 def _hybrid() -> None:
     results = []
     for held in (True, False):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from helpers import Snapshot, everything
 from ranks.layered import Layers, batch
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
+from shardopt.release import host_gradients
+from shardopt.release.released import ReleasedParameters
 from shardopt.state import host_memory
 
 STEPS = 4
@@ -459,7 +464,9 @@ def test_an_exception_in_a_backward_pass() -> None:
     assert_same(*results)
 
 
-def test_an_error_of_a_step_is_raised_and_does_not_hang() -> None:
+@pytest.mark.parametrize("pause", [0.0, 0.01])
+def test_an_error_of_a_step_is_raised_and_does_not_hang(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass raises it, even if step() was still handing over others then."""
     loop = Loop(True)
     loop.step(0)
     loop.optimizer.synchronize()
@@ -468,10 +475,22 @@ def test_an_error_of_a_step_is_raised_and_does_not_hang() -> None:
         if place == 3:
             raise MemoryError("planted")
 
+    defer = ReleasedParameters._defer
+
+    def slow_defer(*args: Any, **more: Any) -> None:
+        defer(*args, **more)
+        time.sleep(pause)
+
+    monkeypatch.setattr(ReleasedParameters, "_defer", slow_defer)
+    before = [param.detach().clone() for param in loop.model.parameters()]
     with before_steps(fail):
         loop.step(1)
         with pytest.raises(MemoryError, match="planted"):
             loop.model(batch(2))
+    with suppress(MemoryError):  # if the layer raised it
+        loop.optimizer.synchronize()
+    changed = [not torch.equal(*pair) for pair in zip(loop.model.parameters(), before, strict=True)]
+    assert changed == [index != 3 for index in range(17)]
 
 
 def test_strided_parameters() -> None:
@@ -625,3 +644,160 @@ def test_micro_batches_is_a_whole_number() -> None:
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match=f"micro_batches: got {wrong}, expected at least 1"):
             shardopt.release_gradients(model, optimizer, micro_batches=wrong)  # type: ignore[arg-type]
+
+
+def clipped(loop: Loop, max_norm: float = 1e-3) -> None:
+    loop.norms.append(shardopt.clip_grad_norm_(loop.model.parameters(), max_norm, optimizer=loop.optimizer))
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 1024.0])
+def test_the_norm_between_micro_batches(scale: float | None) -> None:
+    """Shares of sums that grow afterwards count once."""
+    results = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2, scale=scale)
+        for step in range(3):
+            for micro in range(2):
+                loop.loss(10 * step + micro).backward()
+                if loop.scaler is not None and micro == 0:
+                    loop.scaler.unscale_(loop.optimizer)
+                clipped(loop)
+            if loop.scaler is None:
+                loop.optimizer.step()
+            else:
+                loop.scaler.step(loop.optimizer)
+                loop.scaler.update()
+            loop.optimizer.zero_grad()
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_the_norm_of_parameters_that_were_frozen_after_the_backward_pass() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2)
+        for step in range(3):
+            loop.backward(step)
+            loop.model.requires_grad_(False)
+            clipped(loop)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.model.requires_grad_(True)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def test_raise_that_is_set_later_is_refused() -> None:
+    loop = Loop(True)
+    loop.step(0)
+    loop.backward(1)
+    loop.optimizer.param_groups[0]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="nonfinite='raise' while gradients are released"):
+        loop.optimizer.step()
+
+
+def test_a_loss_scaler_that_another_package_has_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    unscale = GradScaler._unscale_grads_
+    original = getattr(unscale, "__wrapped__", unscale)
+
+    @wraps(original)
+    def wrapped(*args: Any) -> Any:
+        return original(*args)
+
+    monkeypatch.setattr(GradScaler, "_unscale_grads_", wrapped)
+    compare(scale=1000.0, max_norm=1e-3)
+
+
+def test_float16_gradients_are_not_unscaled_in_place() -> None:
+    """PyTorch refuses others. A step unscales without a rounding in between."""
+    for held in (True, False):
+        loop = Loop(held, dtype=torch.float16, scale=256.0)
+        loop.backward(0)
+        assert loop.scaler is not None
+        with pytest.raises(ValueError, match=r"(?i)float16 gradients|fp16 gradients"):
+            loop.scaler.unscale_(loop.optimizer)
+    compare(dtype=torch.float16, scale=256.0)
+
+
+def test_an_interrupted_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass after one that was interrupted still waits for the step that the latter had waited for."""
+    results = []
+    for held in (True, False):
+        loop = Loop(held)
+        with slow_steps(0.01):
+            loop.step(0)
+            if held:
+                for name in ("DeferredStep", "DeferredSteps"):  # of a layer, of all
+                    with monkeypatch.context() as patch:
+                        patch.setattr(f"shardopt.release.deferred.{name}.wait", interrupted)
+                        with pytest.raises(KeyboardInterrupt):
+                            loop.model(batch(5)) if name == "DeferredStep" else loop.optimizer.synchronize()
+            with torch.no_grad():
+                loop.norms.append(loop.model(batch(6)))
+            loop.step(1)
+        results.append(loop.result())
+    assert_same(*results)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_that_gets_lost_is_not_stepped(clips: bool, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host raises: the parameter is not stepped with what was in its place, however often it is tried."""
+    loop = Loop(True)
+    loop.step(0)
+    before = {name: x.clone() for name, x in loop.result().items()}
+    taken = 0
+    original = host_gradients._arriving
+
+    def arriving(*args: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 17:
+            time.sleep(0.05 if late else 0.0)
+            raise MemoryError("planted")
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_gradients, "_arriving", arriving)
+        loop.backward(1)
+        if not late:
+            time.sleep(0.05)
+        if clips:
+            with pytest.raises(MemoryError, match="planted"):
+                clipped(loop)
+            with pytest.raises(RuntimeError, match=r"did not arrive .* call optimizer.zero_grad\(\)"):
+                clipped(loop)
+        elif not late:
+            with pytest.raises(MemoryError, match="planted"):
+                loop.optimizer.step()
+        with pytest.raises(MemoryError if late and not clips else RuntimeError, match=r"planted|did not arrive"):
+            step_and_wait(loop)
+    params = list(loop.model.parameters())
+    assert torch.equal(params[0], before["0"])
+    if clips or not late:
+        assert all(torch.equal(param, before[str(i)]) for i, param in enumerate(params))
+    loop.optimizer.zero_grad()
+    loop.step(1)
+
+
+def step_and_wait(loop: Loop) -> None:
+    loop.optimizer.step()
+    loop.optimizer.synchronize()
+
+
+def test_attach_keeps_gradients() -> None:
+    results = []
+    for held in (True, False):
+        loop = Loop(held, micro_batches=2)
+        for step in range(2):
+            loop.loss(10 * step).backward()
+            loop.optimizer.attach(loop.model)
+            loop.loss(10 * step + 1).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        results.append(loop.result())
+    assert_same(*results)
