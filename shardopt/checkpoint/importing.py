@@ -25,7 +25,7 @@ from shardopt.state.loaded_entries import check_dense, check_moment, checked_ste
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
-from shardopt.state.slice_spec import SliceSpec, StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: Options of shardopt that other packages have as hyper-parameters, too.
@@ -142,6 +142,9 @@ def import_state(
     parameters: dict[str, Outcome] = {}
     for index, (name, spec, moments, step) in imports.states.items():
         entries, parameters[name] = _converted(spec, moments, name)
+        of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
+        if of_rows is not None:
+            entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
         state[index] = {**entries, **step}
 
     def check_values() -> None:

@@ -67,6 +67,22 @@ def test_keller_jordan_and_deepspeed() -> None:
     assert found[1]["step"] == 3
 
 
+@pytest.mark.parametrize("codec", ["fp32", "log8"])
+def test_second_moments_of_rows_begin_with_zeros(codec: str) -> None:
+    """No package's state has ours: a run of Muon goes on as NorMuon."""
+    params = _params()
+    own = _stepped(params, 3).state_dict()["state"]
+    groups = [{"params": [0], "use_muon": True}, {"params": [1], "use_muon": False}]
+    saved = {"state": {0: {"momentum_buffer": own[0]["momentum_buffer"]}, 1: dict(own[1])}, "param_groups": groups}
+    optimizer = shardopt.NorMuon(_groups(params), codec=codec)
+    import_state(optimizer, saved)
+    moments = optimizer.state[params[0]]["second_momentum_buffer"]
+    assert moments.shape == (64, 1)
+    assert not moments.any()
+    _stepped(params, 1, optimizer)
+    assert bool((moments > 0).all())
+
+
 def test_dion() -> None:
     params = _params()
     own = _stepped(params, 3).state_dict()["state"]

@@ -159,8 +159,8 @@ def make_experts() -> torch.nn.Module:
     return net
 
 
-def step_muon() -> None:
-    """Muon8bit on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
+def step_muon(name: str) -> None:
+    """Muon8bit or NorMuon8bit on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
     from shardopt.clients.megatron import replace_adam
@@ -168,14 +168,15 @@ def step_muon() -> None:
     with on_cpu():
         vectors = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda param: param.dim() < 2))
         run = make(torch.float32, overrides={vectors: {"algorithm": "adamw"}})
-        replace_adam(run.optimizer, shardopt.Muon8bit, **OPTIONS)
+        kind = getattr(shardopt, name)
+        replace_adam(run.optimizer, kind, **OPTIONS)
         train(run, 0, STEPS)
         whole = make_net()
         groups = [
             {"params": [p for p in whole.parameters() if p.dim() > 1]},
             {"params": [p for p in whole.parameters() if p.dim() == 1], "algorithm": "adamw"},
         ]
-        expected = shardopt.Muon8bit(groups, lr=LR, weight_decay=DECAY, **OPTIONS)
+        expected = kind(groups, lr=LR, weight_decay=DECAY, **OPTIONS)
         for step in range(STEPS):
             for index, param in enumerate(whole.parameters()):
                 param.grad = gradient_of(param, index, step)
@@ -183,8 +184,9 @@ def step_muon() -> None:
         assert_same(dict(run.bare.named_parameters()), dict(whole.named_parameters()))
 
 
-def test_muon(client_ranks: Pool) -> None:
-    client_ranks.run(3, step_muon)
+@pytest.mark.parametrize("name", ["Muon8bit", "NorMuon8bit"])
+def test_muon(client_ranks: Pool, name: str) -> None:
+    client_ranks.run(3, step_muon, name)
 
 
 def step_experts() -> None:
