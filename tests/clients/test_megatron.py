@@ -160,7 +160,7 @@ def make_experts() -> torch.nn.Module:
 
 
 def step_muon(name: str) -> None:
-    """Muon8bit or NorMuon8bit on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
+    """Muon on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
     from shardopt.clients.megatron import replace_adam
