@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from result_bars import Bars
+from result_timeline import Timeline
 from results import ROOT, Cell, Goal, Table, read_all
 
 BEGIN, END = "<!-- speeds: written by benchmarks/write_results.py -->", "<!-- end of speeds -->"
@@ -54,7 +55,7 @@ SHOWN = {
     ),
     "step_cpu_in_cache": Shown(6),
     "step_overhead": Shown(5, ("alone",)),
-    "optimizers": Shown(15),
+    "optimizers": Shown(8),
     "clip": Shown(3, ("torch", "in place, to torch", "by the step, to torch", "norm below the limit, to torch")),
     "ordered_reduction": Shown(8, ("2 ranks", "4 ranks", "sent, of float32's")),
     "checkpoint": Shown(3),
@@ -300,13 +301,23 @@ def zero(found: Tables) -> Bars:
     )
 
 
+def offloaded(found: Tables) -> Timeline:
+    """A step on the CPU beside the next forward pass."""
+    table = newest(found["offload_timeline"])
+    return Timeline(
+        "What runs when on GPU, copy engines and CPU, from optimizer.step() to the next one",
+        "seconds after optimizer.step(), in times of a model: 7B on a 24 GB card, PCIe 4, 12,288 tokens",
+        table,
+    )
+
+
 def numbers(table: Table, column: str) -> dict[str, float]:
     """Cells of a column that are single figures, by the names of the rows."""
     return {row: float(x) for row, x in table.column(column).items() if isinstance(x, (int, float))}
 
 
 #: The figures of docs/, by their names.
-BARS: dict[str, Callable[[Tables], Bars]] = {
+DRAWN: dict[str, Callable[[Tables], Bars | Timeline]] = {
     "bench-step": Drawn(
         "step_cpu",
         "Time of one AdamW step on the CPU, by optimizer and machine",
@@ -376,6 +387,7 @@ BARS: dict[str, Callable[[Tables], Bars]] = {
     "bench-formats": formats,
     "bench-quantize-state": wrapped,
     "bench-zero": zero,
+    "bench-offload": offloaded,
 }
 
 
@@ -386,7 +398,7 @@ def outputs() -> dict[Path, str]:
     return {
         ROOT / "benchmarks" / "RESULTS.md": results(found),
         front: readme(found, front.read_text(encoding="utf-8")),
-        **{FIGURES / f"{name}.svg": bars_of(found).figure() for name, bars_of in BARS.items()},
+        **{FIGURES / f"{name}.svg": draw(found).figure() for name, draw in DRAWN.items()},
     }
 
 

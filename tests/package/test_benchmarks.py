@@ -15,7 +15,15 @@ from ranks.pool import Pool
 BENCHMARKS = Path(exchange.__file__).parent
 
 #: Modules that scripts import, and nobody runs.
-MODULES = ("/decoder.py", "/measuring.py", "/muon_ranks.py", "/result_bars.py", "/results.py")
+MODULES = (
+    "/decoder.py",
+    "/measuring.py",
+    "/muon_ranks.py",
+    "/result_bars.py",
+    "/result_timeline.py",
+    "/results.py",
+    "/stand_in_device.py",
+)
 
 HELP = """
 import runpy, sys
