@@ -19,7 +19,8 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 - ``start`` and ``cuts``: file ``start`` has the first part. Each cut ``[dim, ways, stride]`` cuts a dimension into
   ``ways`` parts; from one part to the next the file's number grows by ``stride``. No cuts: the file has all of it.
 - ``start`` and ``range``, ``[ways, stride, first, size, dims]``: the flattened tensor is cut into ``ways`` ranges of
-  ``size`` elements of a whole in which it begins at ``first``; scales have ``[row_numel, block_size]`` as sixth.
+  ``size`` elements of a whole in which it begins at ``first``; scales have ``[row_numel, block_size]`` as sixth, and so
+  have second moments of rows (``normalize="rows"``), with a matrix's row as a block.
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a

@@ -63,7 +63,7 @@ def test_round_trip(ranks: Pool, world_size: int, way: str, options: str) -> Non
 
 
 @pytest.mark.parametrize("codec", ["dynamic8", "bf16", "fp32"])
-@pytest.mark.parametrize("rule", ["lion", "momentum"])
+@pytest.mark.parametrize("rule", ["lion", "momentum", "normuon"])
 def test_round_trip_of_other_rules(ranks: Pool, rule: str, codec: str) -> None:
     ranks.run(3, _round_trip, "fsdp columns", rule, codec, {})
 

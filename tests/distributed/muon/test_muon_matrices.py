@@ -106,6 +106,30 @@ def test_splits(ranks: Pool, world_size: int, normalize: Any) -> None:
     ranks.run(world_size, _splits, normalize)
 
 
+def _empty_columns() -> None:
+    """The third rank has no column of a matrix, and yet second moments of its rows, as they are replicated."""
+    shape, ways = (33, 2), (((3,), (COLUMN,)), ((3,), (ROW,)))
+    for on, placements in ways:
+        whole, sharded = (nn.Parameter(values(shape, 0)) for _ in range(2))
+        sharded = nn.Parameter(shard(sharded.detach(), Layout(shape, on, placements, torch.float32)))
+        optimizers = [shardopt.NorMuon8bit([param], lr=0.02, **SMALL) for param in (whole, sharded)]
+        for step in range(STEPS):
+            gradient = values(shape, 100 * (step + 1))
+            whole.grad, sharded.grad = gradient, distribute(gradient, sharded.device_mesh, sharded.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        expected, got = (snapshot({"x": p}, o) for p, o in zip((whole, sharded), optimizers, strict=True))
+        assert_same(got, expected)
+        moments = optimizers[1].state[sharded]["second_momentum_buffer"].to_local()
+        if placements == (COLUMN,):
+            assert moments.shape == (33, 1)
+            assert torch.equal(moments, optimizers[0].state[whole]["second_momentum_buffer"])
+
+
+def test_a_rank_without_columns(ranks: Pool) -> None:
+    ranks.run(3, _empty_columns)
+
+
 def _split_flat(normalize: Any) -> None:
     """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
     split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
