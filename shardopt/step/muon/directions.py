@@ -79,10 +79,19 @@ class Directions:
             in_memory.copy_(kept)
         return self._held
 
-    def keep(self, row_moments: RowMoments, directions: Tensor) -> None:
-        """Stores the second moments of rows that came back with the directions."""
+    def keep(self, row_moments: RowMoments, directions: Tensor, found_inf: Tensor | None) -> None:
+        """Stores the second moments of rows that came back with the directions, unless the step is skipped.
+
+        Args:
+            row_moments: this rank's state entries.
+            directions: the memory.
+            found_inf: above 0 for a step that a gradient scaler skips; None without one.
+        """
         for in_memory, kept in self._row_moments(directions, row_moments):
-            kept.copy_(in_memory)
+            if found_inf is None:
+                kept.copy_(in_memory)
+            else:
+                kept.copy_(torch.where(found_inf.to(kept.device) > 0, kept, in_memory.to(kept.device)))
 
     def _row_moments(self, memory: Tensor, row_moments: RowMoments) -> Iterator[tuple[Tensor, Tensor]]:
         """The second moments of rows that this rank keeps: in memory, and in the state."""

@@ -203,6 +203,7 @@ class WaveStep:
         self.meeting: Meeting | None = None
         self._normalized = normalized
         self._row_moments: RowMoments = {}
+        self._found_inf: Tensor | None = None
         self._directions = Directions(wave, device, plan)
         self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
@@ -235,6 +236,7 @@ class WaveStep:
     ) -> None:  # fmt: skip
         """Takes the gradients, options and second moments of rows of a step."""
         self._row_moments = {indices: row_moments(*indices) for indices in self._normalized}
+        self._found_inf = scaling.found_inf
         for passes in self._passes:
             passes.update(watched, groups, scaling, skipped, residency, operands)
 
@@ -253,8 +255,8 @@ class WaveStep:
         directions = self._directions.receive()
         for passes in self._passes:
             passes.apply(directions)
-        self._directions.keep(self._row_moments, directions)
-        self._row_moments = {}
+        self._directions.keep(self._row_moments, directions, self._found_inf)
+        self._row_moments, self._found_inf = {}, None
 
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
