@@ -142,7 +142,7 @@ class Muon(ShardedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_method": ns_method,
             "algorithm": algorithm,
-            "normalize": normalize or self.default_normalize,
+            "normalize": self.default_normalize if normalize is None else normalize,
             "beta2": beta2,
             "split": split,
             "betas": betas,

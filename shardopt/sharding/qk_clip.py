@@ -96,6 +96,8 @@ def qk_clip_(
         raise ValueError(f"threshold: got {threshold!r}, expected a finite number above 0")
     places = _places(model)
     matched = {module: _matched(module, logits, heads, places) for module, logits in max_logits.items()}
+    tensors = {places[name].tensor: None for of_module in matched.values() for name in of_module}
+    _check_owners(tensors, optimizer, {id(place.tensor): name for name, place in places.items()})
     factors: dict[str, dict[str, Tensor]] = {}
     maxima = _maxima(max_logits, group)
     for module, largest in maxima.items():
@@ -110,7 +112,6 @@ def qk_clip_(
         for name, rows in of_module.items():
             place = places[name]
             by_tensor.setdefault(place.tensor, {})[place.segment] = rows
-    _check_owners(by_tensor, optimizer, {id(place.tensor): name for name, place in places.items()})
     for tensor, of_segments in by_tensor.items():
         _scale(tensor, of_segments, optimizer)
     return maxima
@@ -131,7 +132,8 @@ def _places(model: Module) -> dict[str, _Place]:
 
 def _maxima(max_logits: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, Tensor]:
     """The largest logits over the ranks: float32, with infinity for NaN."""
-    found = {name: x.detach().float().nan_to_num(math.inf, math.inf, -math.inf) for name, x in max_logits.items()}
+    in_order = sorted(max_logits.items())  # ranks may have filled theirs in other orders
+    found = {name: x.detach().float().nan_to_num(math.inf, math.inf, -math.inf) for name, x in in_order}
     if not found or not dist.is_initialized():
         return found
     device = next(iter(found.values())).device

@@ -27,7 +27,7 @@ from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
-from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
+from shardopt.step.muon.waves import Meeting, Waves, WaveStep, openings_of, run_waves
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
 
@@ -178,9 +178,10 @@ class StepTables:
                 if isinstance(batch.call, StridedCall):
                     assert batch.strided is not None
                     batch.call.operands = self._operands(batch.strided, param_groups)
+            slices: dict[int, list[StateDict]] = {}
             for wave in self._wave_steps[device]:
                 operands = partial(self._operands, param_groups=param_groups)
-                row_moments = partial(self._row_moments, param_groups=param_groups, state=state)
+                row_moments = partial(self._row_moments, slices=slices, param_groups=param_groups, state=state)
                 wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands, row_moments)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
@@ -195,8 +196,14 @@ class StepTables:
             or any(wave.communicates for wave in waves)
         )
 
+    @property
+    def _meetings(self) -> list[Meeting]:
+        return [waves[0].meeting for waves in self._wave_steps.values() if waves and waves[0].meeting is not None]
+
     def openings(self) -> list[Opening]:
         """The shapes of the first messages of a step, after which the ranks know whether their plans differ."""
+        for meeting in self._meetings:
+            return meeting.openings()
         for sums in self._sums.values():
             if of_sums := sums.openings():
                 return of_sums
@@ -216,6 +223,8 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
+            for meeting in self._meetings:  # first: other messages reach this rank's replica alone
+                meeting.run()
             for device in self._sums:
                 self._add_up(device)
             if self._has_totals:
@@ -304,12 +313,21 @@ class StepTables:
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
-    def _row_moments(self, index: int, part: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> Tensor:
-        """This rank's second moments of the rows of a parameter's slice."""
+    def _row_moments(
+        self,
+        index: int,
+        part: int,
+        slices: dict[int, list[StateDict]],
+        param_groups: ParamGroups,
+        state: Mapping[Tensor, Any],
+    ) -> Tensor:
+        """This rank's second moments of the rows of a parameter's slice; ``slices`` keeps states that were split."""
         parameter = self._inputs[index]
         assert parameter.spec is not None
         param = param_groups[parameter.group]["params"][parameter.position]
-        moments: Tensor = parameter.spec.split(state[param])[part][ROW_MOMENTS]
+        if index not in slices:  # a flat buffer has hundreds
+            slices[index] = list(parameter.spec.split(state[param]))
+        moments: Tensor = slices[index][part][ROW_MOMENTS]
         return moments
 
 

@@ -276,3 +276,19 @@ def test_bytes() -> None:
     optimizer.step()
     use = shardopt.memory_report(optimizer).host
     assert use.state + use.scales == 256 * 512 * (1 + 4 / 128) + 4 * 256 + 4
+
+
+def test_an_overflow_does_not_stay_in_the_second_moments() -> None:
+    """A finite gradient whose direction overflows leaves the weights as they are, and later steps move all of them."""
+    param = Parameter(torch.zeros(4, 16))
+    optimizer = shardopt.NorMuon([param], lr=0.1, momentum=0.0, weight_decay=0.0, codec="fp32")
+    for step in range(4):
+        param.grad = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        if step == 1:
+            param.grad[1] = 3.4e38
+        before = param.detach().clone()
+        optimizer.step()
+        assert bool((param != before).all()) == (step != 1)
+    assert bool(optimizer.state[param]["second_momentum_buffer"].isfinite().all())
+    other = shardopt.NorMuon([Parameter(torch.zeros(4, 16))], lr=0.1, momentum=0.0, weight_decay=0.0, codec="fp32")
+    other.load_state_dict(optimizer.state_dict())

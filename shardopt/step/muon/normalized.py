@@ -23,7 +23,9 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
         float32, of the shape of ``matrix``.
     """
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
-    row_moments.lerp_(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
+    new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
+    # An overflow, whose NaN no weight takes, would otherwise stay in the average for good.
+    row_moments.copy_(torch.where(new.isfinite(), new, row_moments))
     factors = row_moments.sqrt().add_(_TINY).reciprocal_()
     total, new_total = torch.linalg.vector_norm(norms), torch.linalg.vector_norm(norms * factors)
     return matrix * factors.mul_(total / new_total.add_(_TINY)).unsqueeze(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Exchange, FlatShard
@@ -59,7 +60,7 @@ class _Planned:
 
 
 class Meeting:
-    """Rolls of all ranks whose replicas share matrices, before the first wave of a step on a device.
+    """Rolls of all ranks whose replicas share matrices, before all other messages of a step.
 
     Within a wave a rank hears from its own replica alone, and would wait for others whose plans have changed.
 
@@ -70,6 +71,7 @@ class Meeting:
     """
 
     def __init__(self, plan: Plan, matrices: Sequence[Matrix], device: torch.device) -> None:
+        self._device = device
         indices: dict[Exchange, dict[int, None]] = {}
         for matrix in matrices:
             if matrix.replicas is not None:
@@ -99,6 +101,8 @@ class Meeting:
 
     def run(self) -> None:
         """Exchanges the rolls; raises RuntimeError if they differ."""
+        if self._device.type == "cuda":
+            use_in_current_stream(self._device, self.memory)
         for roll, (ranks, message) in zip(self._rolls, self._messages.items(), strict=True):
             roll.enter()
             ranks.all_reduce_max(message)
@@ -261,8 +265,6 @@ class WaveStep:
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
     """The shapes of the messages that :func:`run_waves` sends until it reads a roll."""
-    if waves and waves[0].meeting is not None:
-        return waves[0].meeting.openings()
     openings: list[Opening] = []
     journeys = [wave.journey for wave in waves]
     for number in range(len(waves) + 2):
@@ -284,8 +286,6 @@ def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
     """Takes the steps of all waves of a device: while one is computed, the next arrives, and the last returns."""
-    if waves and waves[0].meeting is not None:
-        waves[0].meeting.run()
     for number in range(len(waves) + 2):
         if number < len(waves):
             waves[number].begin()

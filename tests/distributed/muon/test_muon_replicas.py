@@ -85,9 +85,9 @@ def test_gradients_come_and_go(ranks: Pool) -> None:
     ranks.run(4, _without)
 
 
-def _differ(what: str) -> None:
+def _differ(way: str, what: str) -> None:
     """One replica's second step is another one: all ranks raise, and none waits."""
-    model = WAYS["hsdp"](make_net())
+    model = WAYS[way](make_net())
     optimizer = of_groups(model, **SHARED)
     step_with(model, optimizer, 0)
     set_gradients(model, 1)
@@ -101,5 +101,7 @@ def _differ(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["options", "gradients"])
-def test_replicas_that_differ(ranks: Pool, what: str) -> None:
-    ranks.run(4, _differ, what)
+@pytest.mark.parametrize("way", ["hsdp", "hsdp columns"])
+def test_replicas_that_differ(ranks: Pool, way: str, what: str) -> None:
+    """Also where other parameters' blocks are cut, whose messages stay within a replica."""
+    ranks.run(4, _differ, way, what)
