@@ -311,15 +311,6 @@ def _backward_twice(model: nn.Module) -> None:
         loss_of(model, make_batch(0)).backward()
 
 
-def _no_sync(model: nn.Module) -> None:
-    _release(model)
-    assert isinstance(model, DistributedDataParallel)
-    with model.no_sync():
-        with torch.no_grad():
-            model(make_batch(0))
-        loss_of(model, make_batch(0)).backward()
-
-
 def _join(model: nn.Module) -> None:
     _release(model)
     assert isinstance(model, DistributedDataParallel)
@@ -328,9 +319,10 @@ def _join(model: nn.Module) -> None:
 
 
 def _inner(model: nn.Module) -> None:
-    _release(model.module)
+    release = _release(model.module)  # ends once nobody has the optimizer
     loss_of(model.module, make_batch(0))
     loss_of(model, make_batch(0))
+    release.remove()
 
 
 def _hooked(model: nn.Module) -> None:
@@ -351,8 +343,7 @@ def _zero_redundancy(model: nn.Module) -> None:
 
 
 DDP_ERRORS: list[tuple[Callable[[nn.Module], None], type[Exception], str]] = [
-    (_backward_twice, RuntimeError, "got a second gradient since the last optimizer.step()"),
-    (_no_sync, RuntimeError, "got a forward pass under no_sync()"),
+    (_backward_twice, RuntimeError, "got gradient 2 since the last optimizer.step()"),
     (_join, RuntimeError, "got join() of DistributedDataParallel"),
     (_inner, RuntimeError, "got a model that runs within DistributedDataParallel"),
     (_hooked, RuntimeError, "got DistributedDataParallel with a communication hook"),
