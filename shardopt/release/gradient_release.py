@@ -266,8 +266,10 @@ class _CheckForward:
         self._released = released
 
     def __call__(self, replica: Any, args: Any) -> None:
-        if self._released() is None:
+        released = self._released()
+        if released is None:
             return
+        released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
         if replica._join_config.enable:
             raise RuntimeError(
                 "got join() of DistributedDataParallel while gradients are released, expected the same number of "

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from concurrent.futures import wait
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,14 +127,9 @@ class HeldParameters(ReleasedParameters):
         held.has_share = self._wants_norm and held.count == self._micro_batches
         shares = self._shares if held.has_share else {}
         source = part.resolve_neg().contiguous()
-        # Not held itself: what waits in the other thread must not keep a release that is dropped.
-        take = held.take
-
-        def work() -> None:
-            take(source, first=first, staging=staging, shares=shares)
-
-        staging = self._staging
-        self._deferred.submit(param.device, _ARRIVAL, work, (source, gradient))
+        # Refers to no object that keeps the release, which may be dropped while this waits in the other thread.
+        take = partial(held.take, source, first=first, staging=self._staging, shares=shares)
+        held.arrival = self._deferred.submit(param.device, _ARRIVAL, take, (source, gradient)).taken
         param.grad = None
 
     def _fit(self, held: HostGradient, shard: Shard, part: Tensor) -> None:
@@ -225,8 +222,12 @@ class HeldParameters(ReleasedParameters):
             self._forget_shares()
         return found
 
+    def wait_for_gradients(self) -> None:
+        """Waits until gradients have left the device's memory; exceptions are left to whoever needs the gradients."""
+        wait([held.arrival for held in self._gradients.values() if held.arrival is not None])
+
     def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Everything is possible."""
+        """Refuses nothing: closures and loss scales work as without a release."""
 
     def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
         """Prepares the steps of the parameters whose gradients are in the host's memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -34,12 +35,14 @@ class HostGradient:
         count: how many gradients are on their way to the sum or in it.
         has_share: whether the sum's squares are, or will be, among the shares of the norm.
         is_lost: whether a gradient did not arrive, as an exception was raised.
+        arrival: done once the last gradient's memory on the device is not read any more.
     """
 
     def __init__(self, memory: HostPlace, holders: Exchange | None) -> None:
         self.holders = holders
         self.count = 0
         self.has_share = self.is_lost = False
+        self.arrival: Future[None] | None = None
         self.use(memory)
 
     def use(self, memory: HostPlace) -> None:

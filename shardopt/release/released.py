@@ -250,6 +250,9 @@ class ReleasedParameters:
             parameter.stepped = parameter.read_early = False
             parameter.gradients = 0
 
+    def wait_for_gradients(self) -> None:
+        """Waits until gradients are not read any more, where DDP is about to overwrite its buckets: they are not."""
+
     def end(self) -> None:
         """Ends the release."""
         self.wait()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -26,6 +28,7 @@ from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
+from shardopt.release import host_gradients
 from versions import needs_fsdp2_on_the_cpu
 
 
@@ -260,3 +263,51 @@ def test_ordered_gradients_without_overlap_are_refused() -> None:
     shardopt.comm.ordered_gradients(model, micro_batches=2)
     with pytest.raises(RuntimeError, match=r"got a model with ordered_gradients.* pass overlap_forward=True"):
         shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+
+
+class _Outer(nn.Module):
+    """A model that is called by its part, so that no hook of its own forward pass waits for anything."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def _late_arrivals() -> None:
+    begin_copy = host_gradients.begin_copy
+
+    def late(to: Tensor, source: Tensor) -> Any:
+        time.sleep(0.02)
+        return begin_copy(to, source)
+
+    results = []
+    for held in (True, False):
+        with offload_from_cpu(), patch.object(host_gradients, "begin_copy", late):
+            model = _Outer(DistributedDataParallel(Layers(), gradient_as_bucket_view=True))
+            optimizer = shardopt.AdamW8bit(
+                model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step" if held else None
+            )
+            if held:
+                shardopt.release_gradients(
+                    model, optimizer, overlap_forward=True, waiting_gradients=100, micro_batches=2
+                )
+            for step in range(3):  # DDP makes new buckets after the first pass
+                added: list[Tensor] = []
+                for micro in range(2):
+                    model.inner(batch(100 * step + 10 * micro + dist.get_rank())).square().mean().backward()
+                    if not held:
+                        gradients = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+                        added = [a + b for a, b in zip(added, gradients, strict=True)] if added else gradients
+                        optimizer.zero_grad()
+                for param, gradient in zip(model.parameters(), added, strict=True) if added else ():
+                    param.grad = gradient
+                optimizer.step()
+                optimizer.synchronize()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            results.append(snapshot_of(model, optimizer))
+    assert_same(*results)
+
+
+def test_buckets_are_not_overwritten_while_gradients_leave_them(ranks: Pool) -> None:
+    ranks.run(2, _late_arrivals)
