@@ -78,7 +78,7 @@ class BucketHook:
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Begins to reduce a bucket."""
-        if self._steps:
+        if self._steps or self._moved:  # the release may end within a pass
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # A bucket does not say how the gradient of a strided parameter lies in it: that one stays beside it.
                 if param in self._steps and param.grad is not None and param.is_contiguous():
@@ -100,7 +100,8 @@ class BucketHook:
         for param, step in self._steps.items():
             if param.grad is not None:
                 step(param)
-            if param.grad is not None and param in self._moved and not self._has_views:
+        for param in self._moved:
+            if param.grad is not None and not self._has_views:
                 param.grad = param.grad.clone()  # it waits for more, and DDP wants it beside the bucket again
         self._moved.clear()
 

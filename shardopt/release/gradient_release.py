@@ -44,7 +44,10 @@ class GradientRelease:
         self._active = True
 
     def remove(self) -> None:
-        """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step."""
+        """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step.
+
+        Gradients that are held in the host's memory are thrown away, with a warning: call ``optimizer.step()`` before.
+        """
         if self._active:
             self._active = False
             for undo in self._undo:

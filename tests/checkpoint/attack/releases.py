@@ -96,8 +96,11 @@ class Run:
             make = shardopt.release_gradients
             self.releases = [make(self.model, optimizer, **self.release_options) for optimizer in self.optimizers]
 
-    def remove(self) -> None:
-        for release in self.releases:
+    def remove(self, lost: set[int]) -> None:
+        """Ends the releases; adds the places of parameters whose gradients were held, and are thrown away."""
+        for optimizer, release in zip(self.optimizers, self.releases, strict=False):
+            held = optimizer._internals.released.held
+            lost.update(index for index, param in enumerate(self.params) if param in held)
             release.remove()
         self.releases.clear()
 
@@ -158,7 +161,11 @@ def _train(seed: int, number: int) -> Outcome:
     rng = Random(f"releases {seed} {number}")
     way = rng.choice(["plain", "plain", "ddp", "fsdp"])
     offload = rng.choice([None, None, "step"])
-    release = {"overlap_forward": rng.random() < 0.5, "waiting_gradients": rng.choice([1, 4, 100])}
+    release = {
+        "overlap_forward": rng.random() < 0.5,
+        "waiting_gradients": rng.choice([1, 4, 100]),
+        "micro_batches": rng.choice([1, 1, 2]),
+    }
     detail = f"{way}, offload {offload}, {release}"
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -199,25 +206,34 @@ def _step(rng: Random, step: int, way: str, released: Run, ordinary: Run) -> lis
     for run in both:
         _between(between, run, way)
     before, hooks = released.counts(), []
+    lost: set[int] = set()
     chosen = rng.randrange(len(released.params))
     if event in ("forward fails", "backward fails"):
         for run in both:
             run.inner.fails = (event.partition(" ")[0], place)
     if event == "removed":
-        released.remove()
+        released.remove(lost)
     if event == "hook fails":
         hooks += [run.params[chosen].register_post_accumulate_grad_hook(_fail) for run in both]
     if event == "removed within":
-        hooks.append(released.params[chosen].register_post_accumulate_grad_hook(lambda _: released.remove()))
-    raised = [run.backward(100 + step) for run in both]
+        hooks.append(released.params[chosen].register_post_accumulate_grad_hook(lambda _: released.remove(lost)))
+    micro_batches = released.release_options["micro_batches"] if released.release_options else 1
+    raised = ["", ""]
+    for micro_batch in range(micro_batches):
+        if not raised[0]:
+            raised = [run.backward(100 + 10 * step + micro_batch) for run in both]
+            for param in [ordinary.params[index] for index in lost]:
+                param.grad = None
+            lost.clear()
     for hook in hooks:
         hook.remove()
     for run in both:
         run.inner.fails = None
     if event == "two passes" and not raised[0]:
         second = released.backward(200 + step)
+        count = micro_batches + 1
         # The thread of the first pass's steps may still be at work: then autograd may be the first to notice.
-        refused = "got a second gradient" in second or "modified by an inplace operation" in second
+        refused = f"got gradient {count} since the last" in second or "modified by an inplace operation" in second
         assert refused or before == released.counts(), second
         raised = [second or "discarded"] * 2
     if raised[0]:

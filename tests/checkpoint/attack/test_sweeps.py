@@ -28,7 +28,7 @@ COUNTS = {
     "interrupts": (8, 160),
     "damage": (30, 1500),
     "kills": (6, 400),
-    "releases": (8, 500),
+    "releases": (12, 500),
     "convert": (40, 1500),
     "cached_steps": (8, 550),
     "differing": (8, 200),  # last: its pool has threads
