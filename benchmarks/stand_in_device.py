@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -232,26 +233,24 @@ class Event:
             self._clock.until(at=self.at)
 
 
-class _Future:
-    """Stands in for concurrent.futures.Future."""
+class _Future(Future[None]):
+    """A future of which threads that take part wait in virtual time."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._done, self._error = clock, False, None
+        super().__init__()
+        self._clock = clock
 
-    def set_result(self, result: object) -> None:
-        self._done = True
+    def result(self, timeout: float | None = None) -> None:
+        self._await()
+        super().result(timeout)
 
-    def set_exception(self, error: BaseException) -> None:
-        self._done, self._error = True, error
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._await()
+        return super().exception(timeout)
 
-    def done(self) -> bool:
-        return self._done
-
-    def result(self) -> None:
-        if not self._done:
+    def _await(self) -> None:
+        if not self.done():
             self._clock.until(self.done)
-        if self._error is not None:
-            raise self._error
 
 
 class _Executor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -108,6 +109,14 @@ def test_the_estimate_agrees() -> None:
         assert expected - 0.2 < found.hidden <= expected
 
 
+def test_steps_that_end_while_others_are_submitted() -> None:
+    """Small parameters are stepped faster than ``optimizer.step()`` hands them over."""
+    small = train(Case(Decoder(width=128, layers=4, inner=256, key_value=128, vocabulary=256), MACHINE))
+    embedding, head = 256 * 128, 256 * 128
+    assert small.numel == 4 * (4 * 128 * 128 + 3 * 256 * 128) + embedding + head
+    assert len([each for each in small.intervals if (each.lane, each.name) == (CPU, "step")]) == 4 * 7 + 2
+
+
 def test_a_head_that_is_waited_for_first_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: the schedule shows that all steps are over before the first layer runs."""
     end = ForwardOverlap.end
@@ -144,3 +153,15 @@ def test_merged_intervals(found: Found) -> None:
     assert 4 < len(merged) < len(found.intervals) / 3
     assert {each.lane for each in merged} == set(LANES)
     assert [each.name for each in merged if each.lane == GPU][-1] == "backward"
+
+
+def test_the_script_reports_a_tiny_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the script from end to end; a thread stands in for its process, which would import PyTorch anew."""
+    monkeypatch.setattr(offload_schedule, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+    case = Case(Decoder(width=256, layers=4, inner=512, key_value=256, vocabulary=512), MACHINE)
+    monkeypatch.setattr(offload_schedule, "CASES", {"tiny": case})
+    monkeypatch.setattr("sys.argv", ["offload_schedule.py", "--tokens", "4096"])
+    offload_schedule.main()
+    printed = capsys.readouterr().out
+    assert "tiny: hidden, of the CPU's step," in printed
+    assert "A step of tiny: what runs when" in printed
