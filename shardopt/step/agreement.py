@@ -49,13 +49,16 @@ class Plan:
     Args:
         lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
+        silent: ranks among those of ``lines`` that exchange no message, and so compare only changes.
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
     """
 
-    def __init__(self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int]) -> None:
-        self._lines = lines
+    def __init__(
+        self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int], silent: Container[Exchange] = ()
+    ) -> None:
+        self._lines, self._silent = lines, silent
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
 
@@ -87,13 +90,18 @@ class Plan:
         yes, no = self.roll(ranks, indices).unbind(1)
         return (_YES * yes + _NO * no).to(torch.uint8)
 
-    def compare(self) -> None:
+    def compare(self, agreed: Mapping[Exchange, bytes]) -> None:
         """Compares the descriptions. All ranks must call this.
+
+        Args:
+            agreed: the digests that the ranks agreed on before.
 
         Raises:
             RuntimeError: the descriptions differ.
         """
         for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
+            if ranks in self._silent and agreed.get(ranks) == digest:
+                continue  # no message told these ranks that another description changed
             words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
             both = torch.stack([words, 0xFFFF - words])
             ranks.all_reduce_max(both)
@@ -267,7 +275,7 @@ class Agreement:
             for ranks, everywhere in changed:
                 if not everywhere:
                     plan.refuse(ranks)
-            plan.compare()
+            plan.compare(self._digests or {})
         self._digests, self.opened = plan.digests, None
 
     def open_by(self, plan: Plan, openings: list[Opening]) -> None:

@@ -23,6 +23,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         inputs: one per parameter.
     """
     lines: dict[Exchange, list[Line]] = {}
+    sharing: dict[Exchange, bool] = {}  # by replicas: whether they share matrices
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
@@ -33,7 +34,16 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             line = _line(index, parameter, slice_, name, groups[parameter.group])
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
-    return Plan(lines, stepped)
+            orthogonalized, replicas = groups[parameter.group].rule.orthogonalized, slice_.spec.shard.replicas
+            if orthogonalized is not None and replicas is not None:
+                lines.setdefault(replicas.holders, []).append(_for_replicas(line, orthogonalized.share_replicas))
+                sharing[replicas.holders] = sharing.get(replicas.holders, False) or orthogonalized.share_replicas
+    return Plan(lines, stepped, silent={ranks for ranks, share in sharing.items() if not share})
+
+
+def _for_replicas(line: Line, share: bool) -> Line:
+    """The line that replicas compare: without shared matrices only that they share none."""
+    return line._replace(says={"share_replicas": share, **(line.says if share else {})}, is_held=line.is_held and share)
 
 
 def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchange]:
@@ -45,8 +55,6 @@ def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchang
     if group.rule.orthogonalized is not None:
         division = shard.division
         candidates.append(division.ranks if division else parameter.copies.ranks if parameter.copies else None)
-        if group.rule.orthogonalized.share_replicas and shard.replicas is not None:
-            candidates.append(shard.replicas.holders)
     for ranks in candidates:
         if ranks is not None:
             yield ranks

@@ -105,3 +105,40 @@ def _differ(way: str, what: str) -> None:
 def test_replicas_that_differ(ranks: Pool, way: str, what: str) -> None:
     """Also where other parameters' blocks are cut, whose messages stay within a replica."""
     ranks.run(4, _differ, way, what)
+
+
+def _share_alone(way: str) -> None:
+    """One replica shares matrices with another that does not: all ranks say so in the first step."""
+    model = WAYS[way](make_net())
+    optimizer = of_groups(model, share_replicas=dist.get_rank() < 2)
+    before = snapshot_of(model, optimizer)
+    set_gradients(model, 0)
+    with pytest.raises(RuntimeError, match=r"share_replicas of .*: True on rank 0 and False on rank 2"):
+        optimizer.step()
+    assert_same(snapshot_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize("way", ["hsdp", "hsdp columns", "fsdp1 hybrid"])
+def test_one_replica_shares(ranks: Pool, way: str) -> None:
+    ranks.run(4, _share_alone, way)
+
+
+def _apart() -> None:
+    """Replicas that share nothing may take other steps, and change options, without each other."""
+    model = WAYS["hsdp"](make_net())
+    optimizer = of_groups(model)
+    replica = dist.get_rank() // 2
+    for step in range(2 + replica):
+        set_gradients(model, step)
+        if step == 1 and replica:
+            _in_all_groups(optimizer, ns_steps=3)
+        optimizer.step()
+    _in_all_groups(optimizer, **SHARED)  # from now on, all replicas take the same steps
+    _in_all_groups(optimizer, ns_steps=5)
+    for step in range(2):
+        set_gradients(model, step)
+        optimizer.step()
+
+
+def test_replicas_apart(ranks: Pool) -> None:
+    ranks.run(4, _apart)
