@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import line
-from shardopt.sharding.exchange import own_device
+from shardopt.sharding.exchange import device_of
 
 T = TypeVar("T")
 
@@ -89,19 +89,9 @@ class Ranks:
             raise kind(str(error)) if isinstance(error, ReplacedError) else error
         raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
 
-    @property
-    def _device(self) -> torch.device:
-        """Where the group's back end takes tensors, the host if it can."""
-        group = dist.group.WORLD if self._group is None else self._group
-        assert group is not None
-        devices = {device.type for device in group._device_types}
-        if "cpu" in devices or not devices:
-            return torch.device("cpu")
-        return own_device(sorted(devices)[0], group)
-
     def _all_gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of each rank, stacked; on the host, as the given one."""
-        sent = tensor.to(self._device)
+        sent = tensor.to(device_of(self._group))
         received = sent.new_empty((self.size, *sent.shape))
         with _lost_ranks():
             dist.all_gather(list(received), sent, group=self._group)
@@ -110,7 +100,7 @@ class Ranks:
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor; on the host, as the given one."""
         source = source if self._group is None else dist.get_global_rank(self._group, source)
-        sent = tensor.to(self._device)
+        sent = tensor.to(device_of(self._group))
         with _lost_ranks():
             dist.broadcast(sent, source, self._group)
             return sent.cpu()

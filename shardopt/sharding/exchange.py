@@ -76,6 +76,14 @@ def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
     return bound if bound is not None else torch.device(kind, getattr(torch, kind).current_device())
 
 
+def device_of(group: ProcessGroup | None) -> torch.device:
+    """Where the back end of a group, of all ranks by default, takes tensors: the host if it can."""
+    group = GroupMember.WORLD if group is None else group
+    assert group is not None
+    devices = {device.type for device in group._device_types}
+    return own_device("cpu" if "cpu" in devices or not devices else sorted(devices)[0], group)
+
+
 def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor, copied to the device unless its device is of the same kind: NCCL cannot reach an offloaded tensor.
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import FlatBuffer, FlatShard, Shard, read_model, shard_of
+from shardopt.layout import Exchange, FlatBuffer, FlatShard, Shard, read_model, shard_of
 from shardopt.layout.names import parameter_names
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.report.memory import owner_of
+from shardopt.sharding.exchange import RanksExchange, device_of
 from shardopt.state.full_precision import joined, split_into
+from shardopt.step.agreement import digest_of, is_common
 
 #: The rows of one head: how many, and the power of the head's factor that multiplies them.
 HeadRows = Sequence[tuple[int, float]]
@@ -28,6 +32,7 @@ Rows = Literal["query", "key"] | HeadRows | Sequence[tuple[int, HeadRows]]
 
 _USUAL: Mapping[str, Rows] = {"q_proj.*": "query", "k_proj.*": "key"}
 _POWER = 0.5  # of queries and keys, whose product takes the whole factor
+_ERROR = "error"  # key of an error of a rank among arguments that ranks compare
 
 
 class _Block(NamedTuple):
@@ -35,6 +40,11 @@ class _Block(NamedTuple):
 
     heads: int
     rows: HeadRows
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a row has a power other than 0."""
+        return any(power for _, power in self.rows)
 
 
 class _Place(NamedTuple):
@@ -87,22 +97,37 @@ def qk_clip_(
         The maxima over the ranks, like ``max_logits``.
 
     Raises:
-        ValueError: a pattern or module matches no parameter, rows or heads do not divide, the threshold is not
-            positive, or ``optimizer`` is missing or has not the parameters.
-        RuntimeError: DeepSpeed's ZeRO keeps the weights, or ZeroRedundancyOptimizer low bits on another rank.
-        FloatingPointError: a logit is NaN or infinite. In all of these cases, no weight was changed.
+        TypeError: ``max_logits`` or ``heads`` is no mapping.
+        ValueError: an argument is malformed, a pattern or module matches no parameter, rows or heads do not divide, or
+            ``optimizer`` is missing or has not the parameters.
+        RuntimeError: DeepSpeed's ZeRO keeps the weights, or ZeroRedundancyOptimizer low bits on another rank; or
+            another rank has raised, or has other modules, heads or another threshold.
+        FloatingPointError: a logit is NaN or infinite.
+
+        In all of these cases all ranks raise, and no weight was changed.
     """
-    if not 0.0 < threshold < math.inf:
-        raise ValueError(f"threshold: got {threshold!r}, expected a finite number above 0")
-    places = _places(model)
-    matched = {module: _matched(module, logits, heads, places) for module, logits in max_logits.items()}
-    tensors = {places[name].tensor: None for of_module in matched.values() for name in of_module}
-    _check_owners(tensors, optimizer, {id(place.tensor): name for name, place in places.items()})
+    ranks = RanksExchange((_world(group),), device_of(group)) if dist.is_initialized() else None
+    error: Exception | None = None
+    try:
+        places, matched = _checked(model, max_logits, threshold, heads, optimizer)
+        said = {"threshold": repr(threshold), "heads": repr(dict(heads))}
+        said |= {f"max_logits[{module!r}]": f"{x.numel()} heads" for module, x in sorted(max_logits.items())}
+    except Exception as raised:  # any kind of error: other ranks must not wait for this rank
+        error, said = raised, {_ERROR: f"{type(raised).__name__}: {raised}"}
+    differs = None if ranks is None else _difference(ranks, said)
+    if error is not None:
+        raise error
+    if differs is not None:
+        raise RuntimeError(differs)
     factors: dict[str, dict[str, Tensor]] = {}
-    maxima = _maxima(max_logits, group)
+    maxima = _maxima(max_logits, ranks)
     for module, largest in maxima.items():
         if not bool((largest < math.inf).all()):
-            raise FloatingPointError(f"max_logits[{module!r}]: got NaN or infinite logits; no weight was changed")
+            raise FloatingPointError(
+                f"max_logits[{module!r}]: got NaN or infinite logits, expected finite ones, or -inf for heads of other "
+                "ranks; leave this call out after a step that was skipped, or look for the cause with "
+                "shardopt.check_numerics; no weight was changed"
+            )
     for module, largest in maxima.items():
         gamma = torch.where(largest > threshold, threshold / largest, 1.0)
         if bool((gamma < 1.0).any()):
@@ -130,15 +155,79 @@ def _places(model: Module) -> dict[str, _Place]:
     return places
 
 
-def _maxima(max_logits: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, Tensor]:
+def _checked(
+    model: Module,
+    max_logits: Mapping[str, Tensor],
+    threshold: float,
+    heads: Mapping[str, Rows],
+    optimizer: Optimizer | None,
+) -> tuple[dict[str, _Place], dict[str, dict[str, list[_Block]]]]:
+    """The parameters by their names, and by attention module the blocks of heads in its parameters; without messages.
+
+    Raises:
+        TypeError: an argument is no mapping.
+        ValueError: an argument is wrong.
+        RuntimeError: DeepSpeed or another rank keeps the weights.
+    """
+    for name, given in (("max_logits", max_logits), ("heads", heads)):
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{name}: got a {type(given).__name__}, expected a mapping; pass the largest logits by modules' names, "
+                "and heads by patterns over parameters' names"
+            )
+    if not 0.0 < threshold < math.inf:
+        raise ValueError(
+            f"threshold: got {threshold!r}, expected a finite number above 0; pass the largest logit to leave alone, "
+            "such as 100.0"
+        )
+    places = _places(model)
+    matched = {module: _matched(module, logits, heads, places) for module, logits in max_logits.items()}
+    tensors = {places[name].tensor: None for of_module in matched.values() for name in of_module}
+    _check_owners(tensors, optimizer, {id(place.tensor): name for name, place in places.items()})
+    return places, matched
+
+
+def _world(group: ProcessGroup | None) -> ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group
+
+
+def _difference(ranks: Exchange, said: Mapping[str, str]) -> str | None:
+    """The error if ranks have other arguments, or one of them an error; None if all have the same."""
+    text = json.dumps(said)
+    if is_common(ranks, digest_of(text)):
+        return None
+    of_ranks = {rank: json.loads(theirs) for rank, theirs in sorted(ranks.gathered(text.encode()).items())}
+    for rank, theirs in of_ranks.items():
+        if _ERROR in theirs:
+            return (
+                f"got arguments that rank {rank} refuses, expected valid ones on all ranks; correct them there, no "
+                f"weight was changed: {theirs[_ERROR]}"
+            )
+    first = next(iter(of_ranks))
+    rank, key = next(
+        (rank, key)
+        for rank, theirs in of_ranks.items()
+        for key in [*of_ranks[first], *theirs]
+        if theirs.get(key) != of_ranks[first].get(key)
+    )
+    return (
+        f"got ranks that differ in {key}: {of_ranks[first].get(key, 'none')} on rank {first} and "
+        f"{of_ranks[rank].get(key, 'none')} on rank {rank}, expected the same on all ranks; pass all of them the same "
+        "modules, heads and threshold, or group= with the ranks that have the same modules; no weight was changed"
+    )
+
+
+def _maxima(max_logits: Mapping[str, Tensor], ranks: Exchange | None) -> dict[str, Tensor]:
     """The largest logits over the ranks: float32, with infinity for NaN."""
     in_order = sorted(max_logits.items())  # ranks may have filled theirs in other orders
     found = {name: x.detach().float().nan_to_num(math.inf, math.inf, -math.inf) for name, x in in_order}
-    if not found or not dist.is_initialized():
+    if not found or ranks is None:
         return found
     device = next(iter(found.values())).device
-    together = torch.cat([x.reshape(-1).to(device) for x in found.values()])
-    dist.all_reduce(together, ReduceOp.MAX, group=group)
+    together = torch.cat([x.to(device) for x in found.values()])
+    ranks.all_reduce_max(together)
     parts = torch.split(together, [x.numel() for x in found.values()])
     return {name: part.to(x.device) for (name, x), part in zip(found.items(), parts, strict=True)}
 
@@ -151,10 +240,13 @@ def _matched(
     Raises:
         ValueError: a pattern matches no parameter, or rows or heads do not divide.
     """
-    if max_logits.dim() != 1 or not max_logits.numel() or not max_logits.dtype.is_floating_point:
+    is_tensor = isinstance(max_logits, Tensor)
+    if not is_tensor or max_logits.dim() != 1 or not max_logits.numel() or not max_logits.dtype.is_floating_point:
+        shape = f" of shape {tuple(max_logits.shape)} of {max_logits.dtype}" if is_tensor else ""
         raise ValueError(
-            f"max_logits[{module!r}]: got a tensor of shape {tuple(max_logits.shape)} of {max_logits.dtype}, expected "
-            "floats of shape (heads,)"
+            f"max_logits[{module!r}]: got a {type(max_logits).__name__.lower()}{shape}, expected a tensor of floats "
+            "of shape (heads,); pass the largest logit of each query head, as logits.amax((0, 2, 3)) gives it for "
+            "(batch, heads, queries, keys)"
         )
     prefix = f"{module}." if module else ""
     inside = {name: name.removeprefix(prefix) for name in places if name.startswith(prefix)}
@@ -170,16 +262,26 @@ def _matched(
     count = max_logits.numel()
     queries = [rows for layout, rows in found.values() if layout == "query"]
     blocks = {name: _blocks(name, layout, rows, count, queries) for name, (layout, rows) in found.items()}
+    groups = _groups(blocks, count)
     for name, of_name in blocks.items():
         for block in of_name:
-            if not block.heads or count % block.heads:
+            if not block.heads or count % block.heads or (block.is_scaled and block.heads % groups):
                 raise ValueError(
-                    f"{name}: got {block.heads} heads beside {count} in max_logits[{module!r}], expected a divisor"
+                    f"{name}: got {block.heads} heads beside {count} in max_logits[{module!r}] and {groups} where they "
+                    f"are fewest, expected a divisor of {count} and a multiple of {groups}; correct the rows of a head "
+                    "in heads, or pass one logit per query head"
                 )
     return blocks
 
 
+def _groups(blocks: Mapping[str, list[_Block]], count: int) -> int:
+    """The least number of heads among the scaled blocks of a module's parameters: heads of a group share a factor."""
+    scaled = (block.heads for of_name in blocks.values() for block in of_name if block.is_scaled and block.heads)
+    return min(scaled, default=count)
+
+
 def _blocks(name: str, layout: Rows, rows: int, count: int, queries: Sequence[int]) -> list[_Block]:
+    """The blocks of heads in a parameter of ``rows`` rows, in a module of ``count`` query heads."""
     if isinstance(layout, str):
         if layout not in ("query", "key") or not queries or queries[0] % count or rows % (queries[0] // count):
             raise ValueError(
@@ -188,30 +290,50 @@ def _blocks(name: str, layout: Rows, rows: int, count: int, queries: Sequence[in
             )
         head = queries[0] // count
         return [_Block(rows // head, [(head, _POWER)])]
-    pieces = [item for item in layout if isinstance(item[1], int | float)]
-    if len(pieces) == len(layout):
-        head = sum(int(size) for size, _ in layout)
-        blocks = [_Block(rows // head if head else 0, layout)]  # type: ignore[arg-type]
+    if _is_head(layout):
+        head = sum(size for size, _ in layout)
+        blocks = [_Block(rows // head if head else 0, layout)]
+    elif _are_pairs(layout) and all(_is_count(number) and _is_head(of_head) for number, of_head in layout):
+        blocks = [_Block(number, of_head) for number, of_head in layout]
     else:
-        blocks = [_Block(number, of_head) for number, of_head in layout]  # type: ignore[arg-type]
+        raise ValueError(
+            f"{name}: got heads of {layout!r}, expected 'query', 'key', the rows of a head with their powers, or "
+            "blocks of heads; write [(128, 0.5)], or [(32, [(128, 0.5)]), (8, [(128, 0.5)])]"
+        )
     total = sum(block.heads * sum(size for size, _ in block.rows) for block in blocks)
     if total != rows:
-        raise ValueError(f"{name}: got {rows} rows and heads of {total} rows in all, expected as many; correct heads")
+        raise ValueError(
+            f"{name}: got {rows} rows and heads of {total} rows in all, expected as many; correct the rows of a head, "
+            "or the number of heads, in heads"
+        )
     return blocks
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) >= 0
+
+
+def _are_pairs(value: object) -> TypeGuard[Sequence[tuple[Any, Any]]]:
+    return isinstance(value, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in value)
+
+
+def _is_head(value: object) -> TypeGuard[HeadRows]:
+    """Whether this lists numbers of rows with their powers."""
+    return _are_pairs(value) and all(
+        _is_count(size) and isinstance(power, Real) and 0.0 <= float(power) < math.inf for size, power in value
+    )
 
 
 def _factors(gamma: Tensor, matched: Mapping[str, list[_Block]]) -> dict[str, Tensor]:
     """The factor of each row of a module's parameters: float32, ``(rows,)``."""
-    scaled = [block.heads for blocks in matched.values() for block in blocks if any(power for _, power in block.rows)]
-    groups = min(scaled, default=gamma.numel())
+    groups = _groups(matched, gamma.numel())
     least = gamma.view(groups, -1).amin(1)
     factors = {}
     for name, blocks in matched.items():
         parts = []
         for block in blocks:
-            of_head = least.repeat_interleave(block.heads // groups) if block.heads >= groups else gamma.new_ones(0)
-            if block.heads < groups:  # scaled by no power
-                of_head = gamma.new_ones(block.heads)
+            ones = gamma.new_ones(block.heads)
+            of_head = least.repeat_interleave(block.heads // groups) if block.is_scaled else ones
             rows = [_power(of_head, power).unsqueeze(1).expand(-1, size) for size, power in block.rows]
             parts.append(torch.cat(rows, 1).reshape(-1))
         factors[name] = torch.cat(parts)

@@ -72,7 +72,7 @@ class Plan:
 
     def _digest(self, lines: Sequence[Line]) -> bytes:
         text = [self._said(line, always=False) for line in lines]
-        return hashlib.blake2b(json.dumps(text).encode(), digest_size=_DIGEST_BYTES).digest()
+        return digest_of(json.dumps(text))
 
     def _said(self, line: Line, *, always: bool) -> dict[str, Any]:
         if not line.is_held or not (line.is_sized or always):
@@ -102,10 +102,7 @@ class Plan:
         for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
             if ranks in self._silent and agreed.get(ranks) == digest:
                 continue  # no message told these ranks that another description changed
-            words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
-            both = torch.stack([words, 0xFFFF - words])
-            ranks.all_reduce_max(both)
-            if bool((both.sum(0) != 0xFFFF).any()):
+            if not is_common(ranks, digest):
                 self.refuse(ranks)
 
     def refuse(self, ranks: Exchange) -> NoReturn:
@@ -117,6 +114,19 @@ class Plan:
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
             "and gradients to all of them or to none. Blocks that no other rank shares may have been stepped"
         )
+
+
+def digest_of(text: str) -> bytes:
+    """The digest by which ranks compare a text."""
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def is_common(ranks: Exchange, digest: bytes) -> bool:
+    """Whether all ranks have the same digest. All of them must call this."""
+    words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
+    both = torch.stack([words, 0xFFFF - words])
+    ranks.all_reduce_max(both)
+    return not bool((both.sum(0) != 0xFFFF).any())
 
 
 def _order(ranks: Exchange) -> tuple[object, ...]:

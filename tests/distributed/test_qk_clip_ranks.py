@@ -67,3 +67,50 @@ def _infinite() -> None:
 
 def test_infinite_on_one_rank(ranks: Pool) -> None:
     ranks.run(2, _infinite)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "shape": {"max_logits": {"": torch.ones(2, 3)}},
+    "kind": {"max_logits": {"": [1.0]}},
+    "missing": {"max_logits": {}},
+    "heads": {"max_logits": {"": torch.ones(3)}},
+    "threshold": {"threshold": -1.0},
+    "other threshold": {"threshold": 99.0},
+    "other heads": {"heads": {"up.*": [(32, 0.5)], "down.*": [(11, 0.5)]}},
+    "pattern": {"heads": {"q_proj.*": "query"}},
+    "no mapping": {"heads": None},
+}
+OWN = {
+    "shape": r"got a tensor of shape \(2, 3\)",
+    "kind": "got a list",
+    "heads": r"down\.weight: got 2 heads beside 3|got 6 heads beside 3",
+    "threshold": "threshold: got -1.0",
+    "pattern": "got a pattern that matches no parameter",
+    "no mapping": "heads: got a NoneType",
+}
+DIFFERENCES = {
+    "missing": r"got ranks that differ in max_logits\[''\]: 6 heads on rank 0 and none on rank 1",
+    "other threshold": "got ranks that differ in threshold: 100.0 on rank 0 and 99.0 on rank 1",
+    "other heads": "got ranks that differ in heads: .*12.* on rank 0 and .*32.* on rank 1",
+}
+
+
+def _wrong(what: str) -> None:
+    """Arguments of one rank are wrong: all ranks raise, none waits, and all go on afterwards."""
+    model = WAYS["fsdp"](make_net())
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+    given: dict[str, Any] = {"max_logits": {"": torch.full((6,), 200.0)}, "heads": HEADS}
+    if dist.get_rank() == 1:
+        given |= WRONG[what]
+    elsewhere = rf"got arguments that rank 1 refuses.*: \w+Error: .*({OWN.get(what)})"
+    message = DIFFERENCES.get(what) or (OWN[what] if dist.get_rank() == 1 else elsewhere)
+    with pytest.raises(Exception, match=message) as caught:
+        shardopt.qk_clip_(model, **given)
+    assert dist.get_rank() == 1 or caught.type is RuntimeError
+    assert_same({name: param.to_local() for name, param in model.named_parameters()}, before)  # type: ignore[attr-defined]
+    shardopt.qk_clip_(model, {"": torch.full((6,), 200.0)}, heads=HEADS)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_on_one_rank(ranks: Pool, what: str) -> None:
+    ranks.run(2, _wrong, what)

@@ -144,6 +144,9 @@ def test_nothing_above_the_threshold_changes_nothing() -> None:
         ({"max_logits": {"": torch.full((4,), math.nan)}}, FloatingPointError, "got NaN or infinite logits"),
         ({"max_logits": {"": torch.tensor([1.0, INF, 1.0, 1.0])}}, FloatingPointError, "got NaN or infinite logits"),
         ({"max_logits": {"": torch.ones(2, 2)}}, ValueError, r"got a tensor of shape \(2, 2\)"),
+        ({"max_logits": {"": [1.0, 2.0]}}, ValueError, "got a list, expected a tensor of floats"),
+        ({"max_logits": [torch.ones(4)]}, TypeError, "max_logits: got a list, expected a mapping"),
+        ({"heads": ["q_proj.*"]}, TypeError, "heads: got a list, expected a mapping"),
         ({"max_logits": {"": torch.ones(4, dtype=torch.int64)}}, ValueError, "got a tensor of shape .* of torch.int64"),
         (
             {"max_logits": {"attn": torch.ones(4)}},
@@ -159,6 +162,21 @@ def test_nothing_above_the_threshold_changes_nothing() -> None:
         ({"heads": {"q_proj.*": [(64, 0.5)], "k_proj.*": [(12, 0.5), (4, 0.0)]}}, None, ""),
         ({"heads": {"q_proj.*": [(8, 0.5)]}}, ValueError, "got 8 heads beside 4"),
         ({"heads": {"q_proj.*": [(3, [(16, 0.5)])]}}, ValueError, "got 64 rows and heads of 48 rows"),
+        *(
+            ({"heads": {"q_proj.*": layout}}, ValueError, r"q_proj\.weight: got heads of .*, expected 'query'")
+            for layout in (5, [64], [(64, "query")], [(64, -0.5)], [(-1, 0.5), (17, 0.5)], [(4, [16])], [(2.0, 0.5)])
+        ),
+        (  # 2 heads of 32 keys, and 3 blocks of 32 values, would share no factors with 6 queries
+            {
+                "max_logits": {"": torch.full((6,), 200.0)},
+                "heads": {
+                    "q_proj.*": [(6, [(10, 0.5)]), (2, [(2, 0.5)])],
+                    "k_proj.*": [(3, [(10, 0.5)]), (1, [(2, 0)])],
+                },
+            },
+            ValueError,
+            "k_proj.weight: got 3 heads beside 6 in max_logits.* and 2 where they are fewest",
+        ),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
             ValueError,
