@@ -259,18 +259,23 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
         )
 
 
-def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Each dtype with each layout, but of those with the largest one only one by default.
+MESSAGES = list(product(message_problem.DTYPES, range(len(message_problem.LAYOUTS))))
+FEW_MESSAGES = [(torch.bfloat16, MESSAGES[-1][1]), *(case for case in MESSAGES if case[1] < MESSAGES[-1][1])]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [*FEW_MESSAGES, *slow(MESSAGES, besides=FEW_MESSAGES)])
+def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: int) -> None:
     """Gradients as bytes: the kernels of csrc/comm."""
     for name in ("encode_message", "sum_message"):
         kernel = getattr(emulated, f"{name}_cuda")
         monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
-    for dtype in message_problem.DTYPES:
-        for parts, chunks in message_problem.LAYOUTS:
-            for _, floats in message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks):
-                message_problem.check(floats, parts, chunks)
-        unaligned = torch.randn(1001).to(dtype)[1:]
-        message_problem.check(unaligned, [Part(2, 250, True)], 2)
-        message_problem.check_floats(unaligned, 3)
+    parts, chunks = message_problem.LAYOUTS[layout]
+    for _, floats in message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks):
+        message_problem.check(floats, parts, chunks)
+    unaligned = torch.randn(1001).to(dtype)[1:]
+    message_problem.check(unaligned, [Part(2, 250, True)], 2)
+    message_problem.check_floats(unaligned, 3)
 
 
 def test_norms(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

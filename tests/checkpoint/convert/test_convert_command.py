@@ -278,7 +278,7 @@ convert(source, target, to, progress=lambda done, total: done > total // 2 and o
 """
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", ["portable", "torch", *(pytest.param(to, marks=pytest.mark.slow) for to in FORMATS[2:])])
 def test_what_a_killed_conversion_leaves_is_removed_by_the_next(saved: Path, tmp_path: Path, to: str) -> None:
     target = tmp_path / "target"
     for _ in range(2):
