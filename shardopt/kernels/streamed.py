@@ -127,6 +127,10 @@ class Transfers(ABC):
         """Comes after the last copy: later computations must see what came back."""
 
     @abstractmethod
+    def follow(self) -> None:
+        """Has :meth:`synchronize` wait for all that was begun before, too, such as PyTorch's copies to the host."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits until all copies are done."""
 

@@ -41,5 +41,8 @@ class HostTransfers(Transfers):
     def end(self) -> None:
         pass
 
+    def follow(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass

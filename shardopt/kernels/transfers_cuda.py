@@ -74,7 +74,7 @@ class CudaTransfers(Transfers):
     def give_back(self, slot: Slot, copies: Copies) -> object:
         assert isinstance(slot, CudaSlot)
         if not self._to_host:
-            self._back.wait_stream(torch.cuda.current_stream(self._device))
+            self.follow()
         self._copy(copies.home, _places(slot, copies), copies.nbytes, self._back)
         slot.emptied = self._back.record_event()
         return slot.emptied
@@ -82,6 +82,9 @@ class CudaTransfers(Transfers):
     def end(self) -> None:
         if self._to_host:
             torch.cuda.current_stream(self._device).wait_stream(self._back)
+
+    def follow(self) -> None:
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
         self._back.synchronize()

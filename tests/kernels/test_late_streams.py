@@ -8,6 +8,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch.library import Library
 
 import shardopt
 from helpers import Named
-from late_problem import CPU, CUDA, Peers, Problem, Scenario, released, scenarios, steps
+from late_problem import CPU, CUDA, Peers, Problem, Scenario, device_scalars, released, scenarios, steps
 from late_schedule import KINDS
 from late_streams import LateDevice, late_device
 from ranks.snapshot import assert_same
@@ -75,13 +76,23 @@ def test_same_bits_in_any_order(name: str, seed: int, tmp_path: Path) -> None:
     assert_same(found, scenario(CPU))
 
 
+#: Muon's matrix products have other bits on the CPU, so a late device is compared with an early one.
+MUON: dict[str, Scenario] = {
+    "muon": steps(rule="muon"),
+    "normuon": steps(rule="normuon"),
+    "normuon offload": steps(rule="normuon", offload="state"),
+    "normuon pageable": steps(rule="normuon", offload="state", pin_memory=False),
+    "normuon scaled": partial(device_scalars, rule="normuon", offload="state"),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_muon(kind: str) -> None:
-    """Muon's matrix products have other bits on the CPU, so a late device is compared with an early one."""
+@pytest.mark.parametrize("name", MUON)
+def test_muon(name: str, kind: str) -> None:
     found = []
     for order in ("early", kind):
         with late_device(order):
-            found.append(steps(rule="muon")(CUDA))
+            found.append(MUON[name](CUDA))
     assert_same(found[1], found[0])
 
 
@@ -132,10 +143,7 @@ PLANTS = {
         f"{COPIES}.arrived", "torch.cuda.current_stream(self._device).wait_event(slot.filled)", "pass",
         ("offload state",),
     ),
-    "slot stepped": Plant(
-        f"{COPIES}.give_back", "self._back.wait_stream(torch.cuda.current_stream(self._device))", "pass",
-        ("offload state",),
-    ),
+    "slot stepped": Plant(f"{COPIES}.give_back", "self.follow()", "pass", ("offload state",)),
     "parameters back": Plant(
         f"{COPIES}.end", "torch.cuda.current_stream(self._device).wait_stream(self._back)", "pass", ("offload step",)
     ),
@@ -218,6 +226,14 @@ def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytes
     pytest.fail(f"nobody noticed: {plant}")
 
 
+def test_second_moments_of_rows_without_a_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = MUON["normuon offload"]
+    with late_device("early"):
+        wanted = scenario(CUDA)
+    Plant("step.muon.waves:WaveStep.apply", "self._transfers.follow()", "pass", ()).grow(monkeypatch)
+    assert not all(is_right(scenario, wanted, kind, 0) for kind in KINDS)
+
+
 def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
     noticed = (AssertionError, RuntimeError, FloatingPointError, ValueError)
     try:
@@ -235,18 +251,20 @@ def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
 def test_no_step_waits() -> None:
     """Not even with another set of gradients; and the host learns of skipped elements once per step."""
 
-    def check(device: LateDevice, **options: Any) -> None:
+    def check(device: LateDevice, moments: int = 0, **options: Any) -> None:
+        """``moments`` counts matrices with a gradient whose rows' second moments go to the host."""
         problem = Problem(CUDA, **options)
         problem.step(0)
         for t in range(1, 5):
             waits, copies = device.waits, device.copies_to_host
             problem.step(t, without=(t % 3,))
             assert device.waits == waits
-            assert device.copies_to_host == copies + 1
+            assert device.copies_to_host == copies + 1 + moments
 
     with late_device("late") as device:
         check(device)
         check(device, offload="state")
+        check(device, 2, rule="normuon", offload="state")
         check(device, lr=torch.full((), 0.01, device=CUDA))
 
 

@@ -116,10 +116,10 @@ def steps(chunk: int = 4608, **options: Any) -> Scenario:
     return run
 
 
-def device_scalars(device: torch.device) -> Named:
+def device_scalars(device: torch.device, rule: str = "lamb", **options: Any) -> Named:
     """Learning rate and loss scale are computed on the device; tables are dropped in another stream than theirs."""
     lr = torch.full((), 0.01, dtype=torch.float32, device=device)
-    problem = Problem(device, rule="lamb", lr=lr)
+    problem = Problem(device, rule=rule, lr=lr, **options)
     problem.step(0)
     here = torch.cuda.current_stream() if device.type == "cuda" else None
     with side_stream(device):

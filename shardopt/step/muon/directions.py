@@ -76,11 +76,13 @@ class Directions:
         """
         self._held = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
         for in_memory, kept in self._row_moments(self._held, row_moments):
-            in_memory.copy_(kept)
+            in_memory.copy_(kept, non_blocking=True)
         return self._held
 
     def keep(self, row_moments: RowMoments, directions: Tensor, found_inf: Tensor | None) -> None:
         """Stores the second moments of rows that came back with the directions, unless the step is skipped.
+
+        The host does not wait for copies to its memory.
 
         Args:
             row_moments: this rank's state entries.
@@ -88,10 +90,10 @@ class Directions:
             found_inf: above 0 for a step that a gradient scaler skips; None without one.
         """
         for in_memory, kept in self._row_moments(directions, row_moments):
-            if found_inf is None:
-                kept.copy_(in_memory)
-            else:
-                kept.copy_(torch.where(found_inf.to(kept.device) > 0, kept, in_memory.to(kept.device)))
+            if found_inf is not None:
+                before = kept.to(in_memory.device, non_blocking=True)
+                in_memory = torch.where(found_inf.to(in_memory.device) > 0, before, in_memory)
+            kept.copy_(in_memory, non_blocking=True)
 
     def _row_moments(self, memory: Tensor, row_moments: RowMoments) -> Iterator[tuple[Tensor, Tensor]]:
         """The second moments of rows that this rank keeps: in memory, and in the state."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
     new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
     # An overflow, whose NaN no weight takes, would otherwise stay in the average for good.
-    row_moments.copy_(torch.where(new.isfinite(), new, row_moments))
+    row_moments.copy_(torch.where(new < math.inf, new, row_moments))
     factors = row_moments.sqrt().add_(_TINY).reciprocal_()
     total, new_total = torch.linalg.vector_norm(norms), torch.linalg.vector_norm(norms * factors)
     return matrix * factors.mul_(total / new_total.add_(_TINY)).unsqueeze(1)

@@ -13,6 +13,7 @@ from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
+from shardopt.kernels.streamed import Transfers
 from shardopt.layout import Exchange, FlatShard
 from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Opening, Plan, Reduction, Roll
@@ -208,6 +209,8 @@ class WaveStep:
         self._normalized = normalized
         self._row_moments: RowMoments = {}
         self._found_inf: Tensor | None = None
+        self._device = device
+        self._transfers: Transfers | None = None  # of the second moments of rows, where they are offloaded
         self._directions = Directions(wave, device, plan)
         self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
@@ -240,6 +243,8 @@ class WaveStep:
     ) -> None:  # fmt: skip
         """Takes the gradients, options and second moments of rows of a step."""
         self._row_moments = {indices: row_moments(*indices) for indices in self._normalized}
+        is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
+        self._transfers = residency.transfers(self._device, "state") if is_offloaded else None
         self._found_inf = scaling.found_inf
         for passes in self._passes:
             passes.update(watched, groups, scaling, skipped, residency, operands)
@@ -260,7 +265,9 @@ class WaveStep:
         for passes in self._passes:
             passes.apply(directions)
         self._directions.keep(self._row_moments, directions, self._found_inf)
-        self._row_moments, self._found_inf = {}, None
+        if self._transfers is not None:
+            self._transfers.follow()
+        self._row_moments, self._found_inf, self._transfers = {}, None, None
 
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
