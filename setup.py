@@ -53,7 +53,11 @@ CUDA_SOURCES = (
 
 
 def cpu_sources() -> list[str]:
-    names = [
+    """The kernels of steps, which take longest to compile, come first: so all processes have work to the end."""
+    step = ["cpu_portable.cpp", *TARGET_FLAGS]
+    others = [name for name in step if name != "cpu_avx512vbmi.cpp"]  # such processors run the kernels of avx512
+    names = [f"csrc/step/{name}" for name in step]
+    names += [
         "csrc/bindings.cpp",
         "csrc/bindings_comm.cpp",
         "csrc/threads/copies.cpp",
@@ -66,9 +70,6 @@ def cpu_sources() -> list[str]:
     ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
-    step = ["cpu_portable.cpp", *TARGET_FLAGS]
-    others = [name for name in step if name != "cpu_avx512vbmi.cpp"]  # such processors run the kernels of avx512
-    names += [f"csrc/step/{name}" for name in step]
     return names + [f"csrc/{room}/{name}" for room in ("comm", "norm") for name in others]
 
 
