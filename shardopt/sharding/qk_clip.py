@@ -76,19 +76,21 @@ def qk_clip_(
     Weights in 16 bits are scaled in float32, with the low bits that ``master_weight_bits`` keeps in the optimizer's
     state, and rounded to the nearest once.
 
+    Each error is raised on all ranks, before any weight is changed: ranks compare their arguments first.
+
     Args:
         model: the model, maybe wrapped. All ranks call this, with the same modules.
         max_logits: by the name of an attention module in the bare model, the largest logit of each query head on this
             rank since the last call: after scaling by ``1 / sqrt(head_dim)``, before the softmax. Float, ``(heads,)``;
             -inf for heads that are on other ranks, as under tensor parallelism. Maxima over the ranks are taken here.
         threshold: the largest logit that is left alone.
-        heads: by pattern, relative to the module, how rows of parameters belong to heads. "query" has as many heads as
+        heads: by pattern, relative to the module, how rows of parameters belong to heads; of patterns that match a
+            parameter the last one counts, and biases are scaled where one matches them. "query" has as many heads as
             ``max_logits``, "key" heads of as many rows as the query's, and both the power 0.5. Other layouts list the
             rows of a head, with the power of the factor that each takes: MLA of DeepSeek and Kimi is
             ``{"q_b_proj.weight": [(128, 0.5), (64, 1.0)], "kv_b_proj.weight": [(128, 0.5), (128, 0.0)]}``. Queries,
             keys and values that lie one behind the other are blocks with their number of heads:
-            ``{"qkv.*": [(32, [(128, 0.5)]), (8, [(128, 0.5)]), (8, [(128, 0.0)])]}``. Biases are scaled where a
-            pattern matches them.
+            ``{"qkv.*": [(32, [(128, 0.5)]), (8, [(128, 0.5)]), (8, [(128, 0.0)])]}``.
         optimizer: the optimizer that has the parameters. Necessary for weights in 16 bits, whose low bits its state may
             have.
         group: ranks to take maxima over; all by default.
@@ -103,8 +105,6 @@ def qk_clip_(
         RuntimeError: DeepSpeed's ZeRO keeps the weights, or ZeroRedundancyOptimizer low bits on another rank; or
             another rank has raised, or has other modules, heads or another threshold.
         FloatingPointError: a logit is NaN or infinite.
-
-        In all of these cases all ranks raise, and no weight was changed.
     """
     ranks = RanksExchange((_world(group),), device_of(group)) if dist.is_initialized() else None
     error: Exception | None = None

@@ -34,34 +34,33 @@ class Directions:
         self._roll = roll = _Roll(plan, wave) if division is not None else None
         #: Offset of each matrix's elements.
         self.first: list[int] = []
-        at, owners = 0, -1
-        chunks = []  # offset of each owner's chunk
+        at = 0
+        chunks: list[int] = []  # offset of each owner's chunk, which begins with a roll
         for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
-            while roll is not None and owners < owner:
-                owners += 1
+            while roll is not None and len(chunks) <= owner:
                 chunks.append(at)
                 at += roll.numel
             self.first.append(at)
             at += matrix.space(matrix.rank)
-        while division is not None and roll is not None and len(chunks) < wave.workers:
+        while roll is not None and len(chunks) < wave.workers:
             chunks.append(at)
             at += roll.numel
         self._numel = at
-        self._journey: _Journey | None = None
+        self._transport: _Transport | None = None
         if division is not None and roll is not None:
             kind = _Copies if division.is_copied and wave.replicas is None else _Parts
-            self._journey = kind(wave, self.first, [*chunks, at], roll)
+            self._transport = kind(wave, self.first, [*chunks, at], roll)
         self._held = torch.empty(0, device="cpu")
 
     @property
     def journey(self) -> Journey | None:
         """The message to other ranks; None without other ranks."""
-        return None if self._journey is None else self._journey.form
+        return None if self._transport is None else self._transport.form
 
     @property
     def communicates(self) -> bool:
         """Whether other ranks take part."""
-        return self._journey is not None
+        return self._transport is not None
 
     @property
     def memory(self) -> list[Tensor]:
@@ -106,8 +105,8 @@ class Directions:
 
     def send(self) -> None:
         """Begins to send the directions to the matrices' owners."""
-        if self._journey is not None:
-            self._journey.send(self._held)
+        if self._transport is not None:
+            self._transport.send(self._held)
 
     def orthogonalize(self, stepped: Container[int]) -> None:
         """Orthogonalizes the matrices that this rank owns, and begins to send them back.
@@ -115,8 +114,8 @@ class Directions:
         Args:
             stepped: indices of the parameters that have a gradient here. Without other ranks, others are left out.
         """
-        if self._journey is not None:
-            self._journey.orthogonalize()
+        if self._transport is not None:
+            self._transport.orthogonalize()
             return
         for matrix, first in zip(self._wave.matrices, self.first, strict=True):
             if matrix.tensor in stepped:
@@ -126,8 +125,8 @@ class Directions:
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which replace the others in memory; gives the memory away."""
         held, self._held = self._held, torch.empty(0, device="cpu")  # a view would keep the memory
-        if self._journey is not None:
-            self._journey.receive(held)
+        if self._transport is not None:
+            self._transport.receive(held)
         return held
 
 
@@ -209,7 +208,7 @@ class _Roll:
         heard(self._plan, self._ranks, torch.stack(rolls))
 
 
-class _Journey(ABC):
+class _Transport(ABC):
     """The transport of directions.
 
     Args:
@@ -269,7 +268,7 @@ class _Journey(ABC):
         self._there = torch.empty(0, device="cpu")
 
 
-class _Copies(_Journey):
+class _Copies(_Transport):
     """Transport if each rank has all elements: an owner waits for nothing, and sends its matrices to all ranks."""
 
     def orthogonalize(self) -> None:
@@ -303,7 +302,7 @@ class _Piece(NamedTuple):
         return matrix.row_moments(gathered, self.first, self.rank)
 
 
-class _Parts(_Journey):
+class _Parts(_Transport):
     """Transport if the ranks have parts: an owner gathers the parts of all its matrices by one exchange."""
 
     def __init__(self, wave: Wave, first: Sequence[int], chunks: Sequence[int], roll: _Roll) -> None:
