@@ -110,7 +110,7 @@ def qk_clip_(
     error: Exception | None = None
     try:
         places, matched = _checked(model, max_logits, threshold, heads, optimizer)
-        said = {"threshold": repr(threshold), "heads": repr(dict(heads))}
+        said = {"threshold": repr(float(threshold)), "heads": repr(dict(heads))}
         said |= {f"max_logits[{module!r}]": f"{x.numel()} heads" for module, x in sorted(max_logits.items())}
     except Exception as raised:  # any kind of error: other ranks must not wait for this rank
         error, said = raised, {_ERROR: f"{type(raised).__name__}: {raised}"}

@@ -114,3 +114,23 @@ def _wrong(what: str) -> None:
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_on_one_rank(ranks: Pool, what: str) -> None:
     ranks.run(2, _wrong, what)
+
+
+def _stages() -> None:
+    """Two stages of a pipeline have other modules; each takes the maxima of its own ranks."""
+    stage, place = divmod(dist.get_rank(), 2)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = nn.ModuleDict({f"stage{stage}": make_net()})
+    largest = torch.tensor(LARGEST) * (1 + stage) * (1 if place else 0.5)
+    found = shardopt.qk_clip_(model, {f"stage{stage}": largest}, heads=HEADS, group=groups[stage])
+    expected = nn.ModuleDict({f"stage{stage}": make_net()})
+    whole = {f"stage{stage}": torch.tensor(LARGEST) * (1 + stage)}
+    shardopt.qk_clip_(expected, whole, heads=HEADS, group=groups[stage])
+    assert_same(found, whole)
+    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    with pytest.raises(RuntimeError, match=r"max_logits\['stage0'\]: 6 heads on rank 0 and none on rank 2.*or group="):
+        shardopt.qk_clip_(model, whole, heads=HEADS)
+
+
+def test_stages_of_a_pipeline(ranks: Pool) -> None:
+    ranks.run(4, _stages)
