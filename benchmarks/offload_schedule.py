@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,6 +140,19 @@ class Linear(nn.Module):
         return found
 
 
+class Layer(nn.Module):
+    """A layer: shardopt waits for the steps of all its matrices when it is called."""
+
+    def __init__(self, matrices: Iterable[Linear]) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(matrices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = matrix(x)
+        return x
+
+
 class Model(nn.Module):
     """A decoder, whose layers take the GPU's times."""
 
@@ -152,7 +165,7 @@ class Model(nn.Module):
         decoder = case.decoder
         ends = (decoder.vocabulary, decoder.width)
         self.embedding = linear(ends, flop=0)  # rows are looked up
-        self.layers = nn.ModuleList(nn.Sequential(*map(linear, decoder.layer())) for _ in range(decoder.layers))
+        self.layers = nn.ModuleList(Layer(map(linear, decoder.layer())) for _ in range(decoder.layers))
         self.head = linear(ends)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class DeferredSteps:
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
         self._unfinished: list[DeferredStep] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}  # two per device
         self._submitted = count()
 
     def submit(
@@ -112,9 +112,11 @@ class DeferredSteps:
                 self._let_go()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
-            if device.type == "cuda" and device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            step = DeferredStep((order, next(self._submitted)), work, keeps, self._streams.get(device))
+            # A step waits in its stream for its copies back, which the next one in the other stream need not wait for.
+            place = device, order % 2
+            if device.type == "cuda" and place not in self._streams:
+                self._streams[place] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            step = DeferredStep((order, next(self._submitted)), work, keeps, self._streams.get(place))
             self._waiting.put(step)
             self._unfinished.append(step)
             try:
@@ -132,7 +134,7 @@ class DeferredSteps:
         """
         with self._lock:
             wait([step.taken for step in self._unfinished])
-            for device, stream in self._streams.items():
+            for (device, _), stream in self._streams.items():
                 torch.cuda.current_stream(device).wait_stream(stream)
             self._let_go()
 
