@@ -201,6 +201,10 @@ PLANTS = {
         "release.deferred:DeferredSteps.wait", "torch.cuda.current_stream(device).wait_stream(stream)", "pass",
         ("released step",),
     ),
+    "parameters read, of the other stream": Plant(
+        "release.deferred:DeferredSteps.wait", "in self._streams.items()", "in list(self._streams.items())[1:]",
+        ("held, read",),
+    ),
     "gradient on the host": Plant(
         "release.host_gradients:_arrived", "copied.synchronize()", "pass", ("held",)
     ),

@@ -282,9 +282,17 @@ def released(overlap: bool = False, between: Callable[[], object] = bool, **opti
 
 
 def held(
-    micro_batches: int = 1, scale: float | None = None, chunk: int = 4608, norm_type: float = 2.0, **options: Any
+    micro_batches: int = 1,
+    scale: float | None = None,
+    chunk: int = 4608,
+    norm_type: float = 2.0,
+    reads: bool = False,
+    **options: Any,
 ) -> Scenario:
-    """Gradients held in the host's memory, clipped by their norm, with steps during the next forward pass."""
+    """Gradients held in the host's memory, clipped by their norm, with steps during the next forward pass.
+
+    ``reads``: the parameters are copied after each step, by a state dict.
+    """
 
     def run(device: torch.device) -> Named:
         with pytest.MonkeyPatch.context() as patch:
@@ -298,7 +306,7 @@ def held(
         if device.type == "cuda":
             model.release(optimizer, overlap_forward=True, waiting_gradients=2, micro_batches=micro_batches)
         scaler = None if scale is None else GradScaler(device.type, init_scale=scale, growth_interval=2)
-        norms = []
+        norms, copies = [], Named()
         for t in range(4):
             for micro in range(micro_batches):
                 gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
@@ -312,9 +320,11 @@ def held(
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
+            if reads:
+                copies.update((f"{name} {t}", value.clone()) for name, value in model.state_dict().items())
         optimizer.synchronize()
         norms += [] if scaler is None else [torch.tensor(scaler.get_scale())]
-        found = on_cpu({f"norm {t}": norm for t, norm in enumerate(norms)})
+        found = on_cpu({**copies, **{f"norm {t}": norm for t, norm in enumerate(norms)}})
         return {**found, **on_cpu(snapshot(dict(model.named_parameters()), optimizer))}
 
     return run
@@ -427,6 +437,7 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "held in parts": held(micro_batches=2, chunk=8192),
         "held in one piece": held(micro_batches=2, chunk=1 << 20),
         "held, pageable": held(micro_batches=2, pin_memory=False),
+        "held, read": held(reads=True),
         "held, largest": held(norm_type=math.inf),
         "held beside others": held(micro_batches=2, device_state_budget=9000),
         "held and scaled": held(scale=1000.0),
