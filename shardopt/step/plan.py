@@ -34,7 +34,8 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             line = _line(index, parameter, slice_, name, groups[parameter.group])
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
-            orthogonalized, replicas = groups[parameter.group].rule.orthogonalized, slice_.spec.shard.replicas
+            orthogonalized = groups[parameter.group].rule.orthogonalized
+            replicas = None if orthogonalized is None else slice_.spec.shard.replicas
             if orthogonalized is not None and replicas is not None:
                 lines.setdefault(replicas.holders, []).append(_for_replicas(line, orthogonalized.share_replicas))
                 sharing[replicas.holders] = sharing.get(replicas.holders, False) or orthogonalized.share_replicas

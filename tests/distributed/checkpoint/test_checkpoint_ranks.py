@@ -331,7 +331,7 @@ def test_messages(size: int) -> None:
 
 def test_ranks_that_are_lost_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's collectives return at once, and fail where their result is read; a meta tensor cannot be read either."""
-    monkeypatch.setattr(Ranks, "_device", torch.device("meta"))
+    monkeypatch.setattr("shardopt.checkpoint.ranks.device_of", lambda group: torch.device("meta"))
     for collective in ("all_gather", "broadcast"):
         monkeypatch.setattr(dist, collective, lambda *args, **options: None)
     ranks = Ranks()
