@@ -78,10 +78,8 @@ def test_dtensor(local: Any, expected: int) -> None:
 
 @pytest.mark.parametrize(("bound", "expected"), [(SECOND, 1), (None, 0)])
 def test_messages_of_a_checkpoint(bound: torch.device | None, expected: int) -> None:
-    group = SimpleNamespace(_device_types=[torch.device("cuda")], bound_device_id=bound)
-    of_group: Any = ranks.Ranks()
-    of_group._group = group
-    assert of_group._device == torch.device("cuda", expected)
+    group: Any = SimpleNamespace(_device_types=[torch.device("cuda")], bound_device_id=bound)
+    assert exchange.device_of(group) == torch.device("cuda", expected)
 
 
 def test_a_save_makes_the_models_gpu_current(monkeypatch: pytest.MonkeyPatch) -> None:
