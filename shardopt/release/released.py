@@ -251,7 +251,7 @@ class ReleasedParameters:
             parameter.gradients = 0
 
     def wait_for_gradients(self) -> None:
-        """Waits until gradients are not read any more, where DDP is about to overwrite its buckets: they are not."""
+        """Waits for what reads gradients, before DDP overwrites its buckets: nothing, as ``step()`` has waited."""
 
     def end(self) -> None:
         """Ends the release."""
