@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,6 +189,13 @@ CHOICES: dict[str, Choice] = {
 }
 
 EMULATED = "emulated:"
+#: log8 as it might be: an emulation of :mod:`quality.low_bits` whose second moment is rounded at random.
+LOG8_AT_RANDOM = f"{EMULATED}log8, v stochastic"
+
+
+def in_order(names: Collection[str]) -> list[str]:
+    """The names in the order of the tables, emulated ones last."""
+    return [*(name for name in CHOICES if name in names), *sorted(set(names) - CHOICES.keys())]
 
 
 def choice_of(name: str) -> Choice:
@@ -207,6 +214,7 @@ def choice_of(name: str) -> Choice:
         variant = name.removeprefix(EMULATED)
         if variant in VARIANTS:
             settings = repr(VARIANTS[variant])
-            return Choice(_emulated, {"variant": variant, "settings": settings}, "fp32", f"emulated: {variant}")
+            options = {"variant": variant, "settings": settings}
+            return Choice(_emulated, options, "fp32", f"emulated: {variant}", tasks=TASKS)
         raise ValueError(f"optimizer {name}: expected after {EMULATED!r} one of {', '.join(VARIANTS)}")
     raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {EMULATED}NAME")

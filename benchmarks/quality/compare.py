@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from quality.choices import CHOICES, Choice, choice_of
+from quality.choices import Choice, choice_of, in_order
 from quality.intervals import Summary, summary
 from quality.records import Record
 
@@ -80,8 +80,7 @@ def differences(runs: dict[int, Record], baseline: dict[int, Record]) -> list[fl
 def compare(lines: Iterable[Record]) -> list[Comparison]:
     """A comparison per optimizer, in the order of the table of optimizers, emulated ones last."""
     by_optimizer = current(lines)
-    order = [*(name for name in CHOICES if name in by_optimizer), *sorted(by_optimizer.keys() - CHOICES.keys())]
-    return [_comparison(name, by_optimizer) for name in order]
+    return [_comparison(name, by_optimizer) for name in in_order(by_optimizer)]
 
 
 def _comparison(name: str, by_optimizer: dict[str, dict[int, Record]]) -> Comparison:

@@ -1,4 +1,4 @@
-"""Levels of the second moment over 5,000 steps on streams of random gradients, by codec.
+"""Levels of the second moment over 20,000 steps on streams of random gradients, by codec.
 
 A step of ``betas[1] = 0.999`` lowers a second moment by 0.1% where no gradient comes, and raises it where a large one
 does. A codec whose values are further apart than that and which rounds to nearest keeps some of these steps and loses
@@ -13,18 +13,19 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quality import records
-from quality.choices import CHOICES
+from quality.choices import LOG8_AT_RANDOM, choice_of
 from quality.moments import drift, moments_of
 from quality.task import BETAS, Problem, Task
 
-NAMES = ("log8", "companded8", "dynamic8", "bf16", "log4", "bnb8")
-STEPS = 5000
+NAMES = ("log8", LOG8_AT_RANDOM, "companded8", "dynamic8", "bf16", "log4", "bnb8")
+STEPS = 20_000
 #: Steps after which the levels are taken.
-MARKS = (250, 500, 1000, 2000, 5000)
+MARKS = (250, 1000, 2000, 5000, 10_000, 20_000)
 #: Decay rates of the second moment, `betas[1]`.
 BETAS2 = (0.999, 0.99, 0.95)
 ROWS, COLS = 64, 128
 _LR = 1e-3
+_TENFOLD = 5000
 
 #: (step, source of random numbers) -> gradients, float32 (ROWS, COLS).
 Stream = Callable[[int, Generator], Tensor]
@@ -42,9 +43,9 @@ def heavy_tailed(step: int, generator: Generator) -> Tensor:
 
 
 def fading(step: int, generator: Generator) -> Tensor:
-    """Heavy-tailed; each element at a scale of its own, log-normal with s = 1; all scales fall tenfold."""
+    """Heavy-tailed; each element at a scale of its own, log-normal with s = 1; scales fall tenfold in 5,000 steps."""
     scales = torch.randn(ROWS, COLS, generator=Generator().manual_seed(1)).exp()
-    return heavy_tailed(step, generator) * scales * 0.1 ** (step / STEPS)
+    return heavy_tailed(step, generator) * scales * 0.1 ** (step / _TENFOLD)
 
 
 STREAMS: dict[str, Stream] = {"normal": normal, "heavy-tailed": heavy_tailed, "heavy-tailed, fading": fading}
@@ -64,7 +65,8 @@ def measure(stream: str, beta2: float, names: list[str], steps: int = STEPS) -> 
         Lines with "levels": after each of "steps", the norm of the root of the second moment over float32's.
     """
     models = {name: nn.ParameterList([nn.Parameter(torch.zeros(ROWS, COLS))]) for name in ("fp32", *names)}
-    optimizers = {name: CHOICES[name].make(model, _TASK, _LR, CHOICES[name].options) for name, model in models.items()}
+    choices = {name: choice_of(name) for name in models}
+    optimizers = {name: it.make(models[name], _TASK, _LR, it.options) for name, it in choices.items()}
     for optimizer in optimizers.values():
         optimizer.param_groups[0]["betas"] = (BETAS[0], beta2)
     generator = Generator().manual_seed(0)
@@ -84,7 +86,7 @@ def measure(stream: str, beta2: float, names: list[str], steps: int = STEPS) -> 
             "stream": stream,
             "beta2": beta2,
             "optimizer": name,
-            "options": CHOICES[name].options,
+            "options": choices[name].options,
             "elements": ROWS * COLS,
             "steps": marks,
             "levels": levels[name],

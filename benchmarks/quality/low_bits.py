@@ -69,6 +69,7 @@ def _variants() -> dict[str, Variant]:
         "fp32": Variant(0, 0, repay=False),
         "log8": log8,
         "log8, repaid": replace(log8, repay=True),
+        "log8, v stochastic": replace(log8, v_rounding="stochastic"),
         "torchao 4-bit": published,
         "2309.01507": replace(published, v_map="rank1"),
         "log4": log4,
@@ -246,6 +247,14 @@ class LowBitOptimizer(Optimizer):
             Moments(variant, [p.shape for p in group["params"]], seed + 17 * index)
             for index, group in enumerate(self.param_groups)
         ]
+
+    def moments(self) -> dict[str, Tensor]:
+        """Both moments as decoded, "exp_avg" and the root of "exp_avg_sq": all parameters in one row."""
+
+        def row(name: str) -> Tensor:
+            return torch.cat([x.flatten() for kept in self._moments for x in kept.tensors(getattr(kept, name))])
+
+        return {"exp_avg": row("m"), "exp_avg_sq": row("u")}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from quality.choices import CHOICES, Choice
+from quality.choices import Choice, choice_of, in_order
 from quality.compare import current
 from quality.intervals import Summary, summary
 from quality.records import Record
@@ -39,8 +39,9 @@ def courses(lines: Iterable[Record]) -> list[Course]:
     """A course per optimizer that has a pair with its float32 runs, in the order of the table of optimizers."""
     by_optimizer = current(lines)
     found = []
-    for name, choice in CHOICES.items():
-        if name in by_optimizer and choice.baseline != name:
+    for name in in_order(by_optimizer):
+        choice = choice_of(name)
+        if choice.baseline != name:
             course = _course(name, choice, by_optimizer[name], by_optimizer.get(choice.baseline, {}))
             if course.differences:
                 found.append(course)

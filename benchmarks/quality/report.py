@@ -18,7 +18,7 @@ if not __package__:
     sys.path[0:1] = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "launch")]
 
 from quality import records
-from quality.choices import CHOICES, LONG
+from quality.choices import LONG, choice_of
 from quality.compare import GOAL, Comparison, compare
 from quality.intervals import Summary
 from quality.over_time import Course, courses
@@ -240,7 +240,7 @@ def levels_table(lines: list[records.Record]) -> str:
     rows = []
     for stream, optimizer in dict.fromkeys(key[:2] for key in found):
         cells = [found.get((stream, optimizer, *column)) for column in columns]
-        rows.append([stream, CHOICES[optimizer].label, *("" if cell is None else f"{cell:.3f}" for cell in cells)])
+        rows.append([stream, choice_of(optimizer).label, *("" if cell is None else f"{cell:.3f}" for cell in cells)])
     heads = [f"step {step:,}" if beta2 == BETAS[1] else f"`betas[1] = {beta2:g}`" for beta2, step in columns]
     return table_of(["stream", "optimizer", *heads], rows)
 

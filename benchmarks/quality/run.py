@@ -173,7 +173,7 @@ def moment_levels(path: Path, steps: int) -> None:
     """Appends the level of each optimizer's second moment on each stream of so many steps, where the file lacks it."""
     records.repair(path)
     made = {(line["stream"], line["beta2"], line["optimizer"]) for line in records.read(path)}
-    able = [name for name in levels.NAMES if CHOICES[name].obstacle(drift.STREAM) is None]
+    able = [name for name in levels.NAMES if choice_of(name).obstacle(drift.STREAM) is None]
     for stream, beta2 in itertools.product(levels.STREAMS, levels.BETAS2):
         names = [name for name in able if (stream, beta2, name) not in made]
         for line in levels.measure(stream, beta2, names, steps) if names else ():
