@@ -10,10 +10,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from quality.choices import CHOICES
+from quality.choices import CHOICES, LOG8_AT_RANDOM, choice_of
 from quality.compare import GOAL, Comparison
 from quality.over_time import Course
 from quality.records import Record
+from quality.task import BETAS
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -30,6 +31,7 @@ _COLOURS = {
     "torchao8": "#1fa3a8",
     "torchao4": "#c24f3d",
     "torchao_fp8": "#7f9a2c",
+    LOG8_AT_RANDOM: "#8fb4de",
     "bf16_master32": "#5b9bd5",
     "bf16_master24": "#4aa3df",
     "bf16_stochastic": "#c07bc0",
@@ -51,10 +53,19 @@ _STYLE = {
 }
 #: Lines in the figure of curves; the others are in the tables.
 _CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
+#: Axis of the figure of levels, which a level of bf16 leaves: its figures are in the table.
+_LEVELS = (0.7, 4.5)
+_LEVEL_TICKS = (0.75, 1, 1.5, 2, 3, 4)
 
 
-def draw(compared: dict[str, list[Comparison]], streams: list[Record], long_runs: list[Course], folder: Path) -> None:
-    """Writes quality-curves.svg, -intervals.svg, -bytes.svg, -streams.svg, -course.svg and -drift.svg.
+def draw(
+    compared: dict[str, list[Comparison]],
+    streams: list[Record],
+    levels: list[Record],
+    long_runs: list[Course],
+    folder: Path,
+) -> None:
+    """Writes quality-curves.svg, -intervals.svg, -bytes.svg, -streams.svg, -levels.svg, -course.svg and -drift.svg.
 
     Leaves those without data as they are.
     """
@@ -65,6 +76,8 @@ def draw(compared: dict[str, list[Comparison]], streams: list[Record], long_runs
             _save(_bytes(compared), folder / "quality-bytes.svg")
         if streams:
             _save(_streams(streams), folder / "quality-streams.svg")
+        if levels:
+            _save(_levels(levels), folder / "quality-levels.svg")
         if long_runs:
             _save(_course(long_runs), folder / "quality-course.svg")
             _save(_drift(long_runs), folder / "quality-drift.svg")
@@ -196,6 +209,24 @@ def _streams(lines: list[Record]) -> Any:
                 label = CHOICES[line["optimizer"]].label
                 panel.plot(steps, mean, color=_colour(line["optimizer"]), lw=1.2, label=label)
         panel.set(yscale="log", xlabel="steps", ylabel="mean drift")
+    _legend(figure)
+    return figure
+
+
+def _levels(lines: list[Record]) -> Any:
+    """Root of the second moment over float32's, with the usual decay: a panel per stream, a line per optimizer."""
+    usual = [line for line in lines if line["beta2"] == BETAS[1]]
+    figure, panels = _panels(list(dict.fromkeys(line["stream"] for line in usual)), 3.2, 2.8, sharey=True)
+    for stream, panel in zip(dict.fromkeys(line["stream"] for line in usual), panels, strict=False):
+        panel.axhline(1, color=_GREY, lw=0.8)
+        for line in usual:
+            if line["stream"] == stream:
+                style = {"color": _colour(line["optimizer"]), "lw": 1.2, "ms": 3}
+                panel.plot(line["steps"], line["levels"], "o-", label=choice_of(line["optimizer"]).label, **style)
+        panel.set(xscale="log", yscale="log", ylim=_LEVELS, xlabel="steps", ylabel="ratio of norms")
+        panel.set_yticks(_LEVEL_TICKS, [f"{tick:g}" for tick in _LEVEL_TICKS])
+        panel.yaxis.set_minor_locator(NullLocator())
+        _step_ticks(panel, usual[0]["steps"])
     _legend(figure)
     return figure
 

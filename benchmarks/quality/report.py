@@ -48,14 +48,14 @@ def main(argv: list[str]) -> None:
     compared = {task: compare(found) for task, found in lines.items() if found}
     tuning = {task: records.read(given.results / "tuning" / f"{task}.jsonl") for task in TASKS}
     long_runs = courses(lines[LONG])
-    streams = records.read(given.results / "streams.jsonl")
+    streams, levels = (records.read(given.results / f"{name}.jsonl") for name in ("streams", "levels"))
     tables = {
         "verdicts": verdict_table(compared),
         "overview": overview(compared),
         "tuning": tuning_table(tuning),
         "time": time_table(lines),
         **{task: task_table(found) for task, found in compared.items()},
-        "levels": levels_table(records.read(given.results / "levels.jsonl")),
+        "levels": levels_table(levels),
         "course": course_table(long_runs),
         "drift": drift_table(long_runs),
     }
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
     folder = given.docs / "figures"
     folder.mkdir(exist_ok=True)
-    figures.draw(compared, streams, long_runs, folder)
+    figures.draw(compared, streams, levels, long_runs, folder)
     print(f"{page}: {', '.join(tables)}; figures in {folder}")
 
 
