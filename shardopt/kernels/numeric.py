@@ -36,9 +36,9 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     share = total - product
     error = (product - (total - share)) + (addend - share)
     as_int = total.view(torch.int64)
-    inexact = torch.isfinite(total) & (error != 0) & (as_int & 1 == 0)
-    away = torch.where((error > 0) == (total > 0), 1, -1)
-    return torch.where(inexact, as_int + away, as_int).view(torch.float64).float()
+    outwards = error * total  # NaN where the total is not finite
+    away = (outwards > 0).long() - (outwards < 0).long()
+    return (as_int + away * (~as_int & 1)).view(torch.float64).float()
 
 
 def bits(x: Tensor) -> Tensor:

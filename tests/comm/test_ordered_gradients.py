@@ -63,7 +63,7 @@ def assert_same(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None
             assert_same_bits(tensor, wanted[name])
 
 
-def _sums(way: str, wire: str, steps: int = 3, leaves_out: Sequence[int] = (), **options: Any) -> None:
+def _sums(way: str, wire: str, steps: int = 3, leaves_out: tuple[int, ...] = (), **options: Any) -> None:
     model = ordered(way, wire)
     for step in range(steps):  # DDP arranges its buckets anew after the first pass
         backward(model, step, leaves_out=leaves_out, **options)
@@ -107,7 +107,7 @@ NEVER = tuple(range(MICRO_BATCHES))
     ],
 )
 def test_parameters_that_a_micro_batch_leaves_out(
-    ranks: Pool, way: str, world_size: int, leaves_out: Sequence[int]
+    ranks: Pool, way: str, world_size: int, leaves_out: tuple[int, ...]
 ) -> None:
     for wire in ("fp32", "e4m3"):
         ranks.run(world_size, _sums, way, wire, 2, leaves_out)

@@ -7,8 +7,8 @@ import importlib
 import inspect
 import textwrap
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,24 +56,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Named]:
+    """The outcomes of scenarios on the CPU, where each runs once."""
+    return cache(lambda name: scenarios(tmp_path_factory.mktemp("cpu"))[name](CPU))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_same_bits(name: str, kind: str, tmp_path: Path) -> None:
-    scenario = scenarios(tmp_path)[name]
-    wanted = scenario(CPU)
+def test_same_bits(name: str, kind: str, on_the_cpu: Callable[[str], Named], tmp_path: Path) -> None:
+    wanted = on_the_cpu(name)
     with late_device(kind):
-        actual = scenario(CUDA)
+        actual = scenarios(tmp_path)[name](CUDA)
     assert_same(actual, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("name", NAMES)
-def test_same_bits_in_any_order(name: str, seed: int, tmp_path: Path) -> None:
-    scenario = scenarios(tmp_path)[name]
+def test_same_bits_in_any_order(name: str, seed: int, on_the_cpu: Callable[[str], Named], tmp_path: Path) -> None:
+    wanted = on_the_cpu(name)
     with late_device("random", seed):
-        found = scenario(CUDA)
-    assert_same(found, scenario(CPU))
+        found = scenarios(tmp_path)[name](CUDA)
+    assert_same(found, wanted)
 
 
 #: Muon's matrix products have other bits on the CPU, so a late device is compared with an early one.
@@ -86,14 +91,19 @@ MUON: dict[str, Scenario] = {
 }
 
 
+@cache
+def early(name: str) -> Named:
+    with late_device("early"):
+        return MUON[name](CUDA)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MUON)
 def test_muon(name: str, kind: str) -> None:
-    found = []
-    for order in ("early", kind):
-        with late_device(order):
-            found.append(MUON[name](CUDA))
-    assert_same(found[1], found[0])
+    wanted = early(name)
+    with late_device(kind):
+        actual = MUON[name](CUDA)
+    assert_same(actual, wanted)
 
 
 class Plant(NamedTuple):
@@ -219,9 +229,11 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_noticed(
+    name: str, on_the_cpu: Callable[[str], Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant = PLANTS[name]
-    wanted = {name: scenarios(tmp_path / "cpu")[name](CPU) for name in plant.scenarios}
+    wanted = {name: on_the_cpu(name) for name in plant.scenarios}
     plant.grow(monkeypatch)
     schedules = [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in range(1, 10))]
     for scenario, (kind, seed) in product(plant.scenarios, schedules):
@@ -231,9 +243,7 @@ def test_a_missing_wait_is_noticed(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_second_moments_of_rows_without_a_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = MUON["normuon offload"]
-    with late_device("early"):
-        wanted = scenario(CUDA)
+    scenario, wanted = MUON["normuon offload"], early("normuon offload")
     Plant("step.muon.waves:WaveStep.apply", "self._transfers.follow()", "pass", ()).grow(monkeypatch)
     assert not all(is_right(scenario, wanted, kind, 0) for kind in KINDS)
 

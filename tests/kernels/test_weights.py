@@ -62,13 +62,12 @@ def compare(rule: str, codec: str, initial: Named, steps: list[Named], **options
 
 
 GRADIENTS = ("as the weights", "fp32")
-#: Unusual rules with log8 in all formats, other rules and codecs in one, and kinds of gradients in turn.
+#: Each rule and codec with one format and kind of gradients, in turn; the test below has the others, in few shapes.
 BY_DEFAULT = [
-    (rule, codec, weights, GRADIENTS[(place + number) % 2])
-    for place, (rule, codec) in enumerate(RULES_AND_CODECS)
-    for number, weights in enumerate(FORMATS)
-    if (codec == "log8" and rule not in USUAL_RULES) or (place - number) % len(FORMATS) == 0
+    (*pair, list(FORMATS)[place % len(FORMATS)], GRADIENTS[place % 2]) for place, pair in enumerate(RULES_AND_CODECS)
 ]
+#: Usual rules with all codecs, others with log8.
+SMALL = [(rule, codec) for rule in RULES for codec in CODEC_NAMES if rule in USUAL_RULES or codec == "log8"]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_equal_the_reference(rule: str, codec: str, weights: str, gradient: str)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", [pytest.param(r, marks=[] if r in USUAL_RULES else pytest.mark.slow) for r in RULES])
+@pytest.mark.parametrize(("rule", "codec"), [*SMALL, *slow(product(RULES, CODEC_NAMES), besides=SMALL)])
 def test_each_kernel_equals_the_reference(rule: str, codec: str, weights: str) -> None:
     """Rule, codec and weights choose the kernel: a few shapes and steps for all of them, NaN and Inf among them."""
     shapes = ((129,), (3, 130), (2, 257))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -212,10 +211,21 @@ class Trainer:
         return args.optim, {}
 """
 
-#: Prints the packages that importing shardopt changes: those imported before it, then those imported after it.
+#: By what SHARDOPT_HOOKS says, the packages that importing shardopt changes.
+SETTINGS = {
+    None: "accelerate,deepspeed,torch,transformers",
+    "": "accelerate,deepspeed,torch,transformers",
+    "0": "",
+    "deepspeed": "deepspeed",
+    "torch, accelerate": "accelerate,torch",
+    "transformers": "transformers",
+}
+
+#: Prints them: those imported before it, then those imported after it. Each setting has a process, forked before.
 CHANGED_PACKAGES = """
-import importlib, os, sys
+import importlib, os, sys, torch
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.pop("SHARDOPT_HOOKS", None)
 
 def contents(name):
     module = importlib.import_module(name)
@@ -225,6 +235,13 @@ def contents(name):
 
 before = {name: contents(name) for name in MODULES if IS_FIRST}
 finders = list(sys.meta_path)
+for setting in SETTINGS:
+    if not os.fork():
+        os.environ |= {} if setting is None else {"SHARDOPT_HOOKS": setting}
+        break
+    assert os.wait()[1] == 0, setting
+else:
+    sys.exit()
 import shardopt
 left = {name.partition(".")[0] for name, old in before.items() if contents(name) != old}
 left |= {finder._name.partition(".")[0] for finder in sys.meta_path if finder not in finders}
@@ -234,18 +251,7 @@ print(*sorted(left), sep=",")
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(
-    ("setting", "hooked"),
-    [
-        (None, "accelerate,deepspeed,torch,transformers"),
-        ("", "accelerate,deepspeed,torch,transformers"),
-        ("0", ""),
-        ("deepspeed", "deepspeed"),
-        ("torch, accelerate", "accelerate,torch"),
-        ("transformers", "transformers"),
-    ],
-)
-def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Path) -> None:
+def test_settings(is_first: bool, tmp_path: Path) -> None:
     """Modules that were imported before shardopt stay as they are; for others no finder waits."""
     write_accelerate(tmp_path, ACCELERATOR)
     (tmp_path / "transformers").mkdir()
@@ -255,12 +261,12 @@ def test_setting(setting: str | None, hooked: str, is_first: bool, tmp_path: Pat
     (tmp_path / "transformers-5.24.0.dist-info").mkdir()
     (tmp_path / "transformers-5.24.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.24.0\n")
     modules = sorted({hook.module for hook in HOOKS})
-    program = CHANGED_PACKAGES.replace("MODULES", repr(modules)).replace("IS_FIRST", repr(is_first))
-    env = {name: value for name, value in os.environ.items() if name != "SHARDOPT_HOOKS"}
-    env |= {} if setting is None else {"SHARDOPT_HOOKS": setting}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    program = CHANGED_PACKAGES
+    for name, value in {"MODULES": modules, "IS_FIRST": is_first, "SETTINGS": list(SETTINGS)}.items():
+        program = program.replace(name, repr(value))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == hooked
+    assert done.stdout.splitlines()[-len(SETTINGS) :] == list(SETTINGS.values())
 
 
 @pytest.mark.parametrize("setting", ["1", "deepsped", "torch,,accelerate", "0,torch"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from needed import needs
+from programs import Programs
 from shardopt.__main__ import main
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -39,11 +40,40 @@ sys.exit(0 if "RANK" in os.environ else 7)  # of ranks that fail, torchrun ends 
 OURS, THEIRS = "shardopt.optim.adam.AdamW8bit", "torch.optim.adamw.AdamW"
 
 
-def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def write_programs(folder: Path) -> None:
     (folder / "package").mkdir(exist_ok=True)
     for place in (folder / "package", folder):
         (place / "program.py").write_text(PROGRAM)
         (place / "beside.py").touch()
+
+
+#: Runs the command in a folder, and prints its exit code.
+COMMAND = """
+import os
+from shardopt.__main__ import main
+
+os.chdir(FOLDER)
+os.environ |= ENVIRONMENT
+try:
+    code = main(["run", *ARGUMENTS])
+except SystemExit as end:
+    code = end.code
+print("exit code", code)
+"""
+
+
+def output_of(programs: Programs, folder: Path, *arguments: str, **environment: str) -> str:
+    """The output of the command, in a process that has imported torch already."""
+    command = COMMAND
+    for name, value in {"FOLDER": str(folder), "ENVIRONMENT": environment, "ARGUMENTS": arguments}.items():
+        command = command.replace(name, repr(value))
+    (folder / "command").mkdir()
+    programs.run(command, folder / "command")
+    return (folder / "command" / "output.txt").read_text()
+
+
+def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    write_programs(folder)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, *launcher, "-m", "shardopt", "run", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -60,9 +90,12 @@ def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subpro
         (("--replace=torch.optim.AdamW=AdamW8bit", "-m", "package.program", "a"), ["program.py", ["a"], OURS]),
     ],
 )
-def test_a_program_runs_as_main(arguments: tuple[str, ...], expected: list[Any], tmp_path: Path) -> None:
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 7, done.stderr
+def test_a_program_runs_as_main(
+    programs: Programs, arguments: tuple[str, ...], expected: list[Any], tmp_path: Path
+) -> None:
+    write_programs(tmp_path)
+    output = output_of(programs, tmp_path, *arguments)
+    assert "exit code 7" in output, output
     name, argv, kind = expected
     assert json.loads((tmp_path / "facts").read_text()) == ["__main__", name, argv, kind, "torch.optim.sgd"]
 
@@ -74,11 +107,12 @@ def test_a_program_runs_as_main(arguments: tuple[str, ...], expected: list[Any],
         ("torchh.optim.AdamW=AdamW8bit", "got no import of torchh.optim.AdamW, so that --replace has replaced nothing"),
     ],
 )
-def test_a_class_that_is_never_imported_is_named(replace: str, said: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "--replace", replace, "program.py")
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.count("--replace") == bool(said)
-    assert said in done.stderr
+def test_a_class_that_is_never_imported_is_named(programs: Programs, replace: str, said: str, tmp_path: Path) -> None:
+    write_programs(tmp_path)
+    output = output_of(programs, tmp_path, "--replace", replace, "program.py")
+    assert "exit code 7" in output, output
+    assert output.count("--replace") == bool(said)
+    assert said in output
 
 
 def test_a_command_on_path(tmp_path: Path) -> None:
@@ -96,12 +130,11 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"facts{rank}").read_text())[2:4] for rank in (0, 1)] == [[["a"], OURS]] * 2
 
 
-def test_a_class_of_another_package_is_replaced_when_it_is_imported(tmp_path: Path) -> None:
+def test_a_class_of_another_package_is_replaced_when_it_is_imported(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "__init__.py").write_text("class FusedAdam: ...\n")
     (tmp_path / "using.py").write_text("from other import FusedAdam\nprint(FusedAdam)\n")
-    done = run(tmp_path, "--replace", "other.FusedAdam=AdamW8bit", "using.py")
-    assert OURS in done.stdout, done.stderr
+    assert OURS in output_of(programs, tmp_path, "--replace", "other.FusedAdam=AdamW8bit", "using.py")
 
 
 @pytest.mark.parametrize(
@@ -147,11 +180,9 @@ print(type(engine.basic_optimizer), "exp_avg_codes" in engine.basic_optimizer.st
 
 
 @needs("deepspeed")
-def test_deepspeeds_type_of_that_name(tmp_path: Path) -> None:
+def test_deepspeeds_type_of_that_name(programs: Programs, tmp_path: Path) -> None:
     """Trainers such as OpenRLHF write "AdamW" into DeepSpeed's config."""
     (tmp_path / "engine.py").write_text(DEEPSPEED)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-m", "shardopt", "run", "--replace", "AdamW=AdamW8bit", "engine.py"]
-    env = {**os.environ, **alone, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert f"<class '{OURS}'> True" in done.stdout, done.stderr
+    output = output_of(programs, tmp_path, "--replace", "AdamW=AdamW8bit", "engine.py", **alone, DS_ACCELERATOR="cpu")
+    assert f"<class '{OURS}'> True" in output, output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -126,8 +126,9 @@ def rounded(gradient: Tensor, wire: WireFormat) -> Tensor:
     return reference.decode(reference.encode(rows)).view_as(gradient)
 
 
+@cache
 def wanted_gradients(
-    wire: WireFormat, step: int = 0, *, micro_batches: int = MICRO_BATCHES, leaves_out: Sequence[int] = ()
+    wire: WireFormat, step: int = 0, *, micro_batches: int = MICRO_BATCHES, leaves_out: tuple[int, ...] = ()
 ) -> dict[str, Tensor | None]:
     """The mean over a step's micro-batches, of a bare model's gradients."""
     terms: dict[str, list[Tensor]] = {}
