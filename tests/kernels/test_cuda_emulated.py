@@ -6,7 +6,7 @@ coroutines. Neither shows what ptxas makes of the PTX, nor whatever else needs a
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import islice, product
 from types import ModuleType
 from typing import Any
 
@@ -271,7 +271,9 @@ def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: 
         kernel = getattr(emulated, f"{name}_cuda")
         monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
     parts, chunks = message_problem.LAYOUTS[layout]
-    for _, floats in message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks):
+    kinds = message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks)
+    # The default one of the largest layout is for its size: some kinds of numbers do.
+    for _, floats in islice(kinds, 3 if (dtype, layout) == FEW_MESSAGES[0] else None):
         message_problem.check(floats, parts, chunks)
     unaligned = torch.randn(1001).to(dtype)[1:]
     message_problem.check(unaligned, [Part(2, 250, True)], 2)

@@ -38,7 +38,11 @@ def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
 
 
 def exact(x: Tensor) -> Fraction:
-    return sum((Fraction(v) ** 2 for v in x.double().flatten().tolist()), Fraction(0))
+    """The sum of the squares: of whole numbers of 24 bits, by their exponents."""
+    mantissas, exponents = np.frexp(x.double().flatten().numpy())
+    squares = (mantissas * 2.0**24).astype(np.int64) ** 2
+    of_exponent = ((int(e), sum(squares[exponents == e].tolist())) for e in np.unique(exponents))
+    return sum((total * Fraction(4) ** (e - 24) for e, total in of_exponent), Fraction(0))
 
 
 def spread_over(shape: tuple[int, ...], orders: float, seed: int) -> Tensor:

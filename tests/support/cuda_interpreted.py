@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -123,12 +124,15 @@ def _link(arch: str, kernel_objects: list[Path]) -> Path:
         commands.append((BUILD / f"{source.stem}-{own}.o", ["-std=c++20", *EXACT, str(source)]))
     for name in HOST:
         commands.append((BUILD / f"{Path(name).stem}-{bindings}.o", ["-std=c++17", "-O1", renamed, str(ROOT / name)]))
-    for path, arguments in commands:
+
+    def compile_to(path: Path, arguments: list[str]) -> None:
         if not path.exists():
             made = path.with_suffix(".new")
-            command = [compiler, *FLAGS, abi, *include, *arguments, "-c", "-o", str(made)]
-            subprocess.run(command, check=True)
+            subprocess.run([compiler, *FLAGS, abi, *include, *arguments, "-c", "-o", str(made)], check=True)
             made.rename(path)
+
+    with ThreadPoolExecutor(2) as pool:  # another process of the tests waits for the library
+        list(pool.map(compile_to, *zip(*commands, strict=True)))
     library = BUILD / f"cuda_interpreted_{arch}-{bindings}.so"
     if not library.exists():
         made = library.with_suffix(".new")

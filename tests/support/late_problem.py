@@ -155,7 +155,7 @@ def clipped(**options: Any) -> Scenario:
                 if t == 3:
                     clip._norms.clear()
                     with nullcontext() if here is None else torch.cuda.stream(here):
-                        others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 8)]
+                        others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 400)]
                     del others
         return {**problem.result(), **on_cpu(found)}
 
