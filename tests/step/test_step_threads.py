@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ctypes
 from pathlib import Path
 
 import pytest
 
 from helpers import everything
+from programs import Programs
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import use_cpu_target
 from step_problem import make, params_of, step
@@ -16,15 +16,12 @@ from step_problem import make, params_of, step
 _PROGRAM = """
 import ctypes
 import os
-import sys
 
 import torch
 
 import shardopt
 
 libc = ctypes.CDLL(None)
-if not hasattr(libc, "pthread_setattr_default_np"):
-    sys.exit(77)
 
 
 def refuse_threads():
@@ -52,7 +49,7 @@ def step(optimizer, threads):
 torch.set_num_threads(1)
 (param, optimizer), (other, expected) = make(), make()
 alone = len(os.listdir("/proc/self/task"))
-threads = [int(number) for number in sys.argv[1:]]
+threads = [BEFORE, 8, 8, 2, 6]
 for index, number in enumerate(threads):
     if index == 1:
         refuse_threads()
@@ -71,15 +68,11 @@ assert all(torch.equal(state[key], other_state[key]) for key in other_state)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "pthread_setattr_default_np"), reason="needs glibc")
 @pytest.mark.parametrize("before", [1, 3])
-def test_a_step_does_with_the_threads_that_start(before: int, tmp_path: Path) -> None:
+def test_a_step_does_with_the_threads_that_start(programs: Programs, before: int, tmp_path: Path) -> None:
     """With ``before`` threads running no other can start; the steps are those of one thread, bit for bit."""
-    command = [sys.executable, "-c", _PROGRAM, *map(str, (before, 8, 8, 2, 6))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    if run.returncode == 77:
-        pytest.skip("needs glibc")
-    assert run.returncode == 0, run.stderr
+    programs.run(_PROGRAM.replace("BEFORE", str(before)), tmp_path)
 
 
 def test_a_step_that_cannot_begin_changes_nothing() -> None:

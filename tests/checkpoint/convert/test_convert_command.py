@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardopt
 from convert_runs import PIECE, assert_loads, make, trained
+from programs import Programs
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from safetensors_files import save_by_library
@@ -158,7 +159,7 @@ def test_urls_are_for_portable_checkpoints(saved: Path) -> None:
         convert(saved, "memory://target", "torch")
 
 
-def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing(saved: Path, programs: Programs, tmp_path: Path) -> None:
     """In a process of its own, which may write no file beyond 64 KiB."""
     program = (
         "import resource, signal, sys\n"
@@ -172,10 +173,12 @@ def test_a_full_disk_leaves_nothing(saved: Path, tmp_path: Path) -> None:
         "    except CheckpointError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert len(done.stdout.splitlines()) == len(FORMATS)
-    assert done.stdout.count("File too large") == len(FORMATS)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    (folder := tmp_path / "program").mkdir()
+    programs.run(program, folder)
+    said = (folder / "output.txt").read_text()
+    assert len(said.splitlines()) == len(FORMATS)
+    assert said.count("File too large") == len(FORMATS)
+    assert set(tmp_path.iterdir()) == {tmp_path / "saved", folder}
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
@@ -271,19 +274,21 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal
 from shardopt.checkpoint.convert import convert
-source, target, to = sys.argv[1:]
-convert(source, target, to, progress=lambda done, total: done > total // 2 and os.kill(os.getpid(), signal.SIGKILL))
+convert(*PLACES, progress=lambda done, total: done > total // 2 and os.kill(os.getpid(), signal.SIGKILL))
 """
 
 
 @pytest.mark.parametrize("to", ["portable", "torch", *(pytest.param(to, marks=pytest.mark.slow) for to in FORMATS[2:])])
-def test_what_a_killed_conversion_leaves_is_removed_by_the_next(saved: Path, tmp_path: Path, to: str) -> None:
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
+    saved: Path, programs: Programs, tmp_path: Path, to: str
+) -> None:
     target = tmp_path / "target"
+    (folder := tmp_path / "program").mkdir()
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", _KILLED, str(saved), str(target), to], check=False, cwd=tmp_path)
-        assert done.returncode == -9
+        with pytest.raises(AssertionError, match="got exit code -9"):
+            programs.run(_KILLED.replace("PLACES", repr((str(saved), str(target), to))), folder)
         (left,) = tmp_path.glob("target.*")
         assert not target.exists()
     others = [tmp_path / "target.bak", tmp_path / "target.0.unfinished", tmp_path / "other.01234567.unfinished"]
@@ -303,7 +308,7 @@ def test_what_a_killed_conversion_leaves_is_removed_by_the_next(saved: Path, tmp
     lock = FolderLock(held)
     lock.acquire()
     convert(saved, target, to, piece_numel=PIECE)
-    kept = {tmp_path / "saved", target, mine, held, link, linked.parent, unreadable, *others}
+    kept = {tmp_path / "saved", folder, target, mine, held, link, linked.parent, unreadable, *others}
     assert set(tmp_path.iterdir()) == kept
     assert (mine / "notes").read_text() == linked.read_text() == "a user's"
     assert not left.exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardopt
+from programs import Programs
 from ranks.deepspeed import (
     BF16,
     BF16_OPTIMIZER,
@@ -248,10 +247,10 @@ def test_known_versions(version: str, known: bool) -> None:
     assert is_known(version) == known
 
 
-def test_an_unknown_version_is_left_alone(tmp_path: Path) -> None:
+def test_an_unknown_version_is_left_alone(programs: Programs, tmp_path: Path) -> None:
     """DeepSpeed without our hooks can be used with its own optimizers, and refuses ours."""
     program = """
-import os, sys
+import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 from shardopt.sharding.hooks import after_import
 
@@ -274,9 +273,9 @@ for given in ({"optimizer": shardopt.AdamW8bit([parameter])}, {"config_class": s
     except RuntimeError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("got DeepSpeed 0.18.3, expected 0.19.8 to before 0.20") == 2, done.stdout
+    programs.run(program, tmp_path)
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("got DeepSpeed 0.18.3, expected 0.19.8 to before 0.20") == 2, said
 
 
 @pytest.mark.deepspeed_ranks(2)
