@@ -19,8 +19,8 @@ if not __package__:
 
 from quality import records
 from quality.choices import LONG, choice_of
-from quality.compare import GOAL, Comparison, compare
-from quality.intervals import Summary
+from quality.compare import GOAL, Comparison, compare, current, differences
+from quality.intervals import Summary, summary
 from quality.over_time import Course, courses
 from quality.task import BETAS, TASKS
 
@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
         "levels": levels_table(levels),
         "course": course_table(long_runs),
         "drift": drift_table(long_runs),
+        "rates": rates_table(lines[LONG]),
     }
     restart = given.results / "restart.json"
     if restart.exists():
@@ -210,6 +211,26 @@ def drift_table(long_runs: list[Course]) -> str:
             cells = ["" if of is None else f"{of[figure]:.3f}" for of in found]
             rows.append([course.choice.label, label, *cells])
     return table_of(["moments against float32's", "", *(f"step {step:,}" for step in steps)], rows)
+
+
+def rates_table(lines: list[records.Record]) -> str:
+    """Rows: learning rates; log8 against float32 at the same rate, and each against its own runs at the tuned rate.
+
+    Takes the seeds that have a run of both at every rate; a run that diverged is in no mean.
+    """
+    runs = current(lines)
+    rates = ("_half", "", "_double")
+    of = {name: [runs.get(name + rate, {}) for rate in rates] for name in ("fp32", "log8")}
+    seeds = sorted(set.intersection(*(set(found) for found in (*of["fp32"], *of["log8"]))))
+    exact, coded = ([{seed: found[seed] for seed in seeds} for found in of[name]] for name in ("fp32", "log8"))
+    rows = []
+    for rate, theirs, ours in zip(rates, exact, coded, strict=True) if seeds else ():
+        found = [differences(ours, theirs)]
+        found += [differences(theirs, exact[1]), differences(ours, coded[1])] if rate else [[], []]
+        cells = [_plus_minus(summary(pairs) if pairs else None) for pairs in found]
+        rows.append([f"{theirs[seeds[0]]['lr']:g}", f"{len(found[0])} of {len(seeds)}", *cells])
+    heads = ["log8 against float32, %", "float32 against the tuned rate, %", "log8 against the tuned rate, %"]
+    return table_of(["learning rate", "pairs", *heads], rows)
 
 
 def restart_table(found: records.Record) -> str:

@@ -132,6 +132,19 @@ def test_bootstrap_of_a_known_distribution() -> None:
         assert abs(ours - students) < 0.05 * (many.t[1] - many.t[0])
 
 
+def test_rates_are_compared_at_the_same_seeds() -> None:
+    """At half the rate log8 is 1% worse than float32, which is 2% worse there than at its tuned rate."""
+    losses = {"fp32": 2.0, "log8": 2.0, "fp32_half": 2.04, "log8_half": 2.0604, "fp32_double": 4.0, "log8_double": 4.0}
+    lines = [_line(name, seed, loss) for name, loss in losses.items() for seed in range(2)]
+    lines += [_line("fp32", 2, 99.0), _line("log8_double", 3, 99.0)]
+    half, tuned, double = report.rates_table(lines).splitlines()[2:]
+    assert half == "| 0.001 | 2 of 2 | +1.00 ± 0.00 | +2.00 ± 0.00 | +3.02 ± 0.00 |"
+    assert tuned == "| 0.001 | 2 of 2 | +0.00 ± 0.00 |  |  |"
+    assert double == "| 0.001 | 2 of 2 | +0.00 ± 0.00 | +100.00 ± 0.00 | +100.00 ± 0.00 |"
+    assert report.rates_table(lines[1:]).splitlines()[2] == "| 0.001 | 1 of 1 | +1.00 | +2.00 | +3.02 |"
+    assert len(report.rates_table(lines[2:]).splitlines()) == 2, "only seeds that all have"
+
+
 def test_tables_are_put_in_their_places() -> None:
     page = "a\n<!-- table x -->\nold\n<!-- end -->\nb\n<!-- table y -->\n<!-- end -->\n"
     new = report.replaced(page, {"x": "1", "y": "2"})
@@ -160,7 +173,7 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     _script("report.py", "--results", str(results), "--docs", str(tmp_path))
     assert (tmp_path / "quality.md").read_text() != page
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        f"quality-{name}.svg" for name in ("curves", "intervals", "bytes", "streams", "course", "drift")
+        f"quality-{name}.svg" for name in ("curves", "intervals", "bytes", "streams", "levels", "course", "drift")
     }
 
 
