@@ -16,8 +16,9 @@ PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 
 #: Makes a program two ranks, with the variables that torchrun sets.
 BEGIN = """
-import os
+import os, signal
 other = os.fork()
+signal.alarm(120)  # a fork does not inherit it: ends a rank that waits for one that raised
 rank = str(int(other == 0))
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "FREE_PORT"}
