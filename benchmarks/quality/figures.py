@@ -31,6 +31,9 @@ _COLOURS = {
     "torchao8": "#1fa3a8",
     "torchao4": "#c24f3d",
     "torchao_fp8": "#7f9a2c",
+    "log8_repaid": "#1c4f94",
+    "log8_half": "#56b4c9",
+    "log8_double": "#2f7f8f",
     LOG8_AT_RANDOM: "#8fb4de",
     "bf16_master32": "#5b9bd5",
     "bf16_master24": "#4aa3df",
@@ -56,6 +59,7 @@ _CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4"
 #: Axis of the figure of levels, which a level of bf16 leaves: its figures are in the table.
 _LEVELS = (0.7, 4.5)
 _LEVEL_TICKS = (0.75, 1, 1.5, 2, 3, 4)
+_DISTANCE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 def draw(
@@ -263,7 +267,11 @@ def _drift(long_runs: list[Course]) -> Any:
             steps = list(course.drift)
             style = {"color": _colour(course.name), "lw": 1.2, "ms": 3, "label": course.choice.label}
             panel.plot(steps, [of[drawn] for of in course.drift.values()], "o-", **style)
-        panel.set(xscale="log", yscale="linear" if drawn.endswith("_norm") else "log", xlabel="steps")
+        panel.set(xscale="log", xlabel="steps")
+        if not drawn.endswith("_norm"):
+            panel.set_yscale("log")
+            panel.set_yticks(_DISTANCE_TICKS, [f"{tick:g}" for tick in _DISTANCE_TICKS])
+            panel.yaxis.set_minor_locator(NullLocator())
         _step_ticks(panel, sorted({step for course in long_runs for step in course.drift}))
     _legend(figure)
     return figure
