@@ -32,8 +32,8 @@ PAGE = "quality.md"
 #: Codec -> the verdict on it, and when to take it. Evidence stands beside them, from the lines.
 VERDICTS = {
     "log8": ("the codec of the `...8bit` names", "always, unless a reason in the rows below holds"),
-    "companded8": ("not shown to be worse", "state of FlashOptim is taken over; speed on the CPU matters most"),
-    "dynamic8": ("not shown to be worse", "state of bitsandbytes or torchao is taken over"),
+    "companded8": ("not shown to be 0.3% worse", "state of FlashOptim is taken over; speed on the CPU matters most"),
+    "dynamic8": ("not shown to be 0.3% worse", "state of bitsandbytes or torchao is taken over"),
     "bf16": ("steps shrink over long runs", "runs of some hundred steps, or `betas[1]` of 0.99 and below"),
     "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
 }
