@@ -11,8 +11,8 @@ from quality.compare import current
 from quality.intervals import Summary, summary
 from quality.records import Record
 
-#: The share of the steps from which growth is measured: warm-up is over, and the loss falls slowly.
-GROWTH_FROM = 0.2
+#: The share of the steps from which the rise is measured: warm-up is over, and the loss falls slowly.
+RISE_FROM = 0.2
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Course:
         name: of the optimizer.
         choice: its entry in the table of optimizers.
         differences: by step, of the held-out losses, in % of the baseline's.
-        growth: of the difference of a seed, from a fifth of the steps to the last, in points of %; None where no pair
+        rise: of the difference of a seed, from a fifth of the steps to the last, in points of %; None where no pair
             has both.
         drift: by step, means over seeds of what `moments.drift` tells; a step without any is left out.
     """
@@ -31,7 +31,7 @@ class Course:
     name: str
     choice: Choice
     differences: dict[int, Summary]
-    growth: Summary | None
+    rise: Summary | None
     drift: dict[int, dict[str, float]]
 
 
@@ -52,7 +52,7 @@ def _course(name: str, choice: Choice, runs: dict[int, Record], exact: dict[int,
     of_seed = {seed: _paired(run, exact[seed]) for seed, run in sorted(runs.items()) if seed in exact}
     steps = sorted({step for pairs in of_seed.values() for step in pairs})
     differences = {step: summary([pairs[step] for pairs in of_seed.values() if step in pairs]) for step in steps}
-    return Course(name, choice, differences, _growth(of_seed, runs), _drift(runs))
+    return Course(name, choice, differences, _rise(of_seed, runs), _drift(runs))
 
 
 def _paired(run: Record, exact: Record) -> dict[int, float]:
@@ -65,10 +65,10 @@ def _paired(run: Record, exact: Record) -> dict[int, float]:
     }
 
 
-def _growth(of_seed: dict[int, dict[int, float]], runs: dict[int, Record]) -> Summary | None:
+def _rise(of_seed: dict[int, dict[int, float]], runs: dict[int, Record]) -> Summary | None:
     grown = []
     for seed, pairs in of_seed.items():
-        first, last = round(GROWTH_FROM * runs[seed]["steps"]), runs[seed]["steps"]
+        first, last = round(RISE_FROM * runs[seed]["steps"]), runs[seed]["steps"]
         if first in pairs and last in pairs:
             grown.append(pairs[last] - pairs[first])
     return summary(grown) if grown else None

@@ -32,8 +32,11 @@ PAGE = "quality.md"
 #: Codec -> the verdict on it, and when to take it. Evidence stands beside them, from the lines.
 VERDICTS = {
     "log8": ("the codec of the `...8bit` names", "always, unless a reason in the rows below holds"),
-    "companded8": ("not shown to be 0.3% worse", "state of FlashOptim is taken over; speed on the CPU matters most"),
-    "dynamic8": ("not shown to be 0.3% worse", "state of bitsandbytes or torchao is taken over"),
+    "companded8": (
+        "not shown to be worse by more than 0.3%",
+        "state of FlashOptim is taken over; speed on the CPU matters most",
+    ),
+    "dynamic8": ("above float32 on `long`, by how much is open", "state of bitsandbytes or torchao is taken over"),
     "bf16": ("steps shrink over long runs", "runs of some hundred steps, or `betas[1]` of 0.99 and below"),
     "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
 }
@@ -183,13 +186,13 @@ def course_table(long_runs: list[Course]) -> str:
     """Rows: optimizers; columns: marked steps; difference in % and half of its t interval."""
     steps = sorted({step for course in long_runs for step in course.differences})
     return table_of(
-        ["difference to float32, %", "pairs", *(f"step {step:,}" for step in steps), "growth"],
+        ["difference to float32, %", "pairs", *(f"step {step:,}" for step in steps), "rise"],
         (
             [
                 course.choice.label,
                 f"{max(found.count for found in course.differences.values())}",
                 *(_plus_minus(course.differences.get(step)) for step in steps),
-                _plus_minus(course.growth),
+                _plus_minus(course.rise),
             ]
             for course in long_runs
         ),
@@ -218,6 +221,10 @@ def rates_table(lines: list[records.Record]) -> str:
 
     Takes the seeds that have a run of both at every rate; a run that diverged is in no mean.
     """
+
+    def diverged(found: dict[int, records.Record]) -> int:
+        return sum(not run["finite"] for run in found.values())
+
     runs = current(lines)
     rates = ("_half", "", "_double")
     of = {name: [runs.get(name + rate, {}) for rate in rates] for name in ("fp32", "log8")}
@@ -228,9 +235,14 @@ def rates_table(lines: list[records.Record]) -> str:
         found = [differences(ours, theirs)]
         found += [differences(theirs, exact[1]), differences(ours, coded[1])] if rate else [[], []]
         cells = [_plus_minus(summary(pairs) if pairs else None) for pairs in found]
-        rows.append([f"{theirs[seeds[0]]['lr']:g}", f"{len(found[0])} of {len(seeds)}", *cells])
-    heads = ["log8 against float32, %", "float32 against the tuned rate, %", "log8 against the tuned rate, %"]
-    return table_of(["learning rate", "pairs", *heads], rows)
+        lost = {"float32": diverged(theirs), "log8": diverged(ours)}
+        runs_made = [f"{len(seeds)}", *(f"{count} of {name} diverged" for name, count in lost.items() if count)]
+        rows.append([f"{theirs[seeds[0]]['lr']:g}", ", ".join(runs_made), *cells])
+    heads = [
+        "log8 against float32, %",
+        *(f"{name} against itself at the tuned rate, %" for name in ("float32", "log8")),
+    ]
+    return table_of(["learning rate", "seeds", *heads], rows)
 
 
 def restart_table(found: records.Record) -> str:

@@ -156,8 +156,8 @@ def test_courses_pair_seeds_and_steps() -> None:
     (course,) = courses(lines)
     assert {step: found.count for step, found in course.differences.items()} == {2: 3, 8: 2, 40: 2}
     assert [found.mean for found in course.differences.values()] == pytest.approx([0, 1, 3])
-    assert course.growth is not None
-    assert (course.growth.count, course.growth.mean) == (2, pytest.approx(2))
+    assert course.rise is not None
+    assert (course.rise.count, course.rise.mean) == (2, pytest.approx(2))
     assert course_table([course]).splitlines()[-1].startswith("| AdamW, log8 | 3 | +0.00 ± 0.00 | +1.00 ± 0.00 | +3.00")
     assert drift_table([course]).splitlines()[-3:] == [
         "| AdamW, log8 | `exp_avg`, distance | 0.100 | 0.100 | 0.100 |",

@@ -133,16 +133,24 @@ def test_bootstrap_of_a_known_distribution() -> None:
 
 
 def test_rates_are_compared_at_the_same_seeds() -> None:
-    """At half the rate log8 is 1% worse than float32, which is 2% worse there than at its tuned rate."""
-    losses = {"fp32": 2.0, "log8": 2.0, "fp32_half": 2.04, "log8_half": 2.0604, "fp32_double": 4.0, "log8_double": 4.0}
-    lines = [_line(name, seed, loss) for name, loss in losses.items() for seed in range(2)]
-    lines += [_line("fp32", 2, 99.0), _line("log8_double", 3, 99.0)]
+    """The second seed's losses are four times the first's; a third and fourth one lack runs of some optimizers."""
+    losses = {"fp32": 1.0, "log8": 1.25, "fp32_half": 1.5, "log8_half": 1.2, "fp32_double": 2.0, "log8_double": 2.2}
+    rates = {"half": 0.001, "double": 0.004}
+    lines = [
+        {**_line(name, seed, scale * loss), "lr": rates.get(name.rpartition("_")[2], 0.002)}
+        for name, loss in losses.items()
+        for seed, scale in enumerate((1.0, 4.0))
+    ]
+    lines += [_line(name, 2, 99.0) for name in losses if name != "log8_double"] + [_line("log8_double", 3, 99.0)]
     half, tuned, double = report.rates_table(lines).splitlines()[2:]
-    assert half == "| 0.001 | 2 of 2 | +1.00 ± 0.00 | +2.00 ± 0.00 | +3.02 ± 0.00 |"
-    assert tuned == "| 0.001 | 2 of 2 | +0.00 ± 0.00 |  |  |"
-    assert double == "| 0.001 | 2 of 2 | +0.00 ± 0.00 | +100.00 ± 0.00 | +100.00 ± 0.00 |"
-    assert report.rates_table(lines[1:]).splitlines()[2] == "| 0.001 | 1 of 1 | +1.00 | +2.00 | +3.02 |"
+    assert half == "| 0.001 | 2 | -20.00 ± 0.00 | +50.00 ± 0.00 | -4.00 ± 0.00 |"
+    assert tuned == "| 0.002 | 2 | +25.00 ± 0.00 |  |  |"
+    assert double == "| 0.004 | 2 | +10.00 ± 0.00 | +100.00 ± 0.00 | +76.00 ± 0.00 |"
+    assert report.rates_table(lines[1:]).splitlines()[2] == "| 0.001 | 1 | -20.00 | +50.00 | -4.00 |"
     assert len(report.rates_table(lines[2:]).splitlines()) == 2, "only seeds that all have"
+    lines[10] = {**_line("log8_double", 0, None), "lr": 0.004}
+    diverged = report.rates_table(lines).splitlines()[4]
+    assert diverged == "| 0.004 | 2, 1 of log8 diverged | +10.00 | +100.00 ± 0.00 | +76.00 |"
 
 
 def test_tables_are_put_in_their_places() -> None:
