@@ -227,9 +227,8 @@ def _levels(lines: list[Record]) -> Any:
             if line["stream"] == stream:
                 style = {"color": _colour(line["optimizer"]), "lw": 1.2, "ms": 3}
                 panel.plot(line["steps"], line["levels"], "o-", label=choice_of(line["optimizer"]).label, **style)
-        panel.set(xscale="log", yscale="log", ylim=_LEVELS, xlabel="steps", ylabel="ratio of norms")
-        panel.set_yticks(_LEVEL_TICKS, [f"{tick:g}" for tick in _LEVEL_TICKS])
-        panel.yaxis.set_minor_locator(NullLocator())
+        _log_ticks(panel, _LEVEL_TICKS)
+        panel.set(xscale="log", ylim=_LEVELS, xlabel="steps", ylabel="ratio of norms")
         _step_ticks(panel, usual[0]["steps"])
     _legend(figure)
     return figure
@@ -269,12 +268,17 @@ def _drift(long_runs: list[Course]) -> Any:
             panel.plot(steps, [of[drawn] for of in course.drift.values()], "o-", **style)
         panel.set(xscale="log", xlabel="steps")
         if not drawn.endswith("_norm"):
-            panel.set_yscale("log")
-            panel.set_yticks(_DISTANCE_TICKS, [f"{tick:g}" for tick in _DISTANCE_TICKS])
-            panel.yaxis.set_minor_locator(NullLocator())
+            _log_ticks(panel, _DISTANCE_TICKS)
         _step_ticks(panel, sorted({step for course in long_runs for step in course.drift}))
     _legend(figure)
     return figure
+
+
+def _log_ticks(panel: Any, ticks: tuple[float, ...]) -> None:
+    """A logarithmic y axis with these ticks alone."""
+    panel.set_yscale("log")
+    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.yaxis.set_minor_locator(NullLocator())
 
 
 def _step_ticks(panel: Any, steps: list[int]) -> None:
