@@ -31,7 +31,7 @@ from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
 
-_MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
+_MAX_BYTES = table.MAX_BYTES  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
 _THREADS = 2
@@ -142,13 +142,18 @@ class DataFiles:
         """The table of a file.
 
         Raises:
-            CheckpointError: the file cannot be read, or the table is damaged.
+            CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
         """
         stored = self._index.files[number]
         assert stored is not None  # opening it would have raised
         path = self.folder.shown(self._index.file_name(number))
         file = self[number]  # checks that the file is as long as the index says, before memory is taken for it
-        data = memoryview(bytearray(stored.table))
+        try:
+            data = memoryview(bytearray(stored.table))
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another checkpoint"
+            ) from error
         _read(file, path, data, stored.data)
         _check(path, data, stored.data, stored.crc32)
         try:
