@@ -38,8 +38,11 @@ def add_parser(commands: Any) -> None:
         "name, or of package.module.Class; may be given several times",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
-    parser.add_argument("program", help="a file, a command on PATH that is a Python script, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,  # one argument takes all: argparse would drop a "--" between two
+        help="a file, a command on PATH that is a Python script, or with -m a module, and the program's own arguments",
+    )
     parser.set_defaults(run=run_program)
 
 
@@ -56,14 +59,15 @@ def run_program(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    sys.argv = [args.program, *args.arguments]
+    program, *arguments = args.program[1:] if args.program[0] == "--" else args.program
+    sys.argv = [program, *arguments]
     if args.module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
         return 0
-    path = args.program if os.path.exists(args.program) else shutil.which(args.program)
+    path = program if os.path.exists(program) else shutil.which(program)
     if path is None:
-        raise SystemExit(f"shardopt run: got {args.program}, expected a file or a command on PATH; -m runs a module")
+        raise SystemExit(f"shardopt run: got {program}, expected a file or a command on PATH; -m runs a module")
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")
     return 0

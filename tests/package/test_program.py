@@ -88,6 +88,8 @@ def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subpro
             ["program.py", ["--replace", "x", "-m", "--help"], OURS],
         ),
         (("--replace=torch.optim.AdamW=AdamW8bit", "-m", "package.program", "a"), ["program.py", ["a"], OURS]),
+        (("package/program.py", "--", "-x", "--"), ["program.py", ["--", "-x", "--"], THEIRS]),
+        (("-m", "--", "package.program", "--", "-x"), ["program.py", ["--", "-x"], THEIRS]),
     ],
 )
 def test_a_program_runs_as_main(
