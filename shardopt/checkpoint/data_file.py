@@ -152,7 +152,8 @@ class DataFiles:
             data = memoryview(bytearray(stored.table))
         except MemoryError as error:
             raise CheckpointError(
-                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another checkpoint"
+                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another "
+                "checkpoint"
             ) from error
         _read(file, path, data, stored.data)
         _check(path, data, stored.data, stored.crc32)
