@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Module
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import ParamsT
 
 from shardopt.kernels.dispatch import LossScaling
@@ -42,6 +43,8 @@ class ShardedOptimizer(OptimizerInterface):
     inside the step.
     """
 
+    _may_unscale = True
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
@@ -51,9 +54,27 @@ class ShardedOptimizer(OptimizerInterface):
         """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
 
         False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
+        False while somebody watches ``step``, such as Accelerate, which takes a call of it for a step that was taken:
+        GradScaler then calls it for such steps only. But it refuses to unscale the gradients of float16 parameters.
+        May be set to False, for Lightning, which clips only gradients that GradScaler has unscaled.
         """
-        shards = (assigned(param) for _, param in self._all_params())
-        return all(shard is None or shard.holders is None for shard in shards)
+        params = [param for _, param in self._all_params()]
+        shards = (assigned(param) for param in params)
+        if not self._may_unscale or any(shard is not None and shard.holders is not None for shard in shards):
+            return False
+        return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._may_unscale = value
+
+    def _is_step_watched(self) -> bool:
+        """Whether calls of ``step`` do more than take a step, apart from the note that torch's schedules make."""
+        step: Any = self.step
+        while getattr(step, "__globals__", None) is vars(lr_scheduler):
+            step = step.__wrapped__
+        is_replaced = getattr(step, "__func__", step) is not type(self).step
+        return is_replaced or bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
 
     @property
     def nonfinite_count(self) -> int:
