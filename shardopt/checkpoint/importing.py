@@ -18,6 +18,7 @@ from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.agreement import agreeing, all_or_none
@@ -99,7 +100,7 @@ class _Imports(NamedTuple):
     ignored: list[str]
 
 
-@torch.no_grad()
+@without_autograd
 def import_state(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], *, names: Mapping[str, Tensor] | None = None
 ) -> ImportReport:

@@ -18,6 +18,7 @@ from shardopt.comm.counter import Counter
 from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 #: all_gather_into_tensor, whose name warns since PyTorch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -68,7 +69,7 @@ class DdpReducer:
             done.set_result(buffer)  # whoever waits for it also waits for what is in this stream by now
         return done
 
-    @torch.no_grad()
+    @without_autograd
     def _sum(self, bucket: GradBucket) -> None:
         params, grads = bucket.parameters(), bucket.gradients()
         reduction = self._reduction_of(params)
@@ -108,7 +109,7 @@ class DdpReducer:
     def reductions(self) -> list[Reduction]:
         return list(self._buckets.values())
 
-    @torch.no_grad()
+    @without_autograd
     def end(self, *, is_last: bool) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
         is_behind = not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())

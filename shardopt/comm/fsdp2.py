@@ -14,6 +14,7 @@ from torch.nn import Module
 from shardopt.comm.progress import Progress, is_in_backward, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -152,7 +153,7 @@ class FsdpReducer:
     def reductions(self) -> list[Reduction]:
         return [] if self._sums is None else [self._sums]
 
-    @torch.no_grad()
+    @without_autograd
     def end(self, *, is_last: bool) -> None:
         sums = self._sums
         if sums is None:

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import Module
 from torch.optim.optimizer import ParamsT
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
@@ -88,6 +89,7 @@ class ShardedOptimizer(OptimizerInterface):
             raise
         use_numbers(self.param_groups[-1]["params"])
 
+    @without_autograd
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, if they do not say themselves what shards they are.
 
@@ -121,7 +123,7 @@ class ShardedOptimizer(OptimizerInterface):
             self._internals.released.wait()
         self._internals.residency.synchronize()
 
-    @torch.no_grad()
+    @without_autograd
     def offload(self) -> None:
         """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
 
@@ -138,7 +140,7 @@ class ShardedOptimizer(OptimizerInterface):
             self._internals.released.wait()
         self._internals.residency.sleep()
 
-    @torch.no_grad()
+    @without_autograd
     def reload(self) -> None:
         """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
@@ -165,7 +167,7 @@ class ShardedOptimizer(OptimizerInterface):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
-    @torch.no_grad()
+    @without_autograd
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
 
@@ -226,6 +228,7 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.discard()
 
+    @without_autograd
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """The optimizer's state.
 
@@ -258,6 +261,7 @@ class ShardedOptimizer(OptimizerInterface):
                     }
         return state_dict
 
+    @without_autograd
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, or of the torch.optim class of the same name, which is quantized.
 
@@ -277,7 +281,7 @@ class ShardedOptimizer(OptimizerInterface):
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
 
-    @torch.no_grad()
+    @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
         """The weights as float32, low bits in the state included: for export and evaluation.
 
@@ -290,7 +294,7 @@ class ShardedOptimizer(OptimizerInterface):
             p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
         }
 
-    @torch.no_grad()
+    @without_autograd
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Loads float32 weights, such as those of :meth:`full_precision_parameters`, into parameters and low bits.
 
@@ -319,6 +323,7 @@ class ShardedOptimizer(OptimizerInterface):
         numbers = [number_of(param) for _, param in self._all_params()]
         return {**super().__getstate__(), _NUMBERS: numbers, _ASLEEP: self._internals.residency.asleep}
 
+    @without_autograd
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)

@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.internals import Released, holding
 from shardopt.step.gradient_norm import GradientNorm
@@ -21,7 +22,7 @@ _norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ig
 
 
 @_disable_dynamo
-@torch.no_grad()
+@without_autograd
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,

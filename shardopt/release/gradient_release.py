@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
@@ -63,6 +64,7 @@ class GradientRelease:
         self.remove()
 
 
+@without_autograd
 def release_gradients(
     model: Module,
     optimizer: ShardedOptimizer,

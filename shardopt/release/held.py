@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardopt import _C
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.kernels.norms import take_pass
 from shardopt.layout import Exchange, Shard, shard_of
@@ -82,7 +83,7 @@ class HeldParameters(ReleasedParameters):
         return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
 
     @_disable_dynamo  # backward passes within compiled functions call it, too
-    @torch.no_grad()
+    @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes a gradient that is complete to the host's memory; the optimizer's ``step()`` has it stepped.
 
@@ -186,7 +187,7 @@ class HeldParameters(ReleasedParameters):
         """The parameters whose gradients are held in the host's memory now."""
         return self._of_step().keys()
 
-    @torch.no_grad()
+    @without_autograd
     def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
 

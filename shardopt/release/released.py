@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.deferred import DeferredStep, DeferredSteps
@@ -118,7 +119,7 @@ class ReleasedParameters:
                 index_in_model += 1
 
     @_disable_dynamo  # backward passes within compiled functions call it, too
-    @torch.no_grad()
+    @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 

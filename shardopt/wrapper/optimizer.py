@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
+from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.loading import HELD, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
@@ -157,7 +158,7 @@ class QuantizedState(Optimizer):
         self._is_elementwise = kind is Kind.ELEMENTWISE
 
     @_disable_dynamo
-    @torch.no_grad()
+    @without_autograd
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step, chunk by chunk.
 
@@ -219,6 +220,7 @@ class QuantizedState(Optimizer):
         return state_dict
 
     @_disable_dynamo
+    @without_autograd
     def load_state_dict(self, state_dict: State) -> None:
         """Loads a state dict of this class, or of the bare optimizer, which is quantized.
 
@@ -334,7 +336,7 @@ class QuantizedState(Optimizer):
     def _chunks(self) -> list[list[TransferUnit]]:
         return chunks_of(self._units(), self._working_memory)
 
-    @torch.no_grad()
+    @without_autograd
     def _quantize_present_state(self) -> None:
         before = {param: state for param, state in self.state.items() if isinstance(param, Tensor)}
         new: dict[Tensor, State] = {}
