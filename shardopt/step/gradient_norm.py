@@ -44,7 +44,11 @@ class GradientNorm:
         self._sums: dict[Exchange | None, dict[torch.device, Tensor]] = {}
         self._devices = list(dict.fromkeys(p.device for p in params))
         rows = []
+        seen: set[int] = set()  # a parameter that is given twice counts once
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
             for first, numel, ranks in () if shard is None else _parts_of(shard):
                 sums = self._sums.setdefault(ranks, {})
                 if param.device not in sums:
@@ -125,7 +129,12 @@ class GradientNorm:
 
         Args:
             coefficient: float32, 0-d.
+
+        Raises:
+            RuntimeError: two parameters have the same gradient. Nothing was changed.
         """
+        for batch in self._batches:
+            batch.demand_apart()
         for batch in self._batches:
             batch.call.run(_C.NormPass.scale, batch.in_place, coefficient)
             for index in batch.others:
@@ -178,6 +187,20 @@ class _Batch:
         for row in range(self.in_place, len(self.tensors)):
             copy = self.contiguous[int(self.tensors[row])]
             self._kernel_rows["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
+
+    def demand_apart(self) -> None:
+        """Raises RuntimeError if two gradients that are multiplied in place are one."""
+        rows = self._kernel_rows[: self.in_place]
+        places = np.flatnonzero(rows["cols"])  # rows without elements share nothing
+        addresses = rows["gradient"][places]
+        order = np.argsort(addresses, kind="stable")
+        equal = np.flatnonzero(np.diff(addresses[order]) == 0)
+        if len(equal):
+            first, second = self.tensors[places[order[equal[0] : equal[0] + 2]]]
+            raise RuntimeError(
+                f"parameter {second}: got the same gradient as parameter {first}, expected gradients of their own, as "
+                "each is multiplied in place; make one of them of a .clone()"
+            )
 
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage
+from shardopt.kernels.overlap import sharing_memory
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import StateResidency
@@ -198,6 +199,31 @@ def ready_states(
             residency.ready(parameter.name, param, parameter.spec, state[param])
             ready.append(index)
     return ready
+
+
+def demand_apart(params: Sequence[Tensor], state: Any, inputs: Sequence[Input], ready: Sequence[int]) -> None:
+    """Checks that no two of the parameters whose state is ready have memory in common, nor two of their state entries.
+
+    Raises:
+        RuntimeError: two share memory. Nothing was changed, but parameters may have got their first state.
+    """
+    memory: list[Tensor] = []
+    names: list[str] = []
+    for index in ready:
+        parameter, param = inputs[index], params[index]
+        memory.append(parameter.shard.local(param))
+        names.append(parameter.name)
+        for key, entry in state[param].items():
+            if parameter.spec is not None and key in parameter.spec.state_names:
+                memory.append(getattr(entry, "_local_tensor", entry))
+                names.append(f"{parameter.name}: the state {key}")
+    found = sharing_memory(memory)
+    if found is not None:
+        first, second = (names[index] for index in found)
+        raise RuntimeError(
+            f"{second}: got memory that it shares with {first}, expected memory of its own for each, as a step changes "
+            "both at once; give each parameter to the optimizer once, and make views and tied weights of a .clone()"
+        )
 
 
 def raising(groups: Sequence[Group]) -> frozenset[int]:

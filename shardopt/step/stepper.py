@@ -21,6 +21,7 @@ from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import (
     KeptGradients,
     ParamGroups,
+    demand_apart,
     demand_finite,
     describe,
     local_gradients,
@@ -142,6 +143,7 @@ class Stepper:
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising - before)
         ready = ready_states(params, state, inputs, gradients, self._residency)
+        demand_apart(params, state, inputs, ready)
         return StepTables(
             param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
             self._take_totals, self._captured, bool(kept),

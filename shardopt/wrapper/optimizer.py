@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
+from shardopt.kernels.overlap import sharing_memory
 from shardopt.optim.loading import HELD, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
@@ -100,6 +101,7 @@ class QuantizedState(Optimizer):
         self._working_memory = working_memory
         self._first_step = True
         self._is_paused = False
+        self._seen: list[int] = []  # the parameters that were checked last
         kind = self._checked_kind(optimizer.param_groups)
         if not is_tested(optimizer):
             entries.looks_for_copies = True
@@ -331,6 +333,15 @@ class QuantizedState(Optimizer):
             )
 
     def _units(self) -> list[TransferUnit]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if (ids := [id(param) for param in params]) != self._seen:
+            found = sharing_memory([getattr(param, "_local_tensor", param) for param in params])
+            if found is not None:
+                raise RuntimeError(
+                    f"got parameters {found[0]} and {found[1]} (counted over all param groups) in the same memory, "
+                    "expected memory of its own for each; give each parameter once, and make views of a .clone()"
+                )
+            self._seen = ids
         return units_of(self.param_groups, local=self._is_elementwise)
 
     def _chunks(self) -> list[list[TransferUnit]]:
