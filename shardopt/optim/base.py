@@ -213,6 +213,7 @@ class ShardedOptimizer(OptimizerInterface):
         if released is not None and take_held is not None:
             take_held()
             released.next_step()
+        internals.coefficient = None  # not after an exception: the step may be tried again
         internals.skipped.publish()
         return loss
 

@@ -51,7 +51,7 @@ def clip_grad_norm_(
         foreach: accepted for torch's sake, without effect.
         optimizer: one or several optimizers of shardopt that have all of these parameters and no other ones with a
             gradient. Gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads
-            them; ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
+            them, unless they were replaced or changed meanwhile. Parameters and state get the bits that clipping
             float32 gradients in place would give; gradients in bfloat16 or float16 are not rounded once more. Clip
             right before ``step()``, after ``GradScaler.unscale_``; of released gradients, those with
             ``overlap_forward``; not with steps in a CUDA graph.
@@ -93,7 +93,7 @@ def clip_grad_norm_(
             )
         if optimizers:
             for scaled in optimizers:
-                scaled._internals.coefficient = coefficient
+                scaled._internals.clip(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:
             norm.scale(coefficient)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -94,6 +94,7 @@ class Internals:
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
+        self._clipped: list[tuple[ref[Tensor], int]] = []  # some gradients that it is for, and their versions
         self._pauses = 0
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self._has_stepped = False
@@ -192,8 +193,32 @@ class Internals:
         if self.released is not None:
             self.released.forget(anew=anew)
 
+    def clip(self, coefficient: Tensor) -> None:
+        """Has the next step multiply the present gradients by a coefficient."""
+        self.coefficient = coefficient
+        self._clipped = [(ref(x), x._version) for x in self._some_gradients()]
+
+    def _some_gradients(self) -> list[Tensor]:
+        """At most 16 gradients, evenly spread: to look at all of them would take a tenth of a step of small tensors."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        some = (param.grad for param in params[:: -(-len(params) // 16)])
+        return [gradient for gradient in some if gradient is not None and not gradient.is_inference()]
+
+    def _has_clipped_gradients(self) -> bool:
+        """Whether the gradients are those for which :attr:`coefficient` was computed; warns if some were changed."""
+        known = {id(gradient): version for reference, version in self._clipped if (gradient := reference()) is not None}
+        versions = [(known.get(id(gradient)), gradient._version) for gradient in self._some_gradients()]
+        unchanged = all(before == now for before, now in versions)
+        if not unchanged and any(before is not None for before, _ in versions):
+            warn_user(
+                "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "
+                "clips none of them; clip right before step()",
+                RuntimeWarning,
+            )
+        return unchanged
+
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`, which is used up.
+        """The scaling of a step with :attr:`coefficient`, if the gradients are those it is for.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
@@ -203,8 +228,9 @@ class Internals:
                 "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
-        coefficient, self.coefficient = self.coefficient, None
-        return scaling._replace(coefficient=coefficient)
+        if self.coefficient is None or not self._has_clipped_gradients():
+            return scaling
+        return scaling._replace(coefficient=self.coefficient)
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""
