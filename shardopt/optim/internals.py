@@ -13,7 +13,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange
+from shardopt.layout import Copies, Exchange, FlatBuffer, assigned
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -96,7 +96,8 @@ class Internals:
         self.coefficient: Tensor | None = None
         self._clipped: list[tuple[ref[Tensor], int]] = []  # some gradients that it is for, and their versions
         self._pauses = 0
-        self._steppers: dict[tuple[int, ...], Stepper] = {}
+        self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
+        self._captured: list[object] = []  # objects that CUDA graphs keep using
         self._has_stepped = False
         self._skipped_reported = 0
 
@@ -106,14 +107,21 @@ class Internals:
 
     @property
     def stepper(self) -> Stepper:
-        """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
-        groups = self.optimizer.param_groups
-        key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
-        if key not in self._steppers:
-            self._steppers[key] = Stepper(
+        """The stepper of these param groups, by their first parameter: DeepSpeed shows its flat buffers by turns."""
+        first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
+        reference, stepper = self._steppers.get(id(first), (None, None))
+        if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
+            stepper = Stepper(
                 self.residency, self.skipped, self.model_indices, self.copies, take_totals=self._take_totals
             )
-        return self._steppers[key]
+            if first is None or not isinstance(assigned(first), FlatBuffer):
+                # Another parameter was put in the place of the first one.
+                self._captured += [old.captured for _, old in self._steppers.values()]
+                self._steppers.clear()
+            else:
+                self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
+            self._steppers[id(first)] = None if first is None else ref(first), stepper
+        return stepper
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         optimizer = self.optimizer
@@ -188,7 +196,7 @@ class Internals:
         Args:
             anew: whether released gradients are thrown away, as other state was loaded than they are for.
         """
-        for stepper in self._steppers.values():
+        for _, stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
             self.released.forget(anew=anew)

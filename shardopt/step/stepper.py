@@ -60,7 +60,7 @@ class Stepper:
     ) -> None:
         self.communicates = False  # whether the step that was prepared takes collectives
         self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
-        self._captured: list[object] = []  # objects that CUDA graphs keep using
+        self.captured: list[object] = []  # objects that CUDA graphs keep using
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._agreement = Agreement()
@@ -146,7 +146,7 @@ class Stepper:
         demand_apart(params, state, inputs, ready)
         return StepTables(
             param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
-            self._take_totals, self._captured, bool(kept),
+            self._take_totals, self.captured, bool(kept),
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:
