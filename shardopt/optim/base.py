@@ -155,6 +155,7 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         self.state.clear()
+        self._internals.forget_tables()
         for group in self.param_groups:
             self.reset_group(group)
 
@@ -195,6 +196,8 @@ class ShardedOptimizer(OptimizerInterface):
             with torch.enable_grad():
                 loss = closure()
         if internals.is_paused:
+            return loss
+        if internals.may_make_state and internals.make_state(scaling):
             return loss
         internals.warn_of_skipped()
         if released is None:

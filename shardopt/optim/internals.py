@@ -14,6 +14,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies, Exchange
+from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -83,6 +84,7 @@ class Internals:
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -94,6 +96,7 @@ class Internals:
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
+        self.may_make_state = True
         self._pauses = 0
         self._steppers: dict[tuple[int, ...], Stepper] = {}
         self._has_stepped = False
@@ -151,6 +154,25 @@ class Internals:
         """Whether ``step()`` does nothing now."""
         return self._pauses > 0
 
+    def make_state(self, scaling: LossScaling) -> bool:
+        """Makes the parameters' first state if a step is only there for that; returns whether it was."""
+        groups, state, released = self.optimizer.param_groups, self.optimizer.state, self.released
+
+        def has_begun() -> bool:
+            holds = released is not None and bool(released.held)
+            return holds or any(float(entries["step"]) for entries in state.values() if "step" in entries)
+
+        if scaling == (None, None, None) and only_makes_state(groups, has_begun, self.peers):
+            params = [param for group in groups for param in group["params"]]
+            if any(param.grad is not None for param in params):
+                self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
+            for param in params:
+                if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state
+                    state.pop(param, None)
+            return True
+        self.may_make_state = False
+        return False
+
     def begin_release(self, released: Released) -> None:
         """Begins a release of gradients.
 
@@ -187,6 +209,7 @@ class Internals:
         Args:
             anew: whether released gradients are thrown away, as other state was loaded than they are for.
         """
+        self.may_make_state = True
         for stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
