@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -17,12 +17,13 @@ from shardopt.layout import assigned, copies_in, number_parameters, read_model, 
 from shardopt.layout.numbers import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
-from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
+from shardopt.optim.loading import HELD, Adopted, adopt, check_keys, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
+    make_plain,
     warn_of_misspelt,
     with_defaults,
 )
@@ -44,6 +45,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
+        make_plain(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
@@ -69,9 +71,13 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        names = param_group.get("param_names") if isinstance(param_group, dict) else None
-        if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
-            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
+        if isinstance(param_group, dict):
+            make_plain(param_group)
+            names = param_group.get("param_names")
+            if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+                raise ValueError(
+                    f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
+                )
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -120,6 +126,7 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
+        self._internals.fit_to_changes()
 
     @torch.no_grad()
     def offload(self) -> None:
@@ -147,17 +154,34 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self._internals.residency.wake()
 
-    def reset_state(self) -> None:
+    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
         """Forgets all state: the next step is the first one of a new optimizer of the same weights, bit for bit.
 
         Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
         NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
+
+        Args:
+            params: the parameters to forget the state of, as ReLoRA does after it has merged its adapters; what rules
+                keep in param groups then stays. None: all.
+
+        Raises:
+            ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
         """
         self.synchronize()
-        self.state.clear()
+        chosen = None if params is None else list(params)
+        known = {id(param) for _, param in self._all_params()}
+        if chosen is not None and not known.issuperset(map(id, chosen)):
+            raise ValueError(
+                "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
+                "these, such as list(module.parameters())"
+            )
         self._internals.forget_tables()
-        for group in self.param_groups:
-            self.reset_group(group)
+        if chosen is None:
+            self.state.clear()
+            for group in self.param_groups:
+                self.reset_group(group)
+        for param in chosen or ():
+            self.state.pop(param, None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -238,7 +262,9 @@ class ShardedOptimizer(OptimizerInterface):
                 master weights are left out.
         """
         self.synchronize()
+        check_keys(self.state, self.param_groups)
         state_dict = super().state_dict()
+        state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
             if held is not None:

@@ -16,7 +16,10 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies, Exchange
 from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
+from shardopt.state.full_precision import fit_low_bits
+from shardopt.state.options import make_plain
 from shardopt.state.residency import StateResidency
+from shardopt.state.slice_spec import LOW_BITS
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
@@ -133,12 +136,23 @@ class Internals:
             ValueError: a hyper-parameter is out of range.
         """
         optimizer = self.optimizer
+        if isinstance(options, dict):
+            make_plain(options)
         optimizer.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             # Not read here: that would wait for the device.
             return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
         return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+
+    def fit_to_changes(self) -> None:
+        """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
+        for group in self.optimizer.param_groups:
+            make_plain(group)
+            for param in group["params"]:
+                state = self.optimizer.state.get(param)
+                if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
+                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,7 +174,8 @@ class Internals:
 
         def has_begun() -> bool:
             holds = released is not None and bool(released.held)
-            return holds or any(float(entries["step"]) for entries in state.values() if "step" in entries)
+            taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
+            return holds or any(map(float, taken))
 
         if scaling == (None, None, None) and only_makes_state(groups, has_begun, self.peers):
             params = [param for group in groups for param in group["params"]]

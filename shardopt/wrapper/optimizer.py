@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
 from shardopt.optim.first_state import only_makes_state
-from shardopt.optim.loading import HELD, checked_containers, held_elements
+from shardopt.optim.loading import HELD, check_keys, checked_containers, held_elements
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import TransferUnit, chunks_of, units_of
@@ -253,6 +253,7 @@ class QuantizedState(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        check_keys(self.state, self.param_groups)
         state_dict = self._inner.state_dict()
         if dequantize:
             state_dict = dequantized(state_dict, self._entries, self._units())
