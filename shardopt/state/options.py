@@ -213,8 +213,6 @@ def is_whole(value: object) -> TypeGuard[int]:
 #: Options whose values are sequences, of numbers or of sequences of numbers.
 _SEQUENCES = ("betas", "split", "ns_coefficients")
 
-_PLAIN = frozenset([int, float, str, tuple, list])
-
 
 def make_plain(group: dict[str, Any]) -> None:
     """Replaces sequences of other classes in a param group (OmegaConf's ListConfig, UserList, arrays) by tuples.
@@ -223,16 +221,20 @@ def make_plain(group: dict[str, Any]) -> None:
     """
     for name in _SEQUENCES:
         value = group.get(name)
-        if value is None or (type(value) in _PLAIN and all(type(item) in _PLAIN for item in value)):
-            continue
-        group[name] = _plain(value)
+        if value is not None and not _is_plain(value):
+            group[name] = _plain(value)
     names = group.get("param_names")
     if isinstance(names, Sequence) and not isinstance(names, str | list):
         group["param_names"] = list(names)
 
 
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind is float or kind is int or kind is str or (kind in (tuple, list) and all(map(_is_plain, value)))
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.dim()):
+    if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(map(_plain, value))
