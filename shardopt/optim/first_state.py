@@ -32,13 +32,13 @@ def only_makes_state(
     if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
         return False
     try:
-        exchanges = dict.fromkeys([*(shard_of(param).holders for param in params), peers])
+        holders = [*(shard_of(param).holders for param in params), peers]
     except UnknownShardError:
         return False  # on all ranks; the step will raise it
-    exchanges.pop(None, None)
+    exchanges = list(dict.fromkeys(exchange for exchange in holders if exchange is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
     for _ in range(2):  # twice, for ranks that share parameters only by way of a third rank
-        is_step = on_any_rank(list(exchanges), is_step)
+        is_step = on_any_rank(exchanges, is_step)
     return not is_step
 
 
@@ -50,12 +50,12 @@ def is_empty_flat_shard(param: Tensor) -> bool:
 
 def _is_zero_rate(lr: Any) -> bool:
     """Whether a learning rate is zero; False for one on a device, which is not read."""
-    return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
+    return bool(lr == 0) if not isinstance(lr, Tensor) or (lr.device.type == "cpu" and lr.numel() == 1) else False
 
 
 def _has_gradient(param: Tensor) -> bool:
     """Whether a parameter has a gradient with other values than zero on this rank, or one that cannot be read."""
     gradient = getattr(param.grad, "_local_tensor", param.grad)
-    if gradient is None or (gradient.layout == torch.strided and not gradient.is_meta and not gradient.any()):
+    if gradient is None:
         return False
-    return True
+    return gradient.layout != torch.strided or gradient.is_meta or bool(gradient.any())

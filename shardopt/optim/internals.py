@@ -177,7 +177,8 @@ class Internals:
             taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
             return holds or any(map(float, taken))
 
-        if scaling == (None, None, None) and only_makes_state(groups, has_begun, self.peers):
+        is_plain = self.coefficient is None and all(x is None for x in scaling)
+        if is_plain and only_makes_state(groups, has_begun, self.peers):
             params = [param for group in groups for param in group["params"]]
             if any(param.grad is not None for param in params):
                 self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step

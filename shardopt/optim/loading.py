@@ -316,7 +316,7 @@ def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, A
     groups: list[Mapping[str, Any]] = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         ids, ours = saved_group["params"], _names_of(group, group.get("param_names"))
-        # torch's get_optimizer_state_dict puts names in place of numbers; its set_optimizer_state_dict sorts these alone
+        # torch's get_optimizer_state_dict has names in place of numbers; set_optimizer_state_dict reorders these alone.
         is_named = all(isinstance(index, str) for index in ids)
         theirs = _names_of(saved_group, ids if is_named else saved_group.get("param_names"))
         order = list(range(len(ids)))

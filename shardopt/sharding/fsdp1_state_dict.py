@@ -103,7 +103,7 @@ def hook_state_dict(module: Any) -> None:
 
 
 def _without_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict without ``param_names``, which torch leaves in the saved order while it numbers parameters itself."""
+    """A state dict without ``param_names``, which torch leaves in the saved order though it renumbers parameters."""
     groups = (state_dict or {}).get("param_groups")
     if not groups:
         return state_dict

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+import shardopt
 from ranks.models import set_gradients
 from ranks.pool import Pool
 from ranks.runs import single, snapshot_of, step_with, trained
@@ -78,3 +81,30 @@ def _counts(way: str) -> None:
 def test_a_first_step_of_a_warm_up_counts_where_gradients_are_zero(ranks: Pool, way: str) -> None:
     """Of shards whose rows no token has met, or of a rank's parameters under ZeRO."""
     ranks.run(2, _counts, way)
+
+
+def _in_another_order(way: str) -> None:
+    kept = {}
+    for turn in (1, -1):
+        model, _ = trained(way, 0)
+        optimizer = shardopt.AdamW8bit(list(model.named_parameters())[::turn], min_quantized_numel=64)
+        if turn == 1:
+            step_with(model, optimizer, 0)
+            kept = {"saved": get_optimizer_state_dict(model, optimizer), "plain": optimizer.state_dict()}
+            expected = snapshot_of(model, optimizer)
+            continue
+        names = optimizer.param_groups[0]["param_names"]
+        for name, load in (
+            ("saved", partial(set_optimizer_state_dict, model, optimizer)),
+            ("plain", optimizer.load_state_dict),
+        ):
+            load(kept[name])
+            assert optimizer.param_groups[0]["param_names"] == names
+            state = {key: x for key, x in snapshot_of(model, optimizer).items() if "/" in key}
+            assert_same(state, {key: x for key, x in expected.items() if "/" in key})
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp1"])
+def test_named_state_in_another_order(ranks: Pool, way: str) -> None:
+    """torch's functions number parameters by themselves, and leave the saved names in their order."""
+    ranks.run(2, _in_another_order, way)
