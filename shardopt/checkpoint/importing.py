@@ -211,11 +211,6 @@ def _sources(
     known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
     check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
     saved, groups = state_dict["param_groups"], optimizer.param_groups
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
-        raise ValueError(
-            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
-            f"{[len(group['params']) for group in groups]}; make the optimizer with the same param groups"
-        )
     are_named = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
     known = {id(param): name for name, param in (names or {}).items()}
     named = [[known.get(id(param)) for param in group["params"]] for group in groups]

@@ -17,8 +17,9 @@ from shardopt.layout import assigned, copies_in, number_parameters, read_model, 
 from shardopt.layout.numbers import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
-from shardopt.optim.loading import HELD, Adopted, adopt, check_keys, held_elements
+from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,

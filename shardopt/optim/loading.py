@@ -273,17 +273,6 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
     return groups, states
 
 
-def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RuntimeError if an optimizer has the state of a tensor that is in none of its param groups."""
-    known = {id(param) for group in groups for param in group["params"]}
-    foreign = next((key for key in state if isinstance(key, Tensor) and id(key) not in known), None)
-    if foreign is not None:
-        raise RuntimeError(
-            f"got state of a tensor of shape {tuple(foreign.shape)} that is in no param group, expected state of the "
-            "optimizer's parameters; delete it from optimizer.state, or put the parameter back into its param group"
-        )
-
-
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
     """The entries of one parameter in a state dict, or None if there are none.
 
@@ -301,7 +290,10 @@ def check_counts(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[s
     """Raises ValueError unless the param groups of a state dict have as many parameters as the present ones."""
     got, expected = ([len(group["params"]) for group in groups] for groups in (saved, present))
     if got != expected:
-        raise ValueError(f"got a state dict with {got} parameters per param group, expected {expected}")
+        raise ValueError(
+            f"got a state dict with {got} parameters per param group, expected {expected}; make the optimizer with the "
+            "same param groups"
+        )
 
 
 def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
 from shardopt.optim.first_state import only_makes_state
-from shardopt.optim.loading import HELD, check_keys, checked_containers, held_elements
+from shardopt.optim.loading import HELD, checked_containers, held_elements
+from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import TransferUnit, chunks_of, units_of
