@@ -306,6 +306,13 @@ def test_a_sequence_of_any_class(rule: str, option: str, value: Any, made: str) 
         assert optimizer.param_groups[0][option] == value
 
 
+def test_a_sequence_of_any_class_by_pattern() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for kind in (UserList, np.array):
+        groups = shardopt.param_groups(model, {pattern: {"betas": kind([0.5, 0.25])} for pattern in ("0.*", "1.*")})
+        assert [group["betas"] for group in groups] == [(0.5, 0.25)]
+
+
 def test_names_in_a_sequence_of_any_class() -> None:
     optimizer = shardopt.AdamW8bit([{"params": [Parameter(torch.ones(2))], "param_names": UserList(["weight"])}])
     assert through_a_file(optimizer.state_dict())["param_groups"][0]["param_names"] == ["weight"]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import shardopt
 from helpers import CASES
+from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same, snapshot
 
 SMALL = {"min_quantized_numel": 64}
@@ -158,3 +159,13 @@ def test_with_released_gradients() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(run, expected)
+
+
+@pytest.mark.parametrize("offload", ["state", "step"])
+def test_with_offload(offload: str) -> None:
+    with offload_from_cpu():
+        run, expected = make("adamw", offload=offload), make("adamw", offload=offload)
+        get_optimizer_state_dict(*run)
+        advance(*run)
+        advance(*expected)
+        assert_alike(run, expected)
