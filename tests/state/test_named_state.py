@@ -37,7 +37,7 @@ def step_named(params: dict[str, Parameter], optimizer: torch.optim.Optimizer) -
 @pytest.mark.parametrize("form", ["as it is", "torch's functions", "dequantized", "imported"])
 @pytest.mark.parametrize("kind", ["own", "wrapped"])
 def test_named_state_in_another_order(kind: str, form: str, prefix: str) -> None:
-    """It finds its parameter, and names are not taken over."""
+    """State finds its parameter by name, and saved names are not taken over."""
     dequantize = {"dequantize": True} if form == "dequantized" else {}
     params, optimizer = named("abc", kind="torch" if form == "imported" else kind)
     step_named(params, optimizer)

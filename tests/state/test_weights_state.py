@@ -148,7 +148,7 @@ USES: dict[str, Callable[[ShardedOptimizer], object]] = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("before", "after"), [(BF16, FP32), (FP32, BF16), (BF16, FP16), (FP16, BF16)])
 def test_low_bits_of_weights_that_were_cast(before: torch.dtype, after: torch.dtype, use: str) -> None:
-    """They are dropped, and the run is that of an optimizer that gets the weights and moments after the cast."""
+    """Low bits are dropped, and the run is that of an optimizer that gets the weights and moments after the cast."""
     optimizer = trained("adamw", dtype=before, master_weight_bits=24)
     params = optimizer.param_groups[0]["params"]
     for param in params:
