@@ -39,9 +39,10 @@ class ShardedOptimizer(OptimizerInterface):
 
     A subclass says in :meth:`rule` which moments its rule keeps and in :meth:`hyper` what its hyper-parameters are.
 
-    State is created in the first step. An element whose gradient is NaN or Inf, or so large that its moments overflow,
-    is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided out
-    inside the step.
+    State is created in the first step, which does nothing else if every lr is 0 and every gradient zero: frameworks
+    take such a step to see state appear. An element whose gradient is NaN or Inf, or so large that its moments
+    overflow, is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided
+    out inside the step.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:

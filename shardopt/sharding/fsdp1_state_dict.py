@@ -121,6 +121,7 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
     """Warns if torch leaves out saved state of parameters that are frozen now."""
     if not isinstance(owner_of(optimizer), ShardedOptimizer | QuantizedState):
         return
+    state_dict = state_dict or {}
     saved, names_of = state_dict.get("state", state_dict), getattr(info, "fqn_param_mapping", {})
     keys = {key.removeprefix("state.").rpartition(".")[0] if saved is state_dict else key for key in saved}
     frozen = [param for group in optimizer.param_groups for param in group["params"] if not param.requires_grad]
