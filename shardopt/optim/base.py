@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -20,10 +20,12 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
+    make_plain,
     warn_of_misspelt,
     with_defaults,
 )
@@ -38,13 +40,15 @@ class ShardedOptimizer(OptimizerInterface):
 
     A subclass says in :meth:`rule` which moments its rule keeps and in :meth:`hyper` what its hyper-parameters are.
 
-    State is created in the first step. An element whose gradient is NaN or Inf, or so large that its moments overflow,
-    is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided out
-    inside the step.
+    State is created in the first step, which does nothing else if every lr is 0 and every gradient zero: frameworks
+    take such a step to see state appear. An element whose gradient is NaN or Inf, or so large that its moments
+    overflow, is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided
+    out inside the step.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
+        make_plain(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
@@ -70,9 +74,13 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        names = param_group.get("param_names") if isinstance(param_group, dict) else None
-        if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
-            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
+        if isinstance(param_group, dict):
+            make_plain(param_group)
+            names = param_group.get("param_names")
+            if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+                raise ValueError(
+                    f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
+                )
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -122,6 +130,7 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
+        self._internals.fit_to_changes()
 
     @without_autograd
     def offload(self) -> None:
@@ -149,16 +158,34 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self._internals.residency.wake()
 
-    def reset_state(self) -> None:
+    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
         """Forgets all state: the next step is the first one of a new optimizer of the same weights, bit for bit.
 
         Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
         NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
+
+        Args:
+            params: the parameters to forget the state of, as ReLoRA does after it has merged its adapters; what rules
+                keep in param groups then stays. None: all.
+
+        Raises:
+            ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
         """
         self.synchronize()
-        self.state.clear()
-        for group in self.param_groups:
-            self.reset_group(group)
+        chosen = None if params is None else list(params)
+        known = {id(param) for _, param in self._all_params()}
+        if chosen is not None and not known.issuperset(map(id, chosen)):
+            raise ValueError(
+                "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
+                "these, such as list(module.parameters())"
+            )
+        self._internals.forget_tables()
+        if chosen is None:
+            self.state.clear()
+            for group in self.param_groups:
+                self.reset_group(group)
+        for param in chosen or ():
+            self.state.pop(param, None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -197,6 +224,8 @@ class ShardedOptimizer(OptimizerInterface):
             with torch.enable_grad():
                 loss = closure()
         if internals.is_paused:
+            return loss
+        if internals.may_make_state and internals.make_state(scaling):
             return loss
         internals.warn_of_skipped()
         if released is None:
@@ -239,7 +268,9 @@ class ShardedOptimizer(OptimizerInterface):
                 master weights are left out.
         """
         self.synchronize()
+        check_keys(self.state, self.param_groups)
         state_dict = super().state_dict()
+        state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
             if held is not None:

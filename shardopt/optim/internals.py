@@ -14,8 +14,12 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies, Exchange, FlatBuffer, assigned
+from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
+from shardopt.state.full_precision import fit_low_bits
+from shardopt.state.options import make_plain
 from shardopt.state.residency import StateResidency
+from shardopt.state.slice_spec import LOW_BITS
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
@@ -83,6 +87,7 @@ class Internals:
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -95,6 +100,7 @@ class Internals:
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
         self._clipped: list[tuple[ref[Tensor], int]] = []  # some gradients that it is for, and their versions
+        self.may_make_state = True
         self._pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self._captured: list[object] = []  # objects that CUDA graphs keep using
@@ -139,12 +145,23 @@ class Internals:
             ValueError: a hyper-parameter is out of range.
         """
         optimizer = self.optimizer
+        if isinstance(options, dict):
+            make_plain(options)
         optimizer.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             # Not read here: that would wait for the device.
             return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
         return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+
+    def fit_to_changes(self) -> None:
+        """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
+        for group in self.optimizer.param_groups:
+            make_plain(group)
+            for param in group["params"]:
+                state = self.optimizer.state.get(param)
+                if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
+                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -159,6 +176,27 @@ class Internals:
     def is_paused(self) -> bool:
         """Whether ``step()`` does nothing now."""
         return self._pauses > 0
+
+    def make_state(self, scaling: LossScaling) -> bool:
+        """Makes the parameters' first state if a step is only there for that; returns whether it was."""
+        groups, state, released = self.optimizer.param_groups, self.optimizer.state, self.released
+
+        def has_begun() -> bool:
+            holds = released is not None and bool(released.held)
+            taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
+            return holds or any(map(float, taken))
+
+        is_plain = self.coefficient is None and all(x is None for x in scaling)
+        if is_plain and only_makes_state(groups, has_begun, self.peers):
+            params = [param for group in groups for param in group["params"]]
+            if any(param.grad is not None for param in params):
+                self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
+            for param in params:
+                if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state
+                    state.pop(param, None)
+            return True
+        self.may_make_state = False
+        return False
 
     def begin_release(self, released: Released) -> None:
         """Begins a release of gradients.
@@ -196,6 +234,7 @@ class Internals:
         Args:
             anew: whether released gradients are thrown away, as other state was loaded than they are for.
         """
+        self.may_make_state = True
         for _, stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
