@@ -228,8 +228,6 @@ class ShardedOptimizer(OptimizerInterface):
         if internals.may_make_state and internals.make_state(scaling):
             return loss
         internals.warn_of_skipped()
-        if released is None:
-            internals.warn_without_gradients()
         scaling = internals.clipped(scaling)
         take_held = None if released is None else released.prepare_steps(scaling)
         left = released is None or any(param.grad is not None for _, param in self._all_params())
@@ -238,7 +236,10 @@ class ShardedOptimizer(OptimizerInterface):
         if left:
             for group in self.param_groups:
                 self.begin_step(group)
-            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            stepper = internals.stepper
+            stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            if released is None:
+                internals.untrained.look(changed=stepper.gradients_changed)
         if released is not None and take_held is not None:
             take_held()
             released.next_step()

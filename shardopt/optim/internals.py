@@ -16,6 +16,7 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies, Exchange, FlatBuffer, assigned
 from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
+from shardopt.optim.untrained import Untrained
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.options import make_plain
 from shardopt.state.residency import StateResidency
@@ -104,7 +105,7 @@ class Internals:
         self._pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self._captured: list[object] = []  # objects that CUDA graphs keep using
-        self._has_stepped = False
+        self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
@@ -212,7 +213,7 @@ class Internals:
         self.released = released
         if released.overlaps_forward:
             holding.add(released)
-        self._has_stepped = True  # or will have, in backward passes
+        self.untrained.skip()
 
     def end_release(self) -> None:
         """Ends the release of gradients, if there is one."""
@@ -288,22 +289,5 @@ class Internals:
             warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
-                RuntimeWarning,
-            )
-
-    def warn_without_gradients(self) -> None:
-        """Warns if the optimizer's first step finds no gradient, as when its parameters are no longer the model's."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        groups = self.optimizer.param_groups
-        trained = (param for group in groups for param in group["params"] if param.requires_grad)
-        # A DTensor of which this rank holds nothing never gets a gradient here.
-        params = [param for param in trained if getattr(param, "_local_tensor", param).numel()]
-        if params and all(param.grad is None for param in params):
-            warn_user(
-                f"the first step found no gradient in any of {len(params)} parameters and changed nothing; expected "
-                "gradients of backward(): make the optimizer after fully_shard, parallelize_module and the like, which "
-                "replace parameters",
                 RuntimeWarning,
             )

@@ -59,6 +59,7 @@ class Stepper:
         take_totals: TakeTotals = lambda totals: (),
     ) -> None:
         self.communicates = False  # whether the step that was prepared takes collectives
+        self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
         self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
         self.captured: list[object] = []  # objects that CUDA graphs keep using
         self._first, self._name, self._take_totals = first, name, take_totals
@@ -109,7 +110,7 @@ class Stepper:
         else:
             groups = [group_of(group) for group in param_groups]
             tables = self._make_tables(param_groups, state, groups, scaling, kept)
-        tables.update(param_groups, state, scaling)
+        self.gradients_changed = tables.update(param_groups, state, scaling)
         if self._agreement.opened is not tables.plan.digests:
             self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
             self._agreement.open_by(tables.plan, tables.openings())

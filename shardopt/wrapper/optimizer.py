@@ -100,6 +100,7 @@ class QuantizedState(Optimizer):
 
     #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
+    _seen: Sequence[int] = ()  # the ids of the parameters whose memory was checked last
 
     def __init__(self, optimizer: Optimizer, entries: Entries, working_memory: int | None) -> None:
         self._inner = optimizer
@@ -107,7 +108,6 @@ class QuantizedState(Optimizer):
         self._working_memory = working_memory
         self._first_step = True
         self._is_paused = False
-        self._seen: list[int] = []  # the parameters that were checked last
         self._may_make_state = True
         self._made: set[str] | None = None
         kind = self._checked_kind(optimizer.param_groups)
