@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.internals import Released, holding
+from shardopt.optim.internals import Released, releases
 from shardopt.step.gradient_norm import GradientNorm
 
 #: The tables of the last call, by the first of its parameters.
@@ -121,7 +121,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 
 def _demand_held(params: Iterable[Tensor], given: Sequence[Released]) -> None:
     """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
-    others = [released for released in holding if released not in given]
+    others = [released for released in releases if released not in given]
     held = {param for released in others for param in released.held}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(

@@ -71,9 +71,6 @@ class ForwardOverlap:
             self._readers_inside[module] = _readers_inside(module, self._readers)
             self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
         self._undo.append(model.register_forward_hook(self.end).remove)
-        for module in model.modules():
-            self._undo.append(module.register_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
-            self._undo.append(module.register_load_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: Module, args: Any) -> None:
@@ -93,11 +90,6 @@ class ForwardOverlap:
             released.end_forward()
             if torch.is_grad_enabled():
                 self._called = self._calling
-
-    def wait(self, *_: Any) -> None:
-        """A pre-hook of reading and loading state dicts."""
-        if released := self._released():
-            released.wait()
 
     def _wait_for(self, params: Iterable[Tensor]) -> None:
         if released := self._released():

@@ -202,6 +202,9 @@ def release_gradients(
     undo: list[Callable[[], object]] = [parts.remove]
     if ordered is not None:
         undo.append(ordered.call_after_last(partial(_take, hooks, params)))
+    for module in model.modules():
+        undo.append(module.register_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
+        undo.append(module.register_load_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
     for param in params if ordered is None else ():
         if param in reduced:
             undo.append(buckets[reduced[param]].add(param, hooks.step))

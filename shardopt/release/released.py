@@ -258,6 +258,11 @@ class ReleasedParameters:
         self.wait()
 
     @property
+    def params(self) -> Collection[Tensor]:
+        """The parameters."""
+        return self._parameters.keys()
+
+    @property
     def held(self) -> Collection[Tensor]:
         """The parameters whose gradients are held in the host's memory now: none."""
         return ()
@@ -309,6 +314,11 @@ class Weakly:
         released = self()
         if released is not None:
             released.step(param)
+
+    def wait(self, *_: Any) -> None:
+        """A pre-hook of reading and loading state dicts, which waits for all steps."""
+        if released := self():
+            released.wait()
 
 
 def _wait_for_copy(gradient: Tensor | None) -> None:
