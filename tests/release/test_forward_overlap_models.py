@@ -1,8 +1,10 @@
-"""Steps that overlap the next forward pass, of models that are compiled, pickled, copied or let go."""
+"""Steps that overlap the next forward pass, of models that are compiled, pickled, copied, forked or let go."""
 
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +74,31 @@ def test_copies_of_the_model_do_not_disturb() -> None:
         average = copy.deepcopy(model)
         train(model, optimizer, 1, between=lambda: average(batch(0)))
         train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forked(overlap: bool) -> None:
+    """What is in flight is over before the fork, and the child's steps have a thread of their own."""
+    runs = []
+    for released in (None, overlap):
+        model = Layers()
+        runs.append((model, start(model, released)))
+    (expected, ordinary), (model, optimizer) = runs
+    train(expected, ordinary, 1)
+    train(expected, ordinary, 1)
+    with slow_steps(0.01):
+        train(model, optimizer, 1)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            try:
+                train(model, optimizer, 1)
+                optimizer.synchronize()
+                assert_same(everything(optimizer), everything(ordinary))
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_removed() -> None:
