@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
@@ -61,6 +62,7 @@ class ForwardOverlap:
         self._undo.clear()
 
     def _hook_into(self, model: Module) -> None:
+        _let_compiled_code_see_hooks()
         gathered: set[Tensor] = set()
         for group in fsdp_groups(model):
             group.before_gather.append(self._wait_for)
@@ -94,6 +96,16 @@ class ForwardOverlap:
     def _wait_for(self, params: Iterable[Tensor]) -> None:
         if released := self._released():
             released.wait_for(param for param in params if param in self._params)
+
+
+def _let_compiled_code_see_hooks() -> None:
+    """Has Dynamo compile again where hooks differ: by default it guards on no module hooks.
+
+    Code that it has compiled for the model before, or for another instance of its class, would not wait for steps.
+    """
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
 
 
 def _readers_inside(module: Module, readers: Collection[Module]) -> dict[Tensor, list[Module]]:

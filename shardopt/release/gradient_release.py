@@ -108,7 +108,9 @@ def release_gradients(
     Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
     ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) has to call
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
-    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. ``param.grad`` is None after the
+    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
+    first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
+    before. ``param.grad`` is None after the
     backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of
     parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these parameters at once.
     With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and

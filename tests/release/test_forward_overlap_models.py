@@ -47,6 +47,35 @@ def test_compiled_models(what: str) -> None:
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("runs", ["the model before", "another before", "another after"])
+def test_code_that_was_compiled_without_hooks(runs: str) -> None:
+    """Dynamo keeps code per class; it is not to be used for a released model, in training and evaluation."""
+    found = []
+    for overlap in (None, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, another = (nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)) for _ in range(2))
+        compiled, first = (torch.compile(one, backend="eager") for one in (model, another))
+        if runs == "the model before":
+            first = compiled
+        for when in ("before", "after"):
+            if runs.endswith(when):
+                first(torch.ones(50)).sum().backward()
+                first.zero_grad()
+                with torch.no_grad():
+                    first(torch.ones(50))
+            if when == "before":
+                optimizer = start(model, overlap)
+        with slow_steps(0.02):
+            for _ in range(2):
+                compiled(torch.ones(50)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    found.append(compiled(torch.ones(50)))
+    assert torch.equal(torch.stack(found[:2]), torch.stack(found[2:]))
+
+
 def test_a_pickled_model_does_not_wait_for_anything(tmp_path: Path) -> None:
     model = Layers()
     optimizer = start(model, True)
