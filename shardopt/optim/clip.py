@@ -75,6 +75,8 @@ def clip_grad_norm_(
     optimizers = _optimizers(optimizer)
     released = [of_one for scaled in optimizers if (of_one := scaled._internals.released) is not None]
     _demand_held(params, released)
+    for of_one in released:
+        of_one.take_rest()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm_of(params)

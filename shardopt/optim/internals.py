@@ -63,11 +63,16 @@ class Released(Protocol):
     def host_bytes(self) -> int:
         """Bytes of the host's memory for such gradients, held now or not."""
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there, before their norm, or a factor."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        """Multiplies these gradients by a factor; tells, per device, whether some are not finite."""
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
+        """Multiplies these gradients by a factor; adds to ``found``, per device, whether some are not finite."""
 
 
 #: All releases that have begun and not ended.

@@ -21,7 +21,6 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
 from shardopt.release.held import HeldParameters
-from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.parts import GradientParts
 from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
@@ -220,7 +219,6 @@ def release_gradients(
     if overlap_forward:
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        follow_loss_scalers()
         undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
 

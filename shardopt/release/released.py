@@ -272,13 +272,17 @@ class ReleasedParameters:
         """Bytes of the host's memory for such gradients: none."""
         return 0
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there: none."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients."""
         return {}
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
         """Multiplies these gradients by a factor."""
-        return {}
 
     def forget(self, *, anew: bool) -> None:
         """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
