@@ -101,8 +101,8 @@ class FsdpReducer:
         if self._sums is None or self._sums.wire.numel != chunks.shape[1] or params != self._summed:
             if params != self._summed and self._sums is not None and self._progress.first:
                 raise RuntimeError(
-                    f"{self._name!r}: got other trained parameters than in the step's first backward pass, expected the "
-                    "same ones in all of its passes; change requires_grad between steps only"
+                    f"{self._name!r}: got other trained parameters than in the step's first backward pass, expected "
+                    "the same ones in all of its passes; change requires_grad between steps only"
                 )
             self._sums, self._summed = self._new_sums(chunks.shape[1]), params
         if not self._sums.is_behind:

@@ -109,9 +109,9 @@ def release_gradients(
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
-    before. ``param.grad`` is None after the
-    backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of
-    parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these parameters at once.
+    before. ``param.grad`` is None after the backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients,
+    returns 0 and *does nothing*. Gradients of parameters that are not offloaded stay in ``param.grad`` until
+    ``step()``, which steps these parameters at once.
     With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and
     gradients go to the host after the last one: leave ``micro_batches`` out here.
 
@@ -140,11 +140,12 @@ def release_gradients(
     DDP cannot go on.
 
     Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
-    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
-    stepped by ``optimizer.step()``. The first forward pass shows which these are; a parameter that is used in several
-    of them only later, or without a module's call, raises after a part of its gradient was stepped. Use
-    ``use_reentrant=False``, which gives whole gradients. FSDP2 itself loses parts of the gradient of a module that has
-    ``fully_shard`` of its own and runs in several reentrant checkpoints of one pass.
+    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
+    are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
+    forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
+    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients. FSDP2 itself loses
+    parts of the gradient of a module that has ``fully_shard`` of its own and runs in several reentrant checkpoints of
+    one pass.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -194,7 +195,7 @@ def release_gradients(
         if any(reduced.get(param) is replica for param in params)
     }
     direct: set[Tensor] = {param for param in params if param not in reduced}
-    parts = GradientParts(micro_batches)
+    parts = GradientParts()
     kind = HeldParameters if overlap_forward else ReleasedParameters
     released = kind(optimizer, params, parts, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
