@@ -104,7 +104,8 @@ class HeldParameters(ReleasedParameters):
         found, self._found = self._found, None
         if found is not None and any(bool(flag) for flag in found.values()):  # the loss scaler has left the step out
             self._optimizer._internals.coefficient = None
-            self.discard()
+            self.wait()
+            self._throw_away()
         if not self._has_gradients:
             self._has_gradients = True
             follow_loss_scalers()  # the loss has been scaled by now
@@ -298,6 +299,9 @@ class HeldParameters(ReleasedParameters):
 
     def _begin_anew(self, *, complete: bool) -> None:
         super()._begin_anew(complete=complete)
+        self._throw_away()
+
+    def _throw_away(self) -> None:
         self._found = None
         for held in self._gradients.values():
             held.count = 0
