@@ -23,7 +23,7 @@ class GradientParts:
     A reentrant checkpoint is a backward pass within the backward pass, which adds its part. In the forward pass it
     calls modules without gradients. Parameters of modules that are called so, and more than once in all, may get
     several parts; so may those that get a gradient within the backward pass though no module of theirs was called so.
-    They are left to ``step()``, except where as many calls gave one part in an earlier step. Hooks that count calls
+    These are left to ``step()``, except where as many calls gave one part in an earlier step. Hooks that count calls
     are removed after the first step if there was no checkpoint.
     """
 
@@ -40,6 +40,10 @@ class GradientParts:
         self._left: dict[Tensor, int] = {}  # parameters that are left to this step(), and their calls
         self._parts: Counter[Tensor] = Counter()  # that these got in this backward pass
         self._several: set[Tensor] = set()  # those that got several in a backward pass of this step
+        self._task, self._is_within = (
+            -1,
+            False,
+        )  # PyTorch's number of the running backward pass; whether it is in another
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientParts, ()  # copies of the model are not released
@@ -64,16 +68,16 @@ class GradientParts:
         """Whether the parameter, which has just got a gradient, is to be left for the next part, or for ``step()``."""
         if self._calls:
             self._count_uses()
-        if param in self._params:
+        if (self._uses or self._left or self._is_within_backward()) and param in self._params:
             uses = self._uses.get(param, 0)
-            if uses > self._whole.get(param, 1) or (not uses and _is_within_backward()):
+            if uses > self._whole.get(param, 1) or (not uses and self._is_within_backward()):
                 self._left[param] = max(self._left.get(param, 0), uses)
             if param in self._left:
                 self._parts[param] += 1
                 if self._parts[param] > 1:
                     self._several.add(param)
                 return True
-        group = self._groups.get(param)
+        group = self._groups.get(param) if self._groups else None
         return group is not None and group.expects_more
 
     def next_step(self, *, complete: bool) -> None:
@@ -120,9 +124,15 @@ class GradientParts:
         for seen in (self._calls, self._checkpointed, self._parts):
             seen.clear()
 
+    def _is_within_backward(self) -> bool:
+        """Whether the running backward pass is one within a backward pass: all of its calls are."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_within = task, _runs_within_backward()
+        return self._is_within
 
-def _is_within_backward() -> bool:
-    """Whether the running backward pass is one within a backward pass, on this thread."""
+
+def _runs_within_backward() -> bool:
     frame, is_in_backward = sys._getframe(), False
     while frame is not None:
         is_in_backward = is_in_backward or frame.f_code is _BACKWARD

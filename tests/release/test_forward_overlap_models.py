@@ -107,7 +107,7 @@ def test_copies_of_the_model_do_not_disturb() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_forked(overlap: bool) -> None:
-    """What is in flight is over before the fork, and the child's steps have a thread of their own."""
+    """Steps in flight are over before the fork, and the child's steps have a thread of their own."""
     runs = []
     for released in (None, overlap):
         model = Layers()

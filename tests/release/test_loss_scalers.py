@@ -55,7 +55,7 @@ def test_classes_of_scalers(ranks: Pool, make: Any, max_norm: float | None) -> N
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_step_that_the_scaler_leaves_out(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are thrown away though only the model's zero_grad() is called, also those of too few passes."""
+    """Gradients are thrown away though only the model's zero_grad() is called, also those of too few passes."""
     monkeypatch.setattr(ShardedOptimizer, "_step_supports_amp_scaling", False)
     results = []
     with offload_from_cpu():
