@@ -71,10 +71,12 @@ class DdpReducer:
 
     @without_autograd
     def _sum(self, bucket: GradBucket) -> None:
-        params, grads = bucket.parameters(), bucket.gradients()
-        reduction = self._reduction_of(params)
+        grads = {p: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p.numel()}
+        if not grads:
+            return
+        reduction = self._reduction_of(list(grads))
         size = self._group.size()
-        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size)
+        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads.values()], dim=0, num_chunks=size)
         chunk = chunks[self._group.rank()]
         reduction.push(chunks, chunk)
         if not self._progress.is_last:
@@ -83,7 +85,7 @@ class DdpReducer:
         total = chunk.new_empty(size * reduction.wire.numel)
         _all_gather(total, chunk, group=self._group)
         total = total.view(size, -1)
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in grads.items():
             rows = total[:, self._of[param][1]].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
             if self._replica.find_unused_parameters:

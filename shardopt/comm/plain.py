@@ -22,7 +22,9 @@ class PlainReducer:
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
         self._progress = progress
         self._sums = [
-            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)) for param in model.parameters()
+            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None))
+            for param in model.parameters()
+            if param.numel()
         ]
         self._hooked: set[Parameter] = set()
         self._hook()

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.internals import Released, holding
+from shardopt.optim.internals import Released, releases
 from shardopt.step.gradient_norm import GradientNorm
 
 #: The tables of the last call, by the first of its parameters.
@@ -76,6 +76,8 @@ def clip_grad_norm_(
     optimizers = _optimizers(optimizer)
     released = [of_one for scaled in optimizers if (of_one := scaled._internals.released) is not None]
     _demand_held(params, released)
+    for of_one in released:
+        of_one.take_rest()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm_of(params)
@@ -122,7 +124,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 
 def _demand_held(params: Iterable[Tensor], given: Sequence[Released]) -> None:
     """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
-    others = [released for released in holding if released not in given]
+    others = [released for released in releases if released not in given]
     held = {param for released in others for param in released.held}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet, ref
@@ -35,6 +35,10 @@ class Released(Protocol):
     def overlaps_forward(self) -> bool:
         """Whether they are stepped during the next forward pass."""
 
+    @property
+    def params(self) -> Collection[Tensor]:
+        """The parameters."""
+
     def wait(self) -> None:
         """Waits for all steps that run in another thread."""
 
@@ -64,15 +68,28 @@ class Released(Protocol):
     def host_bytes(self) -> int:
         """Bytes of the host's memory for such gradients, held now or not."""
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there, before their norm, or a factor."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        """Multiplies these gradients by a factor; tells, per device, whether some are not finite."""
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
+        """Multiplies these gradients by a factor; adds to ``found``, per device, whether some are not finite."""
 
 
-#: The parameters of all releases that may hold gradients.
-holding: WeakSet[Released] = WeakSet()
+#: All releases that have begun and not ended.
+releases: WeakSet[Released] = WeakSet()
+
+
+def wait_for_steps(params: Iterable[Tensor]) -> None:
+    """Waits for all steps of these parameters that are in flight in another thread, whichever optimizers they have."""
+    wanted = set(params)
+    for released in tuple(releases):
+        if not wanted.isdisjoint(released.params):
+            released.wait()
 
 
 class Internals:
@@ -211,15 +228,14 @@ class Internals:
                 "on the first release"
             )
         self.released = released
-        if released.overlaps_forward:
-            holding.add(released)
+        releases.add(released)
         self.untrained.skip()
 
     def end_release(self) -> None:
         """Ends the release of gradients, if there is one."""
         released, self.released = self.released, None
         if released is not None:
-            holding.discard(released)
+            releases.discard(released)
             released.end()
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:

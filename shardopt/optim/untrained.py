@@ -30,6 +30,7 @@ class Untrained:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._is_first = True
+        self._found_none = False
         self._without: dict[int, tuple[ref[Tensor], int]] = {}  # parameters, and for how many steps in a row
         #: Parameters that had no gradient for a while, and whether a module has them; others were named.
         self._settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
@@ -60,7 +61,8 @@ class Untrained:
         counts = {id(param): self._count(param) + 1 for _, param in without}
         self._without = {id(param): (ref(param), counts[id(param)]) for _, param in without}
         if trained and len(without) == len(trained):
-            if is_first or all(count == REPLACED_AFTER for count in counts.values()):
+            if is_first or (not self._found_none and all(count == REPLACED_AFTER for count in counts.values())):
+                self._found_none = True
                 when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(trained)} parameters and changed nothing", _REPLACED)
             return
@@ -68,8 +70,11 @@ class Untrained:
             [pair for pair in without if counts[id(pair[1])] >= REPLACED_AFTER and pair[1] not in self._settled],
             next((param for _, param in trained if param.grad is not None), None),
         )
+        state = self._optimizer.state
         never = [
-            pair for pair in without if counts[id(pair[1])] == NEVER_AFTER and not self._optimizer.state.get(pair[1])
+            (name, param)
+            for name, param in without
+            if counts[id(param)] == NEVER_AFTER and not state.get(param) and self._settled.get(param, True)
         ]
         if never:
             _warn(

@@ -259,6 +259,11 @@ class ReleasedParameters:
         self.wait()
 
     @property
+    def params(self) -> Collection[Tensor]:
+        """The parameters."""
+        return self._parameters.keys()
+
+    @property
     def held(self) -> Collection[Tensor]:
         """The parameters whose gradients are held in the host's memory now: none."""
         return ()
@@ -268,13 +273,17 @@ class ReleasedParameters:
         """Bytes of the host's memory for such gradients: none."""
         return 0
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there: none."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients."""
         return {}
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
         """Multiplies these gradients by a factor."""
-        return {}
 
     def forget(self, *, anew: bool) -> None:
         """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
@@ -310,6 +319,11 @@ class Weakly:
         released = self()
         if released is not None:
             released.step(param)
+
+    def wait(self, *_: Any) -> None:
+        """A pre-hook of reading and loading state dicts, which waits for all steps."""
+        if released := self():
+            released.wait()
 
 
 def _wait_for_copy(gradient: Tensor | None) -> None:
