@@ -331,7 +331,7 @@ def _slices(mesh: DeviceMesh) -> Tensor:
     else:  # before PyTorch 2.9
         root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh).mesh
     places = torch.isin(root, numbers).nonzero()
-    varying = [dim for dim in range(root.ndim) if len(places[:, dim].unique()) > 1]
+    varying = [dim for dim in range(root.ndim) if bool((places[:, dim] != places[0, dim]).any())]
     others = [dim for dim in range(root.ndim) if dim not in varying]
     if len(places) != len(numbers) or math.prod(root.size(dim) for dim in varying) != len(numbers):
         return numbers[:, None]

@@ -142,7 +142,7 @@ class StoreNotes:
         """
         number, key = self._next()
         store = _get_default_store()
-        deadline, found = time.monotonic() + store.timeout.total_seconds(), 0
+        deadline, found = time.monotonic() + store.timeout.total_seconds(), 0  # type: ignore[attr-defined]
         while found < number and time.monotonic() < deadline:
             if store.check([key]):
                 text, message = store.get(key).decode().split()
