@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardopt.layout import Counted
+from shardopt.layout import Counted, Exchange, Shard
+from shardopt.state.rule import Rule
 
 _REFUSAL = 1 << 62  # in the last word of a message: its rank cannot add up what its sets of ranks hold
 
@@ -43,9 +44,13 @@ class OverAll:
         self.is_empty = bool(self._absent) and not own and None not in known
         self._is_new = True
 
-    def counts(self, counted: Counted, message: Counted) -> bool:
+    def home(self, counted: Counted | None) -> Counted | None:
+        """The ranks of the message that carries the sums of a parameter; None without a message."""
+        return self._home.get(counted)
+
+    def counts(self, counted: Counted | None, message: Counted) -> bool:
         """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
-        return self._home[counted] is message and not counted.before & message.numbers
+        return counted is not None and self._home[counted] is message and not counted.before & message.numbers
 
     def total(self, shares: Mapping[Counted | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
         """The sum or maximum over all parameters and ranks. All ranks must call this.
@@ -103,3 +108,11 @@ def joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
         there = other.to(first.device)
         first = torch.maximum(first, there) if largest else first + there
     return first
+
+
+def ranks_of_sums(shard: Shard, rule: Rule) -> Exchange | None:
+    """The ranks that exchange the sums of a rule: of each parameter, or of all parameters."""
+    if not rule.totals:
+        return shard.parts
+    counted = shard.counted()
+    return None if counted is None else counted.ranks
