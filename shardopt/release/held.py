@@ -29,6 +29,7 @@ from shardopt.state.names import named
 from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares, holders_of
+from shardopt.step.over_all import OverAll
 
 _ARRIVAL = -1  # goes before all steps
 
@@ -72,7 +73,7 @@ class HeldParameters(ReleasedParameters):
         pins = all(group["pin_memory"] for group in optimizer.param_groups)
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None) if pins else None
         self._gradients = {
-            param: HostGradient(memory, holders_of(shard))
+            param: HostGradient(memory, shard.counted())
             for param, memory, shard in zip(held, memory_for(likes, pin=self._pin), shards, strict=True)
         }
         self._staging = Staging(pin=self._pin is not None)
@@ -157,7 +158,7 @@ class HeldParameters(ReleasedParameters):
         self._deferred.wait()
         (memory,) = memory_for([like], pin=self._pin)
         held.use(memory)
-        held.holders = holders_of(shard)
+        held.holders = shard.counted()
         self._shares.setdefault(held.holders, no_shares([held])[held.holders])
 
     @without_autograd
@@ -230,14 +231,13 @@ class HeldParameters(ReleasedParameters):
                 "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
-        shares = self.norm_shares(largest=False)
-        for holders, words in shares.items():
-            flag = torch.tensor(0.0 if _is_finite(words) else 1.0, device="cpu")
-            for device in {param.device for param, held in self._gradients.items() if held.holders is holders}:
-                here = flag.to(device).reshape(shape)
-                if holders is not None:
-                    holders.all_reduce_max(here)
-                found[device] = torch.maximum(found[device], here) if device in found else here
+        shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
+        nothing = torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")
+        over_all = OverAll(shard_of(param).counted() for param in self._parameters)
+        is_finite = _is_finite(over_all.total(shares, nothing, largest=False))
+        for device in {param.device for param in self._parameters}:
+            here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
+            found[device] = torch.maximum(found[device], here) if device in found else here
         factor = float(inverse_scale)
         if factor != 1.0:
             for held in self._of_step().values():
