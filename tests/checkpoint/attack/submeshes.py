@@ -62,18 +62,17 @@ class Attack(NamedTuple):
         size = dice.choice((2, 3, 4, 4))
         world = tuple(range(size))
         rule = dice.choice(RULES)
-        params = []
+        is_dense = dice.random() < 0.7  # others than the holders leave a parameter out, or have it without elements
+        params = [Param((10, 128), world, Shard(dice.randrange(2)), frozenset(), frozenset())] if is_dense else []
         for _ in range(dice.randint(1, 4)):
             shape = dice.choice(SHAPES[:2] if rule == "muon" else SHAPES)
             ranks = tuple(sorted(dice.sample(world, dice.randint(1, size))))
             placement = dice.choice((Shard(0), Shard(0), Shard(min(1, len(shape) - 1)), Replicate()))
-            empty = frozenset(rank for rank in world if rank not in ranks and dice.random() < 0.5)
+            empty = frozenset(rank for rank in world if rank not in ranks and (not is_dense or dice.random() < 0.5))
             idle = frozenset(step for step in range(1, STEPS) if dice.random() < 0.3)
             params.append(Param(shape, ranks, placement, empty, idle))
-        if dice.random() < 0.6 or not all(any(p.is_on(rank) for p in params) for rank in world):
-            params.insert(0, Param((10, 128), world, Shard(dice.randrange(2)), frozenset(), frozenset()))
-        if rule != "muon" and dice.random() < 0.6:
-            params.append(Param((7,), (), Replicate(), frozenset(), frozenset()))
+        if not is_dense or (rule != "muon" and dice.random() < 0.6):  # through which a rank without parts gets the norm
+            params.append(Param(SHAPES[0] if rule == "muon" else (7,), (), Replicate(), frozenset(), frozenset()))
         return cls(size, tuple(params), rule, dice.choice((2.0, math.inf)), dice.random() < 0.5)
 
 
@@ -107,7 +106,7 @@ def _on_rank(attack: Attack) -> str:
     assert world is not None
     whole = [Parameter(values(p.shape, i)) for i, p in enumerate(attack.params)]
     mine = {
-        i: Parameter(_part(attack, i, whole[i].detach(), world)) for i, p in enumerate(attack.params) if p.is_on(rank)
+        i: Parameter(_part(attack, i, whole[i].detach().clone(), world)) for i, p in enumerate(attack.params) if p.is_on(rank)
     }
     make = CASES[attack.rule].make
     try:
