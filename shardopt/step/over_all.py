@@ -10,7 +10,9 @@ from torch import Tensor
 from shardopt.layout import Counted, Exchange, Shard
 from shardopt.state.rule import Rule
 
-_REFUSAL = 1 << 62  # in the last word of a message: its rank cannot add up what its sets of ranks hold
+#: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
+#: _MOST_LOST, as it counts terms that are not finite: the marks, and the counts, of 2^15 ranks can be added up.
+_REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
 
 
 class OverAll:
@@ -70,9 +72,10 @@ class OverAll:
             parts = [x for c, of_c in shares.items() if c is not None and c in self._home and self.counts(c, message)
                      for x in of_c]  # fmt: skip
             words = joined([like, *parts], largest) if parts else like.clone()
-            if self.is_bridge:
-                words.zero_()[-1] = _REFUSAL
             if len(message.numbers) > 1:
+                words[-1:].clamp_(max=_MOST_LOST)
+                if self.is_bridge:
+                    words[-1] = _REFUSAL
                 assert message.ranks is not None
                 (message.ranks.all_reduce_max if largest else message.ranks.all_reduce_sum)(words)
             if self.is_bridge or self._is_new or not words.is_cuda:
@@ -80,25 +83,36 @@ class OverAll:
             totals.append(words)
         self._is_new = False
         if refused:
-            raise RuntimeError(
-                "got parameters on meshes of ranks of which none has all the others, such as ranks 0, 1 and ranks 1, "
-                "2, expected a mesh with all ranks that share parameters, as every rank needs the sum over all of "
-                "them; put one of the parameters on such a mesh"
-            )
+            self._write([b""] * len(self.messages))
+            raise _no_common_mesh()
         totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
         return joined(totals or [like], largest)
 
     def noted(self, totals: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
-        for message, words in zip(self.messages, totals, strict=True):
-            if message.notes is not None and self._notes:
-                message.notes.write(words.cpu().numpy().tobytes())
+        if self._notes and any(message.notes is not None for message in self.messages):
+            self._write([words.cpu().numpy().tobytes() for words in totals])
         found = []
         for counted in self._absent:
             if counted.notes is not None and not self.is_empty:
                 data = bytearray(counted.notes.read())
+                if not data:
+                    raise _no_common_mesh()
                 found.append(torch.frombuffer(data, dtype=like.dtype).to(like.device))
         return found
+
+    def _write(self, notes: Sequence[bytes]) -> None:
+        for message, note in zip(self.messages, notes, strict=True):
+            if message.notes is not None and self._notes:
+                message.notes.write(note)
+
+
+def _no_common_mesh() -> RuntimeError:
+    return RuntimeError(
+        "got parameters on meshes of ranks of which none has all the others, such as ranks 0, 1 and ranks 1, 2, "
+        "expected a mesh with all ranks that share parameters, as each rank needs the sum over all of them; put one of "
+        "the parameters on such a mesh"
+    )
 
 
 def joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
