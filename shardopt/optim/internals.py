@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -26,6 +27,9 @@ from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
+
+#: Gradients that are looked at before a clip coefficient is used: all would take a tenth of a step of small tensors.
+_WATCHED = 16
 
 
 class Released(Protocol):
@@ -117,7 +121,7 @@ class Internals:
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
-        self._clipped: list[tuple[ref[Tensor], int]] = []  # some gradients that it is for, and their versions
+        self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
         self.may_make_state = True
         self._pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
@@ -260,19 +264,22 @@ class Internals:
     def clip(self, coefficient: Tensor) -> None:
         """Has the next step multiply the present gradients by a coefficient."""
         self.coefficient = coefficient
-        self._clipped = [(ref(x), x._version) for x in self._some_gradients()]
-
-    def _some_gradients(self) -> list[Tensor]:
-        """At most 16 gradients, evenly spread: to look at all of them would take a tenth of a step of small tensors."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        some = (param.grad for param in params[:: -(-len(params) // 16)])
-        return [gradient for gradient in some if gradient is not None and not gradient.is_inference()]
+        stride = -(-len(params) // _WATCHED)
+        spread = (param for first in range(stride) for param in params[first::stride])
+        some = islice(
+            ((param, x) for param in spread if (x := param.grad) is not None and not x.is_inference()), _WATCHED
+        )
+        self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
 
     def _has_clipped_gradients(self) -> bool:
         """Whether the gradients are those for which :attr:`coefficient` was computed; warns if some were changed."""
-        known = {id(gradient): version for reference, version in self._clipped if (gradient := reference()) is not None}
-        versions = [(known.get(id(gradient)), gradient._version) for gradient in self._some_gradients()]
-        unchanged = all(before == now for before, now in versions)
+        versions = []  # before and now, of the gradients that are left
+        for param, gradient, version in self._clipped:
+            now = None if (known := param()) is None else known.grad
+            if now is not None:
+                versions.append((version if now is gradient() else None, now._version))
+        unchanged = all(before == now for before, now in versions) and (bool(versions) or not self._clipped)
         if not unchanged and any(before is not None for before, _ in versions):
             warn_user(
                 "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "

@@ -194,6 +194,16 @@ def test_a_coefficient_is_forgotten_with_its_gradients(how: str) -> None:
     assert_same(models[0].state_dict(), models[1].state_dict())
 
 
+def test_a_coefficient_is_forgotten_if_most_parameters_have_no_gradient() -> None:
+    params = [Parameter(torch.zeros(4), requires_grad=index % 2 == 1) for index in range(64)]
+    optimizer = shardopt.SGD8bit(params, lr=1.0)
+    params[1].grad = torch.full((4,), 100.0)
+    clip_grad_norm_(params, 1.0, optimizer=optimizer)
+    params[1].grad, params[3].grad = None, torch.ones(4)
+    optimizer.step()
+    assert torch.equal(params[3], -torch.ones(4))
+
+
 def test_gradients_that_are_left_are_clipped() -> None:
     layer = torch.nn.Linear(33, 65)
     before = layer.weight.detach().clone()
