@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, convert_command, doctor, program):
         command.add_parser(commands)
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = parser.parse_args(program.protected(given) if given[:1] == ["run"] else given)
     try:
         status: int = args.run(args)
         sys.stdout.flush()

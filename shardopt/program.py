@@ -7,7 +7,7 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,9 @@ from shardopt import optim
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.hooks import TYPES
 from shardopt.sharding.hooks import after_import
+
+#: Stands for a "--" of the program's own, which argparse would drop. No command line can have it.
+_DASHES = "\0--"
 
 
 def add_parser(commands: Any) -> None:
@@ -43,6 +46,11 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run_program)
 
 
+def protected(arguments: Sequence[str]) -> list[str]:
+    """The command line with each ``--`` in a form that argparse leaves in the program's arguments."""
+    return [_DASHES if argument == "--" else argument for argument in arguments]
+
+
 def run_program(args: argparse.Namespace) -> int:
     """Replaces classes and runs the program as ``__main__``. Returns 0 unless the program exits by itself."""
     pending: set[str] = set()
@@ -56,7 +64,10 @@ def run_program(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    sys.argv = [args.program, *args.arguments]
+    given = ["--" if argument == _DASHES else argument for argument in (args.program, *args.arguments)]
+    if given[0] == "--" and len(given) > 1:
+        del given[0]  # it ends the options of this command
+    args.program, *args.arguments = sys.argv = given
     if args.module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(args.program, run_name="__main__", alter_sys=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any, overload
 
 import torch
@@ -46,6 +47,8 @@ class ShardedOptimizer(OptimizerInterface):
     out inside the step.
     """
 
+    _takes_loss_scales = True
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
         make_plain(defaults)
@@ -55,10 +58,20 @@ class ShardedOptimizer(OptimizerInterface):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
 
-        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
+        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself;
+        while another package has put a function in the place of ``step``, such as Accelerate, which takes a step for
+        skipped if the scaler has not called it; and after it was set to False, without which Lightning does not clip.
         """
+        step = vars(self).get("step")
+        is_own = step is None or isinstance(step, MethodType) or hasattr(step, "_wrapped_by_lr_sched")
+        if not self._takes_loss_scales or not is_own:
+            return False
         shards = (assigned(param) for _, param in self._all_params())
         return all(shard is None or shard.holders is None for shard in shards)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._takes_loss_scales = value
 
     @property
     def nonfinite_count(self) -> int:

@@ -154,6 +154,20 @@ def test_mistakes(arguments: tuple[str, ...], message: str, capsys: pytest.Captu
     assert ended.value.code != 0
 
 
+@pytest.mark.parametrize("before", [(), ("--",), ("--replace", "AdamW=AdamW8bit", "--")])
+@pytest.mark.parametrize("own", [("--", "-x"), ("-x", "--"), ("a", "--", "--", "-m"), ("--",)])
+def test_dashes_are_the_programs_own(
+    before: tuple[str, ...], own: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, argv = tmp_path / "program.py", sys.argv
+    program.write_text("import sys; print(sys.argv[1:])")
+    try:
+        main(["run", *before, str(program), *own])
+    finally:
+        sys.argv = argv
+    assert capsys.readouterr().out == f"{list(own)}\n"
+
+
 def test_errors_of_programs_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))

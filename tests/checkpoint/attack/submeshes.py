@@ -106,7 +106,9 @@ def _on_rank(attack: Attack) -> str:
     assert world is not None
     whole = [Parameter(values(p.shape, i)) for i, p in enumerate(attack.params)]
     mine = {
-        i: Parameter(_part(attack, i, whole[i].detach().clone(), world)) for i, p in enumerate(attack.params) if p.is_on(rank)
+        i: Parameter(_part(attack, i, whole[i].detach().clone(), world))
+        for i, p in enumerate(attack.params)
+        if p.is_on(rank)
     }
     make = CASES[attack.rule].make
     try:
