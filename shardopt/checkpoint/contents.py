@@ -19,6 +19,7 @@ from shardopt.kernels.memory import check_storage
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.internals import wait_for_steps
 from shardopt.report.memory import owner_of
 from shardopt.state.flat_encoding import encode_flat, shared_blocks
 from shardopt.state.slice_spec import SliceSpec
@@ -62,6 +63,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
             at the moment, for a forward or backward pass, or has no memory.
     """
     read_model(model)
+    wait_for_steps(model.parameters())
     if owner is not None:
         owner.synchronize()
     group_of = {} if owner is None else owner.group_of

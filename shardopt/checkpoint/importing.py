@@ -18,8 +18,10 @@ from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
+from shardopt.optim.loading import by_name
 from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
 from shardopt.state.names import listed_name
@@ -99,7 +101,7 @@ class _Imports(NamedTuple):
     ignored: list[str]
 
 
-@torch.no_grad()
+@without_autograd
 def import_state(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], *, names: Mapping[str, Tensor] | None = None
 ) -> ImportReport:
@@ -210,16 +212,13 @@ def _sources(
     known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
     check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
     saved, groups = state_dict["param_groups"], optimizer.param_groups
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
-        raise ValueError(
-            f"got a state dict with {[len(group['params']) for group in saved]} parameters per param group, expected "
-            f"{[len(group['params']) for group in groups]}; make the optimizer with the same param groups"
-        )
-    by_name = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
+    are_named = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
     known = {id(param): name for name, param in (names or {}).items()}
+    named = [[known.get(id(param)) for param in group["params"]] for group in groups]
+    saved = by_name(saved, [{"param_names": ours, **group} for ours, group in zip(named, groups, strict=True)])
     for index, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
         keys = list(saved_group["params"])
-        if by_name:
+        if are_named:
             ours = [known.get(id(param), listed_name(group, index, at)) for at, param in enumerate(group["params"])]
             if set(ours) != set(keys):
                 raise ValueError(

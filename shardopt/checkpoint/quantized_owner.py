@@ -210,6 +210,7 @@ class QuantizedOwner(Owner):
 
     def finish(self, common: Mapping[str, Tensor]) -> None:
         self._entries.kept |= self._found_kept
+        self.optimizer._expect_first_step()
         self.optimizer._is_elementwise = kind_of(self.optimizer._inner) is Kind.ELEMENTWISE
         for key in [key for key in self.optimizer.state if isinstance(key, str)]:
             del self.optimizer.state[key]

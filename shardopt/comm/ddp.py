@@ -18,6 +18,7 @@ from shardopt.comm.counter import Counter
 from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 #: all_gather_into_tensor, whose name warns since PyTorch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -68,12 +69,14 @@ class DdpReducer:
             done.set_result(buffer)  # whoever waits for it also waits for what is in this stream by now
         return done
 
-    @torch.no_grad()
+    @without_autograd
     def _sum(self, bucket: GradBucket) -> None:
-        params, grads = bucket.parameters(), bucket.gradients()
-        reduction = self._reduction_of(params)
+        grads = {p: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p.numel()}
+        if not grads:
+            return
+        reduction = self._reduction_of(list(grads))
         size = self._group.size()
-        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads], dim=0, num_chunks=size)
+        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads.values()], dim=0, num_chunks=size)
         chunk = chunks[self._group.rank()]
         reduction.push(chunks, chunk)
         if not self._progress.is_last:
@@ -82,7 +85,7 @@ class DdpReducer:
         total = chunk.new_empty(size * reduction.wire.numel)
         _all_gather(total, chunk, group=self._group)
         total = total.view(size, -1)
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in grads.items():
             rows = total[:, self._of[param][1]].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
             if self._replica.find_unused_parameters:
@@ -108,7 +111,7 @@ class DdpReducer:
     def reductions(self) -> list[Reduction]:
         return list(self._buckets.values())
 
-    @torch.no_grad()
+    @without_autograd
     def end(self, *, is_last: bool) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
         is_behind = not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())

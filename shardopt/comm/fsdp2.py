@@ -14,6 +14,7 @@ from torch.nn import Module
 from shardopt.comm.progress import Progress, is_in_backward, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -63,6 +64,7 @@ class FsdpReducer:
         assert isinstance(module, Module)
         self._mesh = Mesh(self._group)
         self._sums: Reduction | None = None
+        self._summed: list[Any] = []  # the parameters in the sums
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
         if self._mesh.shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(self._take)
@@ -88,15 +90,22 @@ class FsdpReducer:
             async_op: has to be False.
 
         Raises:
-            RuntimeError: the pass is one too many, a divide factor has been set, the module was used twice, or a
-                parameter has no gradient and this PyTorch leaves it out.
+            RuntimeError: the pass is one too many, a divide factor has been set, the module was used twice, other
+                parameters are trained than in the step's first pass, or a parameter has no gradient and this PyTorch
+                leaves it out.
             ValueError: a parameter is sharded along a dim other than 0, and the wire is "e4m3".
         """
         _check_factor(self._name, self._group, 1.0)
         self._progress.begin()
         chunks = input_tensor.view(group.size(), -1)
-        if self._sums is None or self._sums.wire.numel != chunks.shape[1]:
-            self._sums = self._new_sums(chunks.shape[1])
+        params = self._params()
+        if self._sums is None or self._sums.wire.numel != chunks.shape[1] or params != self._summed:
+            if params != self._summed and self._sums is not None and self._progress.first:
+                raise RuntimeError(
+                    f"{self._name!r}: got other trained parameters than in the step's first backward pass, expected "
+                    "the same ones in all of its passes; change requires_grad between steps only"
+                )
+            self._sums, self._summed = self._new_sums(chunks.shape[1]), params
         if not self._sums.is_behind:
             raise RuntimeError(
                 f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
@@ -152,7 +161,7 @@ class FsdpReducer:
     def reductions(self) -> list[Reduction]:
         return [] if self._sums is None else [self._sums]
 
-    @torch.no_grad()
+    @without_autograd
     def end(self, *, is_last: bool) -> None:
         sums = self._sums
         if sums is None:

@@ -16,11 +16,13 @@ from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of, r
 from shardopt.comm.plain import PlainReducer
 from shardopt.comm.progress import Progress, progress_of
 from shardopt.comm.wire import WIRES, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+@without_autograd
 def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "fp32") -> None:
     """Has a model's gradients summed in an order that does not depend on the number of ranks.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.nn import Module, Parameter
 
 from shardopt.comm.progress import Progress, rows_of
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat
+from shardopt.kernels.autograd import without_autograd
 
 
 class PlainReducer:
@@ -22,7 +22,9 @@ class PlainReducer:
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
         self._progress = progress
         self._sums = [
-            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None)) for param in model.parameters()
+            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None))
+            for param in model.parameters()
+            if param.numel()
         ]
         self._hooked: set[Parameter] = set()
         self._hook()
@@ -38,7 +40,7 @@ class PlainReducer:
     def reductions(self) -> list[Reduction]:
         return [reduction for _, reduction in self._sums]
 
-    @torch.no_grad()
+    @without_autograd
     def end(self, *, is_last: bool) -> None:
         for param, reduction in self._sums:
             grad = param.grad

@@ -59,7 +59,7 @@ class Progress:
     """
 
     def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
-        self._params = dict(params)
+        self._params = {name: param for name, param in params if param.numel()}
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
         self.reducers: list[Reducer] = []
@@ -87,7 +87,7 @@ class Progress:
         model.register_forward_pre_hook(lambda *_: self._notice_failure())
 
     def _notice_failure(self) -> None:
-        if self._is_running and not is_in_backward():
+        if self._is_running and not is_in_backward() and self._callback() is None:  # not in another thread, either
             self._fail()
 
     def begin(self) -> None:

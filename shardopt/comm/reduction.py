@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from shardopt.comm.counter import Counter, levels_of
 from shardopt.comm.progress import Progress
 from shardopt.comm.wire import Wire
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.messages import Layout, Part
 
 
@@ -36,7 +37,7 @@ class Reduction:
         self.counter.skip(progress.first)
         self.is_behind = True  # it has nothing of the running pass
 
-    @torch.no_grad()
+    @without_autograd
     def push(self, chunks: Tensor, out: Tensor) -> None:
         """Adds a micro-batch of each rank.
 
@@ -90,7 +91,7 @@ class Reduction:
         dist.all_to_all_single(received, message.view(-1, self._own), sizes, sent, group=self._replicas)
         return received, [level for of_replica in levels for level in of_replica]
 
-    @torch.no_grad()
+    @without_autograd
     def finish(self, out: Tensor) -> None:
         """Writes the mean where the last pass had no gradient here. The others of HSDP's replicas have zeros."""
         self._add(out.new_empty(0, self._own, dtype=torch.float32), self._plain, 0, out)

@@ -1,7 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Division, Exchange, Ranks, Region, Replicas
+from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region, Replicas
 from shardopt.layout.engines import Engines, engines_of, register_engines
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
@@ -29,6 +29,7 @@ __all__ = [
     "WHOLE",
     "BlockGrid",
     "Copies",
+    "Counted",
     "Division",
     "Engines",
     "Exchange",
@@ -36,6 +37,7 @@ __all__ = [
     "FlatShard",
     "GridPartition",
     "LocalBlocks",
+    "Notes",
     "Partition",
     "Placed",
     "RangePartition",

@@ -112,6 +112,35 @@ class Ranks(Exchange, Protocol):
         """
 
 
+class Notes(Protocol):
+    """Messages from some ranks to ranks that have no group with them."""
+
+    def write(self, message: bytes) -> None:
+        """Sends the ranks' next message, without waiting for a reader. All of the ranks call this."""
+
+    def read(self) -> bytes:
+        """Waits for the next message of the ranks, of which this rank is none."""
+
+
+class Counted(NamedTuple):
+    """The ranks that hold a parameter, for sums over several parameters, which count each part once.
+
+    Attributes:
+        ranks: all of them; None on a rank that is none of them.
+        numbers: their numbers among all ranks of the job.
+        before: the numbers of the ranks below this one, among these or not, that hold copies of this rank's part.
+        reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
+        notes: for ranks that are not in reach; None if the whole job is, or if the parameter is none that a rank may
+            have without holding any of it.
+    """
+
+    ranks: Exchange | None
+    numbers: frozenset[int]
+    before: frozenset[int]
+    reach: frozenset[int]
+    notes: Notes | None = None
+
+
 class Division(NamedTuple):
     """How ranks divide a parameter.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Division, Exchange, Ranks, Replicas, ranges
+from shardopt.layout.division import Counted, Division, Exchange, Ranks, Replicas, ranges
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -127,6 +127,14 @@ class FlatShard(_AssignedShard):
     @property
     def parts(self) -> Exchange | None:
         return self.exchange
+
+    def counted(self) -> Counted | None:
+        counted = super().counted()
+        if counted is None or self.replicas is None:
+            return counted
+        copies, own = self.replicas.ranks.numbers, self.replicas.ranks.numbers[self.replicas.ranks.rank]
+        reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
+        return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 
     @property
     def division(self) -> Division | None:

@@ -39,6 +39,12 @@ def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = Fals
     return walk(model, prefix)
 
 
+def bare_name(name: str) -> str:
+    """A parameter's name from ``named_parameters()`` of a wrapped model, without the wrappers' parts."""
+    parts = [part for part in name.removeprefix("module.").split(".") if part not in _TRANSPARENT]
+    return ".".join(parts)
+
+
 def name_children(module: Module, names: Mapping[str, str]) -> None:
     """Gives submodules other names in :func:`canonical_modules`, by name: theirs must differ from other ranks'."""
     setattr(module, _CHILD_NAMES, dict(names))

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Division, Exchange, Replicas
+from shardopt.layout.division import Copies, Counted, Division, Exchange, Replicas
 from shardopt.layout.partition import WHOLE, Placed
 from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -163,6 +163,17 @@ class Shard:
                 f"the parameter, expected {type(self).__name__}.parts to say which ranks hold the others; define it"
             )
         return None
+
+    def counted(self) -> Counted | None:
+        """The ranks that hold the parameter, for sums over several parameters; None if each rank has all of it.
+
+        All of these ranks must call this, as it may make a process group.
+        """
+        ranks = self.parts
+        if ranks is None:
+            return None
+        numbers = frozenset(number for group in ranks.numbers_in_world for number in group)
+        return Counted(ranks, numbers, frozenset(), numbers)
 
     @property
     def division(self) -> Division | None:

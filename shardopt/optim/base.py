@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import ParamsT
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
@@ -20,10 +21,12 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
+    make_plain,
     warn_of_misspelt,
     with_defaults,
 )
@@ -38,15 +41,17 @@ class ShardedOptimizer(OptimizerInterface):
 
     A subclass says in :meth:`rule` which moments its rule keeps and in :meth:`hyper` what its hyper-parameters are.
 
-    State is created in the first step. An element whose gradient is NaN or Inf, or so large that its moments overflow,
-    is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided out
-    inside the step.
+    State is created in the first step, which does nothing else if every lr is 0 and every gradient zero: frameworks
+    take such a step to see state appear. An element whose gradient is NaN or Inf, or so large that its moments
+    overflow, is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided
+    out inside the step.
     """
 
-    _may_unscale = True
+    _takes_loss_scales = True
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
+        make_plain(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
@@ -60,13 +65,13 @@ class ShardedOptimizer(OptimizerInterface):
         """
         params = [param for _, param in self._all_params()]
         shards = (assigned(param) for param in params)
-        if not self._may_unscale or any(shard is not None and shard.holders is not None for shard in shards):
+        if not self._takes_loss_scales or any(shard is not None and shard.holders is not None for shard in shards):
             return False
         return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._may_unscale = value
+        self._takes_loss_scales = value
 
     def _is_step_watched(self) -> bool:
         """Whether calls of ``step`` do more than take a step, apart from the note that torch's schedules make."""
@@ -90,9 +95,13 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        names = param_group.get("param_names") if isinstance(param_group, dict) else None
-        if not (names is None or (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names))):
-            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
+        if isinstance(param_group, dict):
+            make_plain(param_group)
+            names = param_group.get("param_names")
+            if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+                raise ValueError(
+                    f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
+                )
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -109,6 +118,7 @@ class ShardedOptimizer(OptimizerInterface):
             raise
         use_numbers(self.param_groups[-1]["params"])
 
+    @without_autograd
     def attach(self, model: Module) -> None:
         """Tells the optimizer which model its parameters belong to, if they do not say themselves what shards they are.
 
@@ -141,8 +151,9 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
+        self._internals.fit_to_changes()
 
-    @torch.no_grad()
+    @without_autograd
     def offload(self) -> None:
         """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
 
@@ -159,7 +170,7 @@ class ShardedOptimizer(OptimizerInterface):
             self._internals.released.wait()
         self._internals.residency.sleep()
 
-    @torch.no_grad()
+    @without_autograd
     def reload(self) -> None:
         """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
@@ -168,16 +179,34 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self._internals.residency.wake()
 
-    def reset_state(self) -> None:
+    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
         """Forgets all state: the next step is the first one of a new optimizer of the same weights, bit for bit.
 
         Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
         NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
+
+        Args:
+            params: the parameters to forget the state of, as ReLoRA does after it has merged its adapters; what rules
+                keep in param groups then stays. None: all.
+
+        Raises:
+            ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
         """
         self.synchronize()
-        self.state.clear()
-        for group in self.param_groups:
-            self.reset_group(group)
+        chosen = None if params is None else list(params)
+        known = {id(param) for _, param in self._all_params()}
+        if chosen is not None and not known.issuperset(map(id, chosen)):
+            raise ValueError(
+                "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
+                "these, such as list(module.parameters())"
+            )
+        self._internals.forget_tables()
+        if chosen is None:
+            self.state.clear()
+            for group in self.param_groups:
+                self.reset_group(group)
+        for param in chosen or ():
+            self.state.pop(param, None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -186,7 +215,7 @@ class ShardedOptimizer(OptimizerInterface):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @_disable_dynamo  # as torch.compiler.disable, which would import the compiler here
-    @torch.no_grad()
+    @without_autograd
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes a step on every parameter that has a gradient.
 
@@ -217,9 +246,9 @@ class ShardedOptimizer(OptimizerInterface):
                 loss = closure()
         if internals.is_paused:
             return loss
+        if internals.may_make_state and internals.make_state(scaling):
+            return loss
         internals.warn_of_skipped()
-        if released is None:
-            internals.warn_without_gradients()
         scaling = internals.clipped(scaling)
         take_held = None if released is None else released.prepare_steps(scaling)
         left = released is None or any(param.grad is not None for _, param in self._all_params())
@@ -228,10 +257,14 @@ class ShardedOptimizer(OptimizerInterface):
         if left:
             for group in self.param_groups:
                 self.begin_step(group)
-            internals.stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            stepper = internals.stepper
+            stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            if released is None:
+                internals.untrained.look(changed=stepper.gradients_changed)
         if released is not None and take_held is not None:
             take_held()
             released.next_step()
+        internals.coefficient = None  # not after an exception: the step may be tried again
         internals.skipped.publish()
         return loss
 
@@ -247,6 +280,7 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.discard()
 
+    @without_autograd
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """The optimizer's state.
 
@@ -256,7 +290,9 @@ class ShardedOptimizer(OptimizerInterface):
                 master weights are left out.
         """
         self.synchronize()
+        check_keys(self.state, self.param_groups)
         state_dict = super().state_dict()
+        state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             held = held_elements(group["params"])
             if held is not None:
@@ -279,6 +315,7 @@ class ShardedOptimizer(OptimizerInterface):
                     }
         return state_dict
 
+    @without_autograd
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, or of the torch.optim class of the same name, which is quantized.
 
@@ -298,7 +335,7 @@ class ShardedOptimizer(OptimizerInterface):
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
 
-    @torch.no_grad()
+    @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
         """The weights as float32, low bits in the state included: for export and evaluation.
 
@@ -311,7 +348,7 @@ class ShardedOptimizer(OptimizerInterface):
             p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
         }
 
-    @torch.no_grad()
+    @without_autograd
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Loads float32 weights, such as those of :meth:`full_precision_parameters`, into parameters and low bits.
 
@@ -340,6 +377,7 @@ class ShardedOptimizer(OptimizerInterface):
         numbers = [number_of(param) for _, param in self._all_params()]
         return {**super().__getstate__(), _NUMBERS: numbers, _ASLEEP: self._internals.residency.asleep}
 
+    @without_autograd
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)

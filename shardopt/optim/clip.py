@@ -12,8 +12,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.internals import Released, holding
+from shardopt.optim.internals import Released, releases
 from shardopt.step.gradient_norm import GradientNorm
 
 #: The tables of the last call, by the first of its parameters.
@@ -21,7 +22,7 @@ _norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ig
 
 
 @_disable_dynamo
-@torch.no_grad()
+@without_autograd
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -35,8 +36,9 @@ def clip_grad_norm_(
 
     The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
     parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
-    Elements with copies on several ranks count once. Gradients are read once; each set of ranks that parameters are
-    divided among exchanges one message of 184 bytes. On CUDA nothing waits for the device.
+    Elements with copies on several ranks count once. Gradients are read once; the ranks of a
+    mesh exchange one message of 184 bytes, which carries what the meshes of some of them hold, too. On CUDA nothing
+    waits for the device in a cached call.
 
     All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 
@@ -50,7 +52,7 @@ def clip_grad_norm_(
         foreach: accepted for torch's sake, without effect.
         optimizer: one or several optimizers of shardopt that have all of these parameters and no other ones with a
             gradient. Gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads
-            them; ``step()`` and ``zero_grad()`` forget the coefficient. Parameters and state get the bits that clipping
+            them, unless they were replaced or changed meanwhile. Parameters and state get the bits that clipping
             float32 gradients in place would give; gradients in bfloat16 or float16 are not rounded once more. Clip
             right before ``step()``, after ``GradScaler.unscale_``; of released gradients, those with
             ``overlap_forward``; not with steps in a CUDA graph.
@@ -75,6 +77,8 @@ def clip_grad_norm_(
     optimizers = _optimizers(optimizer)
     released = [of_one for scaled in optimizers if (of_one := scaled._internals.released) is not None]
     _demand_held(params, released)
+    for of_one in released:
+        of_one.take_rest()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm_of(params)
@@ -92,7 +96,7 @@ def clip_grad_norm_(
             )
         if optimizers:
             for scaled in optimizers:
-                scaled._internals.coefficient = coefficient
+                scaled._internals.clip(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:
             norm.scale(coefficient)
     finally:
@@ -121,7 +125,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 
 def _demand_held(params: Iterable[Tensor], given: Sequence[Released]) -> None:
     """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
-    others = [released for released in holding if released not in given]
+    others = [released for released in releases if released not in given]
     held = {param for released in others for param in released.held}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -13,14 +14,22 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange
+from shardopt.layout import Copies, Exchange, FlatBuffer, assigned
+from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
+from shardopt.optim.untrained import Untrained
+from shardopt.state.full_precision import fit_low_bits
+from shardopt.state.options import make_plain
 from shardopt.state.residency import StateResidency
+from shardopt.state.slice_spec import LOW_BITS
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
+
+#: Gradients that are looked at before a clip coefficient is used: all would take a tenth of a step of small tensors.
+_WATCHED = 16
 
 
 class Released(Protocol):
@@ -29,6 +38,10 @@ class Released(Protocol):
     @property
     def overlaps_forward(self) -> bool:
         """Whether they are stepped during the next forward pass."""
+
+    @property
+    def params(self) -> Collection[Tensor]:
+        """The parameters."""
 
     def wait(self) -> None:
         """Waits for all steps that run in another thread."""
@@ -59,15 +72,28 @@ class Released(Protocol):
     def host_bytes(self) -> int:
         """Bytes of the host's memory for such gradients, held now or not."""
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there, before their norm, or a factor."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
-        """Multiplies these gradients by a factor; tells, per device, whether some are not finite."""
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
+        """Multiplies these gradients by a factor; adds to ``found``, per device, whether some are not finite."""
 
 
-#: The parameters of all releases that may hold gradients.
-holding: WeakSet[Released] = WeakSet()
+#: All releases that have begun and not ended.
+releases: WeakSet[Released] = WeakSet()
+
+
+def wait_for_steps(params: Iterable[Tensor]) -> None:
+    """Waits for all steps of these parameters that are in flight in another thread, whichever optimizers they have."""
+    wanted = set(params)
+    for released in tuple(releases):
+        if not wanted.isdisjoint(released.params):
+            released.wait()
 
 
 class Internals:
@@ -83,6 +109,7 @@ class Internals:
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -94,9 +121,12 @@ class Internals:
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
+        self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
+        self.may_make_state = True
         self._pauses = 0
-        self._steppers: dict[tuple[int, ...], Stepper] = {}
-        self._has_stepped = False
+        self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
+        self._captured: list[object] = []  # objects that CUDA graphs keep using
+        self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
@@ -105,14 +135,21 @@ class Internals:
 
     @property
     def stepper(self) -> Stepper:
-        """The stepper of these param groups: DeepSpeed shows the optimizer one of them at a time."""
-        groups = self.optimizer.param_groups
-        key = tuple(id(group["params"][0]) if group["params"] else 0 for group in groups)
-        if key not in self._steppers:
-            self._steppers[key] = Stepper(
+        """The stepper of these param groups, by their first parameter: DeepSpeed shows its flat buffers by turns."""
+        first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
+        reference, stepper = self._steppers.get(id(first), (None, None))
+        if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
+            stepper = Stepper(
                 self.residency, self.skipped, self.model_indices, self.copies, take_totals=self._take_totals
             )
-        return self._steppers[key]
+            if first is None or not isinstance(assigned(first), FlatBuffer):
+                # Another parameter was put in the place of the first one.
+                self._captured += [old.captured for _, old in self._steppers.values()]
+                self._steppers.clear()
+            else:
+                self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
+            self._steppers[id(first)] = None if first is None else ref(first), stepper
+        return stepper
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         optimizer = self.optimizer
@@ -130,12 +167,23 @@ class Internals:
             ValueError: a hyper-parameter is out of range.
         """
         optimizer = self.optimizer
+        if isinstance(options, dict):
+            make_plain(options)
         optimizer.check_group(options)
         lr = options["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             # Not read here: that would wait for the device.
             return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
         return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+
+    def fit_to_changes(self) -> None:
+        """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
+        for group in self.optimizer.param_groups:
+            make_plain(group)
+            for param in group["params"]:
+                state = self.optimizer.state.get(param)
+                if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
+                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -151,6 +199,27 @@ class Internals:
         """Whether ``step()`` does nothing now."""
         return self._pauses > 0
 
+    def make_state(self, scaling: LossScaling) -> bool:
+        """Makes the parameters' first state if a step is only there for that; returns whether it was."""
+        groups, state, released = self.optimizer.param_groups, self.optimizer.state, self.released
+
+        def has_begun() -> bool:
+            holds = released is not None and bool(released.held)
+            taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
+            return holds or any(map(float, taken))
+
+        is_plain = self.coefficient is None and all(x is None for x in scaling)
+        if is_plain and only_makes_state(groups, has_begun, self.peers):
+            params = [param for group in groups for param in group["params"]]
+            if any(param.grad is not None for param in params):
+                self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
+            for param in params:
+                if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state
+                    state.pop(param, None)
+            return True
+        self.may_make_state = False
+        return False
+
     def begin_release(self, released: Released) -> None:
         """Begins a release of gradients.
 
@@ -163,15 +232,14 @@ class Internals:
                 "on the first release"
             )
         self.released = released
-        if released.overlaps_forward:
-            holding.add(released)
-        self._has_stepped = True  # or will have, in backward passes
+        releases.add(released)
+        self.untrained.skip()
 
     def end_release(self) -> None:
         """Ends the release of gradients, if there is one."""
         released, self.released = self.released, None
         if released is not None:
-            holding.discard(released)
+            releases.discard(released)
             released.end()
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
@@ -187,13 +255,41 @@ class Internals:
         Args:
             anew: whether released gradients are thrown away, as other state was loaded than they are for.
         """
-        for stepper in self._steppers.values():
+        self.may_make_state = True
+        for _, stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
             self.released.forget(anew=anew)
 
+    def clip(self, coefficient: Tensor) -> None:
+        """Has the next step multiply the present gradients by a coefficient."""
+        self.coefficient = coefficient
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        stride = -(-len(params) // _WATCHED)
+        spread = (param for first in range(stride) for param in params[first::stride])
+        some = islice(
+            ((param, x) for param in spread if (x := param.grad) is not None and not x.is_inference()), _WATCHED
+        )
+        self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
+
+    def _has_clipped_gradients(self) -> bool:
+        """Whether the gradients are those for which :attr:`coefficient` was computed; warns if some were changed."""
+        versions = []  # before and now, of the gradients that are left
+        for param, gradient, version in self._clipped:
+            now = None if (known := param()) is None else known.grad
+            if now is not None:
+                versions.append((version if now is gradient() else None, now._version))
+        unchanged = all(before == now for before, now in versions) and (bool(versions) or not self._clipped)
+        if not unchanged and any(before is not None for before, _ in versions):
+            warn_user(
+                "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "
+                "clips none of them; clip right before step()",
+                RuntimeWarning,
+            )
+        return unchanged
+
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`, which is used up.
+        """The scaling of a step with :attr:`coefficient`, if the gradients are those it is for.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
@@ -203,8 +299,9 @@ class Internals:
                 "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
-        coefficient, self.coefficient = self.coefficient, None
-        return scaling._replace(coefficient=coefficient)
+        if self.coefficient is None or not self._has_clipped_gradients():
+            return scaling
+        return scaling._replace(coefficient=self.coefficient)
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""
@@ -215,22 +312,5 @@ class Internals:
             warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",
-                RuntimeWarning,
-            )
-
-    def warn_without_gradients(self) -> None:
-        """Warns if the optimizer's first step finds no gradient, as when its parameters are no longer the model's."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        groups = self.optimizer.param_groups
-        trained = (param for group in groups for param in group["params"] if param.requires_grad)
-        # A DTensor of which this rank holds nothing never gets a gradient here.
-        params = [param for param in trained if getattr(param, "_local_tensor", param).numel()]
-        if params and all(param.grad is None for param in params):
-            warn_user(
-                f"the first step found no gradient in any of {len(params)} parameters and changed nothing; expected "
-                "gradients of backward(): make the optimizer after fully_shard, parallelize_module and the like, which "
-                "replace parameters",
                 RuntimeWarning,
             )

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, assigned
+from shardopt.layout.names import bare_name
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
-from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options
+from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
 from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
@@ -75,7 +76,7 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         saved, states = checked_containers(state_dict)
         if states:
             raise
-        groups = merged_groups(optimizer, optimizer.param_groups, saved)
+        groups = merged_groups(optimizer, optimizer.param_groups, by_name(saved, optimizer.param_groups))
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded, is_held = all_or_none(exchanges, lambda: _read(internals, state_dict))
     _demand_held(exchanges, is_held)
@@ -100,6 +101,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
     """
     saved, states = checked_containers(state_dict)
     optimizer, is_held = internals.optimizer, True
+    saved = by_name(saved, optimizer.param_groups)
     groups = merged_groups(optimizer, optimizer.param_groups, saved)
     loaded = []
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
@@ -288,7 +290,50 @@ def check_counts(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[s
     """Raises ValueError unless the param groups of a state dict have as many parameters as the present ones."""
     got, expected = ([len(group["params"]) for group in groups] for groups in (saved, present))
     if got != expected:
-        raise ValueError(f"got a state dict with {got} parameters per param group, expected {expected}")
+        raise ValueError(
+            f"got a state dict with {got} parameters per param group, expected {expected}; make the optimizer with the "
+            "same param groups"
+        )
+
+
+def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The param groups of a state dict, their parameters in the order of the present ones, without ``param_names``.
+
+    Parameters are matched by name where both sides have names, and otherwise by position.
+
+    Raises:
+        ValueError: the groups have other numbers of parameters, or parameters of other names.
+    """
+    check_counts(saved, present)
+    groups: list[Mapping[str, Any]] = []
+    for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
+        ids, ours = saved_group["params"], _names_of(group, group.get("param_names"))
+        # torch's get_optimizer_state_dict has names in place of numbers; set_optimizer_state_dict reorders these alone.
+        is_named = all(isinstance(index, str) for index in ids)
+        theirs = _names_of(saved_group, ids if is_named else saved_group.get("param_names"))
+        order = list(range(len(ids)))
+        if ours is not None and theirs is not None and ours != theirs:
+            if sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours):
+                place = {name: at for at, name in enumerate(theirs)}
+                order = [place[name] for name in ours]
+            elif not is_named:
+                others, missing = (", ".join(sorted(set(a) - set(b))[:4]) for a, b in ((theirs, ours), (ours, theirs)))
+                raise ValueError(
+                    f"param group {number}: got state of {others or 'other names'}, expected {missing or ours}; make "
+                    "the optimizer with the parameters that were saved, or take param_names out of the state dict's "
+                    "param groups to load by position"
+                )
+        with reading(f"param group {number}"):
+            moved = {key: [saved_group[key][at] for at in order] for key in ("params", HELD) if saved_group.get(key)}
+        groups.append({**{key: x for key, x in saved_group.items() if key != "param_names"}, **moved})
+    return groups
+
+
+def _names_of(group: Mapping[str, Any], names: Any) -> list[str] | None:
+    """The names of a param group's parameters, whatever wrappers stand around the model; None if these are no names."""
+    if not _is_list(names) or len(names) != len(group["params"]) or not all(isinstance(name, str) for name in names):
+        return None
+    return [bare_name(name) for name in names]
 
 
 @contextmanager
@@ -313,12 +358,11 @@ def merged_groups(
     Args:
         optimizer: checks hyper-parameters.
         present: the present param groups, of this optimizer or of one around it.
-        saved: the param groups of the state dict, checked by :func:`checked_containers`.
+        saved: the param groups of the state dict, from :func:`by_name`.
 
     Raises:
-        ValueError: the groups have other numbers of parameters, state in another format, or options out of range.
+        ValueError: the groups have state in another format, or options out of range.
     """
-    check_counts(saved, present)
     groups = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         what = f"param group {number}"
@@ -339,6 +383,7 @@ def _merged_group(optimizer: OptimizerInterface, group: Mapping[str, Any], saved
             )
     rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     merged = {**rest, **{key: value for key, value in saved.items() if key not in _KEPT}}
+    make_plain(merged)
     check_options(merged)
     optimizer.check_group(merged)
     return merged

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
 from shardopt.layout.names import all_parameter_names
 from shardopt.optim.u_mup import KindPatterns, UMup
-from shardopt.state.options import DEFAULTS
+from shardopt.state.options import DEFAULTS, make_plain
 
 _Options = dict[str, Any]
 _Patterns = Sequence[tuple[str, Mapping[str, Any]]]
@@ -147,8 +147,11 @@ def param_groups(
     overrides = {} if overrides is None else overrides
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
-    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *overrides.items()]
     _check_options(overrides)
+    plain = {pattern: dict(options) for pattern, options in overrides.items()}
+    for options in plain.values():
+        make_plain(options)
+    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain.items()]
     rates = _rule(model, rule, lr, weight_decay, kinds)
     read_model(model)
     number_parameters(model)

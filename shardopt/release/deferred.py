@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import count
 from queue import Empty, PriorityQueue
 from threading import Lock
+from weakref import WeakSet
 
 import torch
 
 #: Steps that may be under way, unless asked for more: each keeps its gradient.
 MOST_WAITING = 4
+
+
+_all: WeakSet[DeferredSteps] = WeakSet()
+
+
+def _before_fork() -> None:
+    for steps in tuple(_all):
+        steps.before_fork()
+
+
+def _after_fork() -> None:
+    for steps in tuple(_all):
+        steps.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class DeferredStep:
@@ -77,12 +95,30 @@ class DeferredSteps:
 
     def __init__(self, most_waiting: int) -> None:
         self._most_waiting = most_waiting
-        self._lock = Lock()  # the backward pass has a thread per device
-        self._thread: ThreadPoolExecutor | None = None
-        self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
         self._unfinished: list[DeferredStep] = []
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}  # two per device
         self._submitted = count()
+        self._restart()
+        _all.add(self)
+
+    def _restart(self) -> None:
+        self._lock = Lock()  # the backward pass has a thread per device
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
+
+    def before_fork(self) -> None:
+        """Waits until no step is in flight: a forked child gets the parameters, and not the thread that steps them."""
+        for step in self._unfinished:  # submit() and wait() replace the list
+            wait([step.taken])
+            step.taken.done()  # once the thread has let go of the future's lock
+
+    def after_fork(self) -> None:
+        """Has the next step in a forked child start a thread."""
+        self._restart()
+        for step in self._unfinished:
+            if not step.taken.done():  # another thread has submitted it since
+                error = "got a fork while a step was in flight, expected none; call optimizer.synchronize() before it"
+                step.taken.set_exception(RuntimeError(error))
 
     def submit(
         self,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
@@ -61,6 +62,7 @@ class ForwardOverlap:
         self._undo.clear()
 
     def _hook_into(self, model: Module) -> None:
+        _let_compiled_code_see_hooks()
         gathered: set[Tensor] = set()
         for group in fsdp_groups(model):
             group.before_gather.append(self._wait_for)
@@ -71,9 +73,6 @@ class ForwardOverlap:
             self._readers_inside[module] = _readers_inside(module, self._readers)
             self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
         self._undo.append(model.register_forward_hook(self.end).remove)
-        for module in model.modules():
-            self._undo.append(module.register_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
-            self._undo.append(module.register_load_state_dict_pre_hook(self.wait).remove)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: Module, args: Any) -> None:
@@ -94,14 +93,19 @@ class ForwardOverlap:
             if torch.is_grad_enabled():
                 self._called = self._calling
 
-    def wait(self, *_: Any) -> None:
-        """A pre-hook of reading and loading state dicts."""
-        if released := self._released():
-            released.wait()
-
     def _wait_for(self, params: Iterable[Tensor]) -> None:
         if released := self._released():
             released.wait_for(param for param in params if param in self._params)
+
+
+def _let_compiled_code_see_hooks() -> None:
+    """Has Dynamo compile again where hooks differ: by default it guards on no module hooks.
+
+    Code that it has compiled for the model before, or for another instance of its class, would not wait for steps.
+    """
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
 
 
 def _readers_inside(module: Module, readers: Collection[Module]) -> dict[Tensor, list[Module]]:

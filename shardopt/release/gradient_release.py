@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
 from shardopt.release.held import HeldParameters
-from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.parts import GradientParts
 from shardopt.release.released import ReleasedParameters, Weakly
 from shardopt.state.options import is_whole
@@ -63,6 +63,7 @@ class GradientRelease:
         self.remove()
 
 
+@without_autograd
 def release_gradients(
     model: Module,
     optimizer: ShardedOptimizer,
@@ -108,9 +109,11 @@ def release_gradients(
     Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
     ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) has to call
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
-    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. ``param.grad`` is None after the
-    backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*. Gradients of
-    parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these parameters at once.
+    CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
+    first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
+    before. ``param.grad`` is None after the backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients,
+    returns 0 and *does nothing*. Gradients of parameters that are not offloaded stay in ``param.grad`` until
+    ``step()``, which steps these parameters at once.
     With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and
     gradients go to the host after the last one: leave ``micro_batches`` out here.
 
@@ -139,11 +142,12 @@ def release_gradients(
     DDP cannot go on.
 
     Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
-    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them use are
-    stepped by ``optimizer.step()``. The first forward pass shows which these are; a parameter that is used in several
-    of them only later, or without a module's call, raises after a part of its gradient was stepped. Use
-    ``use_reentrant=False``, which gives whole gradients. FSDP2 itself loses parts of the gradient of a module that has
-    ``fully_shard`` of its own and runs in several reentrant checkpoints of one pass.
+    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
+    are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
+    forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
+    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients. FSDP2 itself loses
+    parts of the gradient of a module that has ``fully_shard`` of its own and runs in several reentrant checkpoints of
+    one pass.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -193,7 +197,7 @@ def release_gradients(
         if any(reduced.get(param) is replica for param in params)
     }
     direct: set[Tensor] = {param for param in params if param not in reduced}
-    parts = GradientParts(micro_batches)
+    parts = GradientParts()
     kind = HeldParameters if overlap_forward else ReleasedParameters
     released = kind(optimizer, params, parts, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
@@ -202,6 +206,9 @@ def release_gradients(
     undo: list[Callable[[], object]] = [parts.remove]
     if ordered is not None:
         undo.append(ordered.call_after_last(partial(_take, hooks, params)))
+    for module in model.modules():
+        undo.append(module.register_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
+        undo.append(module.register_load_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
     for param in params if ordered is None else ():
         if param in reduced:
             undo.append(buckets[reduced[param]].add(param, hooks.step))
@@ -215,7 +222,6 @@ def release_gradients(
     if overlap_forward:
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        follow_loss_scalers()
         undo.append(ForwardOverlap(model, hooks, params).remove)
     return GradientRelease(optimizer, undo)
 

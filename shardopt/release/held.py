@@ -15,11 +15,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardopt import _C
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.kernels.norms import take_pass
 from shardopt.layout import Exchange, Shard, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, memory_for, no_shares
+from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.parts import GradientParts
 from shardopt.release.released import ReleasedParameters, demand_no_raise, group_of
 from shardopt.state.host_memory import demand_memory
@@ -27,6 +29,7 @@ from shardopt.state.names import named
 from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares, holders_of
+from shardopt.step.over_all import OverAll
 
 _ARRIVAL = -1  # goes before all steps
 
@@ -70,19 +73,20 @@ class HeldParameters(ReleasedParameters):
         pins = all(group["pin_memory"] for group in optimizer.param_groups)
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None) if pins else None
         self._gradients = {
-            param: HostGradient(memory, holders_of(shard))
+            param: HostGradient(memory, shard.counted())
             for param, memory, shard in zip(held, memory_for(likes, pin=self._pin), shards, strict=True)
         }
         self._staging = Staging(pin=self._pin is not None)
         self._shares = no_shares(self._gradients.values())
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
+        self._found: dict[torch.device, Tensor] | None = None  # what a loss scaler looked for in gradients of this step
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
         return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
 
     @_disable_dynamo  # backward passes within compiled functions call it, too
-    @torch.no_grad()
+    @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes a gradient that is complete to the host's memory; the optimizer's ``step()`` has it stepped.
 
@@ -99,11 +103,19 @@ class HeldParameters(ReleasedParameters):
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
             )
-        self._has_gradients = True
-        if not self._parts.more_may_come(param):
-            self._take_to_host(param)
+        found, self._found = self._found, None
+        if found is not None and any(bool(flag) for flag in found.values()):  # the loss scaler has left the step out
+            self._optimizer._internals.coefficient = None
+            self.wait()
+            self._throw_away()
+        if not self._has_gradients:
+            self._has_gradients = True
+            follow_loss_scalers()  # the loss has been scaled by now
+        is_part, held = self._parts.more_may_come(param), self._gradients.get(param)
+        if not is_part or (held is not None and held.count):  # parts go where the step's first gradient is
+            self._take_to_host(param, is_part=is_part)
 
-    def _take_to_host(self, param: Tensor) -> None:
+    def _take_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
         """Takes a gradient to the host, unless it is one that only ``step()`` can take, or refuse."""
         parameter, held, gradient = self._parameters[param], self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
@@ -122,7 +134,7 @@ class HeldParameters(ReleasedParameters):
         self._fit(held, shard, part)
         if held.count and held.has_share:  # the norm was asked for before the last gradient
             self._forget_shares()
-        first, held.count = held.count == 0, held.count + 1
+        first, held.count = held.count == 0, held.count + (not is_part)
         held.is_lost = held.is_lost and not first
         held.has_share = self._wants_norm and held.count == self._micro_batches
         shares = self._shares if held.has_share else {}
@@ -146,8 +158,19 @@ class HeldParameters(ReleasedParameters):
         self._deferred.wait()
         (memory,) = memory_for([like], pin=self._pin)
         held.use(memory)
-        held.holders = holders_of(shard)
+        held.holders = shard.counted()
         self._shares.setdefault(held.holders, no_shares([held])[held.holders])
+
+    @without_autograd
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there.
+
+        Raises:
+            RuntimeError: it is one gradient too many.
+        """
+        for param in self._of_step():
+            if param.grad is not None:  # set by hand, or accumulated while no hook was called
+                self._take_to_host(param)
 
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of the gradients that are held in the host's memory.
@@ -186,16 +209,18 @@ class HeldParameters(ReleasedParameters):
         """The parameters whose gradients are held in the host's memory now."""
         return self._of_step().keys()
 
-    @torch.no_grad()
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    @without_autograd
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
         """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
 
         Args:
             inverse_scale: the factor: float32, of one element.
+            found: whether other gradients are not finite, per device of parameters: float32, of one element. Gets
+                whether held ones are, on any rank that has parts of them.
+            shape: of what ``found`` gets.
             allow_fp16: whether gradients may be float16, which multiplied are rounded once more.
-
-        Returns:
-            Whether some are not finite, on any rank that has parts of them: float32, 0-d, per device of parameters.
 
         Raises:
             ValueError: gradients are float16 and must not be, as torch.amp.GradScaler refuses others. Nothing was
@@ -206,21 +231,19 @@ class HeldParameters(ReleasedParameters):
                 "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
-        found: dict[torch.device, Tensor] = {}
-        shares = self.norm_shares(largest=False)
-        for holders, words in shares.items():
-            flag = torch.tensor(0.0 if _is_finite(words) else 1.0, device="cpu")
-            for device in {param.device for param, held in self._gradients.items() if held.holders is holders}:
-                here = flag.to(device)
-                if holders is not None:
-                    holders.all_reduce_max(here)
-                found[device] = torch.maximum(found[device], here) if device in found else here
+        shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
+        nothing = torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")
+        over_all = OverAll(shard_of(param).counted() for param in self._parameters)
+        is_finite = _is_finite(over_all.total(shares, nothing, largest=False))
+        for device in {param.device for param in self._parameters}:
+            here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
+            found[device] = torch.maximum(found[device], here) if device in found else here
         factor = float(inverse_scale)
         if factor != 1.0:
             for held in self._of_step().values():
                 held.sum.mul_(factor)
             self._forget_shares()
-        return found
+        self._found = found
 
     def wait_for_gradients(self) -> None:
         """Waits until gradients have left the device's memory; exceptions are left to whoever needs the gradients."""
@@ -238,9 +261,7 @@ class HeldParameters(ReleasedParameters):
         Raises:
             RuntimeError, ValueError: see :meth:`Stepper.prepare`. Nothing was changed.
         """
-        for param in self._of_step():
-            if param.grad is not None:  # a part of which more could have come
-                self._take_to_host(param)
+        self.take_rest()
         steps: dict[Tensor, Callable[[], None]] = {}
         gradients = self._of_step()
         if gradients:  # read from the device once
@@ -279,6 +300,10 @@ class HeldParameters(ReleasedParameters):
 
     def _begin_anew(self, *, complete: bool) -> None:
         super()._begin_anew(complete=complete)
+        self._throw_away()
+
+    def _throw_away(self) -> None:
+        self._found = None
         for held in self._gradients.values():
             held.count = 0
         self._forget_shares()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.norms import take_pass
-from shardopt.layout import Exchange
+from shardopt.layout import Counted
 from shardopt.state import residency
 from shardopt.state.host_memory import Entry, make_homes
 
@@ -38,7 +38,7 @@ class HostGradient:
         arrival: done once the last gradient's memory on the device is not read any more.
     """
 
-    def __init__(self, memory: HostPlace, holders: Exchange | None) -> None:
+    def __init__(self, memory: HostPlace, holders: Counted | None) -> None:
         self.holders = holders
         self.count = 0
         self.has_share = self.is_lost = False
@@ -49,7 +49,7 @@ class HostGradient:
         """Takes other memory."""
         self.sum, self._locked = memory  # locked as long as the entry lives
 
-    def take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Exchange | None, Tensor]) -> None:
+    def take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Counted | None, Tensor]) -> None:
         """Adds a gradient, and takes the sum's share of the norm.
 
         Args:
@@ -76,7 +76,7 @@ class HostGradient:
                 "expected a whole one; call optimizer.zero_grad() and backward() again"
             )
 
-    def _take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Exchange | None, Tensor]) -> None:
+    def _take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Counted | None, Tensor]) -> None:
         source, total = gradient.view(-1), self.sum.view(-1)
         numel = residency.CHUNK_BYTES // total.itemsize
         places = torch.split(total, numel)
@@ -161,7 +161,7 @@ def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[Hos
     ]
 
 
-def no_shares(gradients: Iterable[HostGradient]) -> dict[Exchange | None, Tensor]:
+def no_shares(gradients: Iterable[HostGradient]) -> dict[Counted | None, Tensor]:
     """Shares of the norm to which no gradient has been added."""
     words = partial(torch.zeros, _C.sum_words, dtype=torch.int64, device="cpu")
     return {gradient.holders: words() for gradient in gradients}

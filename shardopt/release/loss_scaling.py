@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 
 import torch
@@ -11,22 +12,42 @@ from torch.optim import Optimizer
 
 from shardopt.optim import ShardedOptimizer
 
+_Found = dict[torch.device, Tensor]
+
+_UNSCALE = "_unscale_grads_"
+
+_unscaling: set[Optimizer] = set()  # a class's method may call that of its base class
+
 
 def follow_loss_scalers() -> None:
-    """Has all loss scalers unscale, and check, held gradients, too, from the first call on."""
-    unscale = GradScaler._unscale_grads_
-    if hasattr(unscale, "follows_held_gradients"):  # also of a function that wraps ours
-        return
+    """Has all classes of loss scalers unscale, and check, held gradients, too: those that are defined by now."""
+    classes: list[type[GradScaler]] = [GradScaler]
+    for scaler in classes:
+        classes += scaler.__subclasses__()
+        unscale = vars(scaler).get(_UNSCALE)
+        if unscale is not None and not hasattr(unscale, "follows_held_gradients"):  # also of a function that wraps ours
+            setattr(scaler, _UNSCALE, _following(unscale))
 
+
+def _following(unscale: Callable[..., _Found]) -> Callable[..., _Found]:
     @wraps(unscale)
     def unscale_all(
-        scaler: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        scaler: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> _Found:
+        def of_scaler() -> _Found:
+            return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+
         released = optimizer._internals.released if isinstance(optimizer, ShardedOptimizer) else None
-        for device, flag in ({} if released is None else released.unscale(inv_scale, allow_fp16=allow_fp16)).items():
-            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if released is None or optimizer in _unscaling:
+            return of_scaler()
+        released.take_rest()
+        _unscaling.add(optimizer)
+        try:
+            found = of_scaler()
+        finally:
+            _unscaling.remove(optimizer)
+        released.unscale(inv_scale, found, found_inf.shape, allow_fp16=allow_fp16)
         return found
 
     unscale_all.follows_held_gradients = True  # type: ignore[attr-defined]
-    GradScaler._unscale_grads_ = unscale_all  # type: ignore[assignment, method-assign]
+    return unscale_all

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
 from shardopt.release.fsdp_groups import FsdpGroup, fsdp_groups
+
+_BACKWARD, _APPLY = torch.autograd.backward.__code__, BackwardCFunction.apply.__code__
 
 
 class GradientParts:
     """Knows of two sources of parts: fully_shard's reductions, one per use of a module, and reentrant checkpoints.
 
     A reentrant checkpoint is a backward pass within the backward pass, which adds its part. In the forward pass it
-    calls modules without gradients. Parameters of modules that are called so more than once, and of modules around
-    them, may get several parts: the first step shows which do. Hooks that count calls are removed after it.
-
-    Args:
-        micro_batches: backward passes per step.
+    calls modules without gradients. Parameters of modules that are called so, and more than once in all, may get
+    several parts; so may those that get a gradient within the backward pass though no module of theirs was called so.
+    These are left to ``step()``, except where as many calls gave one part in an earlier step. Hooks that count calls
+    are removed after the first step if there was no checkpoint.
     """
 
-    def __init__(self, micro_batches: int = 1) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self) -> None:
         self._groups: dict[Tensor, FsdpGroup] = {}
+        self._params: set[Tensor] = set()
         self._owners: dict[Module, list[Tensor]] = {}
         self._undo: list[Callable[[], object]] = []
-        self._counts_calls = False
-        self._calls: Counter[Module] = Counter()
-        self._suspects: set[Tensor] = set()
-        self._parts: Counter[Tensor] = Counter()  # that suspects got in this step
+        self._counts_calls = self._has_checkpoints = False
+        self._calls: Counter[Module] = Counter()  # in forward passes of training since the last backward pass
+        self._checkpointed: set[Module] = set()  # those called without gradients among them
+        self._uses: dict[Tensor, int] = {}  # calls of checkpointed modules, by their parameters
+        self._whole: dict[Tensor, int] = {}  # the most calls that gave one part
+        self._left: dict[Tensor, int] = {}  # parameters that are left to this step(), and their calls
+        self._parts: Counter[Tensor] = Counter()  # that these got in this backward pass
+        self._several: set[Tensor] = set()  # those that got several in a backward pass of this step
+        self._task, self._is_within = (
+            -1,
+            False,
+        )  # PyTorch's number of the running backward pass; whether it is in another
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientParts, ()  # copies of the model are not released
@@ -44,6 +55,7 @@ class GradientParts:
             model: the model.
             params: those of its parameters that have a hook which is called when a part has come.
         """
+        self._params = set(params)
         self._groups = {param: group for group in fsdp_groups(model) for param in group.params if param in params}
         self._undo.append(model.register_forward_pre_hook(self._begin_forward).remove)
         for module in model.modules():
@@ -55,11 +67,17 @@ class GradientParts:
     def more_may_come(self, param: Tensor) -> bool:
         """Whether the parameter, which has just got a gradient, is to be left for the next part, or for ``step()``."""
         if self._calls:
-            self._suspect()
-        if param in self._suspects:
-            self._parts[param] += 1
-            return True
-        group = self._groups.get(param)
+            self._count_uses()
+        if (self._uses or self._left or self._is_within_backward()) and param in self._params:
+            uses = self._uses.get(param, 0)
+            if uses > self._whole.get(param, 1) or (not uses and self._is_within_backward()):
+                self._left[param] = max(self._left.get(param, 0), uses)
+            if param in self._left:
+                self._parts[param] += 1
+                if self._parts[param] > 1:
+                    self._several.add(param)
+                return True
+        group = self._groups.get(param) if self._groups else None
         return group is not None and group.expects_more
 
     def next_step(self, *, complete: bool) -> None:
@@ -70,11 +88,13 @@ class GradientParts:
         """
         for group in {id(group): group for group in self._groups.values()}.values():
             group.restart()
-        if complete and self._undo:
-            self._suspects = {param for param, count in self._parts.items() if count > self._micro_batches}
-            self.remove()
-        self._calls.clear()
-        self._parts.clear()
+        if complete:
+            if not self._has_checkpoints:
+                self.remove()
+            self._whole.update((p, uses) for p, uses in self._left.items() if uses and p not in self._several)
+        self._uses = {}
+        for seen in (self._calls, self._checkpointed, self._left, self._parts, self._several):
+            seen.clear()
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -87,17 +107,36 @@ class GradientParts:
             self._counts_calls = torch.is_grad_enabled()
 
     def _count_call(self, module: Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._counts_calls:
+        if torch.compiler.is_compiling() or not self._counts_calls:
             return
         if torch._C._current_graph_task_id() == -1:  # not a call that computes again
             self._calls[module] += 1
+            if not torch.is_grad_enabled():
+                self._checkpointed.add(module)
+                self._has_checkpoints = True
 
-    def _suspect(self) -> None:
+    def _count_uses(self) -> None:
+        checkpointed = {param for module in self._checkpointed for param in self._owners[module]}
         uses: Counter[Tensor] = Counter()
         for module, count in self._calls.items():
-            uses.update(dict.fromkeys(self._owners[module], count))
-        self._calls.clear()
-        several = {param for param, count in uses.items() if count > 1}
-        for module, owned in self._owners.items():
-            if any(param in several for param in module.parameters()):
-                self._suspects.update(owned)
+            uses.update({param: count for param in self._owners[module] if param in checkpointed})
+        self._uses = uses
+        for seen in (self._calls, self._checkpointed, self._parts):
+            seen.clear()
+
+    def _is_within_backward(self) -> bool:
+        """Whether the running backward pass is one within a backward pass: all of its calls are."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_within = task, _runs_within_backward()
+        return self._is_within
+
+
+def _runs_within_backward() -> bool:
+    frame, is_in_backward = sys._getframe(), False
+    while frame is not None:
+        is_in_backward = is_in_backward or frame.f_code is _BACKWARD
+        if is_in_backward and frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

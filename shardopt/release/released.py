@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.deferred import DeferredStep, DeferredSteps
@@ -118,7 +119,7 @@ class ReleasedParameters:
                 index_in_model += 1
 
     @_disable_dynamo  # backward passes within compiled functions call it, too
-    @torch.no_grad()
+    @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
 
@@ -258,6 +259,11 @@ class ReleasedParameters:
         self.wait()
 
     @property
+    def params(self) -> Collection[Tensor]:
+        """The parameters."""
+        return self._parameters.keys()
+
+    @property
     def held(self) -> Collection[Tensor]:
         """The parameters whose gradients are held in the host's memory now: none."""
         return ()
@@ -267,13 +273,17 @@ class ReleasedParameters:
         """Bytes of the host's memory for such gradients: none."""
         return 0
 
+    def take_rest(self) -> None:
+        """Takes to the host what ``.grad`` has of gradients that are partly there: none."""
+
     def norm_shares(self, *, largest: bool) -> Shares:
         """The shares of the norm of these gradients."""
         return {}
 
-    def unscale(self, inverse_scale: Tensor, *, allow_fp16: bool) -> dict[torch.device, Tensor]:
+    def unscale(
+        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
+    ) -> None:
         """Multiplies these gradients by a factor."""
-        return {}
 
     def forget(self, *, anew: bool) -> None:
         """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
@@ -309,6 +319,11 @@ class Weakly:
         released = self()
         if released is not None:
             released.step(param)
+
+    def wait(self, *_: Any) -> None:
+        """A pre-hook of reading and loading state dicts, which waits for all steps."""
+        if released := self():
+            released.wait()
 
 
 def _wait_for_copy(gradient: Tensor | None) -> None:

@@ -9,13 +9,14 @@ from numbers import Real
 import torch
 from torch.optim.optimizer import Optimizer
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.weights import WeightFormat
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.report.memory import owner_of
 from shardopt.state.names import listed_name
 
 
-@torch.no_grad()
+@without_autograd
 def check_numerics(optimizer: Optimizer, lr: float | None = None) -> dict[str, float]:
     """Warns of weights that updates as large as the learning rate do not move, because rounding cancels the updates.
 

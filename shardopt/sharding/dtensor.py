@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import get_process_group_ranks
+from torch.distributed.distributed_c10d import get_process_group_ranks, get_world_size
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Division, LocalBlocks, Region, Replicas, Shard
+from shardopt.layout import BlockGrid, Counted, Division, LocalBlocks, Region, Replicas, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
-from shardopt.sharding.exchange import RanksExchange, joint_group, moved_to, own_device
+from shardopt.sharding.exchange import RanksExchange, StoreNotes, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
 
@@ -91,6 +91,27 @@ class DTensorShard(Shard):
     def parts(self) -> RanksExchange | None:  # type: ignore[override]
         sharded = [dim for dim, placement in enumerate(self._placements) if not placement.is_replicate()]
         return self._along(sharded) if sharded and self.is_here else None
+
+    def counted(self) -> Counted | None:
+        if not hasattr(self, "_counted"):
+            self._counted = self._find_counted()
+        return self._counted
+
+    def _find_counted(self) -> Counted:
+        """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
+        numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
+        members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
+        notes = StoreNotes(tuple(sorted(members))) if len(reach) < get_world_size() else None
+        coordinate = self._mesh.get_coordinate()
+        if coordinate is None:
+            return Counted(None, members, frozenset(), reach, notes)
+        at = tuple(slice(None) if p.is_replicate() else i for p, i in zip(self._placements, coordinate, strict=True))
+        alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
+        own = self._mesh.get_rank()
+        before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
+        dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
+        ranks = self._along(dims) if len(dims) == 1 else RanksExchange((joint_group(sorted(members)),), self._device)
+        return Counted(ranks, members, before, reach, notes)
 
     @cached_property
     def division(self) -> Division | None:  # type: ignore[override]
@@ -297,6 +318,26 @@ class DTensorShard(Shard):
                 parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
                 whole = torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
         return moved_to(self._device, whole).contiguous()
+
+
+def _slices(mesh: DeviceMesh) -> Tensor:
+    """The numbers of a mesh's ranks, flattened, and beside each those in the other slices of the mesh's root.
+
+    A mesh that is no slice has one column.
+    """
+    numbers = mesh.mesh.flatten()
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh().mesh
+    else:  # before PyTorch 2.9
+        root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh).mesh
+    places = torch.isin(root, numbers).nonzero()
+    varying = [dim for dim in range(root.ndim) if bool((places[:, dim] != places[0, dim]).any())]
+    others = [dim for dim in range(root.ndim) if dim not in varying]
+    if len(places) != len(numbers) or math.prod(root.size(dim) for dim in varying) != len(numbers):
+        return numbers[:, None]
+    rows = root.permute(*varying, *others).reshape(len(numbers), -1)
+    own = rows[:, torch.isin(rows, numbers).all(0)].flatten()
+    return torch.stack([rows[int((own == number).nonzero())] for number in numbers])
 
 
 def _local(tensor: Tensor) -> Tensor:

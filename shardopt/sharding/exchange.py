@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import (
     ProcessGroup,
     ReduceOp,
     Work,
+    _get_default_store,
     all_gather,
     all_reduce,
     all_to_all_single,
@@ -109,6 +111,54 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
         joint = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
         _joint_groups[world, tuple(ranks)] = joint
     return joint
+
+
+_noted: dict[tuple[ProcessGroup | None, tuple[int, ...]], int] = {}
+#: Messages of some ranks that wait for their readers at a time.
+_NOTES = 64
+
+
+@dataclass(frozen=True)
+class StoreNotes:
+    """Messages of some ranks to ranks that have no group with them, in the store of the default group.
+
+    Attributes:
+        numbers: of the ranks that write.
+    """
+
+    numbers: tuple[int, ...]
+
+    def write(self, message: bytes) -> None:
+        """See :class:`shardopt.layout.Notes`."""
+        number, key = self._next()
+        if get_rank() == min(self.numbers):
+            _get_default_store().set(key, f"{number} {message.hex()}")
+
+    def read(self) -> bytes:
+        """See :class:`shardopt.layout.Notes`.
+
+        Raises:
+            RuntimeError: the ranks have not written within the time that the group allows, or have gone on.
+        """
+        number, key = self._next()
+        store = _get_default_store()
+        deadline, found = time.monotonic() + store.timeout.total_seconds(), 0  # type: ignore[attr-defined]
+        while found < number and time.monotonic() < deadline:
+            if store.check([key]):
+                text, message = store.get(key).decode().split()
+                found = int(text)
+                if found == number:
+                    return bytes.fromhex(message)
+            time.sleep(0.0005)
+        raise RuntimeError(
+            f"got call {found} of ranks {self.numbers}, expected call {number}: all ranks of parameters that this rank "
+            "has without elements take part, as often as this rank; call it on all of them"
+        )
+
+    def _next(self) -> tuple[int, str]:
+        place = GroupMember.WORLD, self.numbers
+        _noted[place] = number = _noted.get(place, 0) + 1
+        return number, f"shardopt {self.numbers} {number % _NOTES}"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from shardopt.state.options import is_own
 from shardopt.state.packed import check_packable, is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_state import TensorState
+from shardopt.state.warn import warn_user
 from shardopt.wrapper.loading import is_quantized
 from shardopt.wrapper.optimizer import QuantizedState
 
@@ -60,10 +61,12 @@ def hook_fsdp1(module: Any) -> None:
 
     @functools.wraps(load)
     def _optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> Any:
-        given = loading.bind(*args, **kwargs).arguments
+        call = loading.bind(*args, **kwargs)
+        given = call.arguments
         rank0_only = given.get("rank0_only", False)
         _check_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
-        return load(*args, **kwargs)
+        given["optim_state_dict"] = _without_names(given["optim_state_dict"])
+        return load(*call.args, **call.kwargs)
 
     fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
     fsdp._optim_state_dict_to_load_impl = staticmethod(_optim_state_dict_to_load_impl)
@@ -82,6 +85,7 @@ def hook_state_dict(module: Any) -> None:
     @functools.wraps(save)
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         for optimizer in optimizers:
+            _drop_empty_entries(optimizer)
             _check_saving(optimizer, flattened=info.flatten_optimizer_state_dict)
         return save(model, optimizers, info)
 
@@ -90,10 +94,44 @@ def hook_state_dict(module: Any) -> None:
         rank0_only = info.full_state_dict and (info.cpu_offload or info.broadcast_from_rank0)
         for optimizer in optimizers:
             _check_loading(optimizer, state_dict, rank0_only, lambda: group_of(model, info))
+            _drop_empty_entries(optimizer)
+            _warn_of_frozen(optimizer, state_dict, info)
         return load(model, optimizers, state_dict, info)
 
     module._get_optim_state_dict = _get_optim_state_dict
     module._load_optim_state_dict = _load_optim_state_dict
+
+
+def _without_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict without ``param_names``, which torch leaves in the saved order though it renumbers parameters."""
+    groups = (state_dict or {}).get("param_groups")
+    if not groups:
+        return state_dict
+    return {**state_dict, "param_groups": [{k: x for k, x in group.items() if k != "param_names"} for group in groups]}
+
+
+def _drop_empty_entries(optimizer: Any) -> None:
+    """Drops entries that reading ``optimizer.state[param]`` made, for which torch would take the state as present."""
+    if isinstance(optimizer, ShardedOptimizer | QuantizedState):
+        for param in [param for param, entries in optimizer.state.items() if entries == {}]:
+            del optimizer.state[param]
+
+
+def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) -> None:
+    """Warns if torch leaves out saved state of parameters that are frozen now."""
+    if not isinstance(owner_of(optimizer), ShardedOptimizer | QuantizedState):
+        return
+    state_dict = state_dict or {}
+    saved, names_of = state_dict.get("state", state_dict), getattr(info, "fqn_param_mapping", {})
+    keys = {key.removeprefix("state.").rpartition(".")[0] if saved is state_dict else key for key in saved}
+    frozen = [param for group in optimizer.param_groups for param in group["params"] if not param.requires_grad]
+    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in keys)
+    if lost:
+        warn_user(
+            f"got saved state of {', '.join(lost[:4])}, which requires no gradient: torch's set_optimizer_state_dict "
+            "leaves it out; set requires_grad before loading, or use shardopt.checkpoint",
+            UserWarning,
+        )
 
 
 def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import Exchange, FlatBuffer, FlatShard, Shard, read_model, shard_of
 from shardopt.layout.names import parameter_names
 from shardopt.optim.base import ShardedOptimizer
@@ -55,7 +56,7 @@ class _Place(NamedTuple):
     shard: Shard
 
 
-@torch.no_grad()
+@without_autograd
 def qk_clip_(
     model: Module,
     max_logits: Mapping[str, Tensor],

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import checked_containers, checked_entries, merged_groups, reading
+from shardopt.optim.loading import by_name, checked_containers, checked_entries, merged_groups, reading
 from shardopt.sharding.exchange import RanksExchange
 from shardopt.state.names import listed_name
 
@@ -34,8 +34,7 @@ def install(module: ModuleType) -> None:
         _tell_places(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        _check_loaded(self, state_dict)
-        load(self, state_dict)
+        load(self, _checked(self, state_dict))
 
     optimizer_class._init_local_optimizer = _init_local_optimizer
     optimizer_class.add_param_group = add_param_group
@@ -52,8 +51,8 @@ def _tell_places(outer: Any) -> None:
         inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device)
 
 
-def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
-    """Checks a state dict with the state of all parameters, which every rank is given.
+def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Checks a state dict with the state of all parameters, which every rank is given; returns it without names.
 
     Raises:
         ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
@@ -61,8 +60,9 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):
-        return
+        return state_dict
     saved, states = checked_containers(state_dict)
+    saved = by_name(saved, outer.param_groups)
     groups = merged_groups(inner, outer.param_groups, saved)
     of_torch = all("master_weight_bits" not in group for group in saved)
     index = 0
@@ -77,3 +77,4 @@ def _check_loaded(outer: Any, state_dict: dict[str, Any]) -> None:
                 spec.check_loaded(entries, name, of_torch=of_torch)
                 if not spec.has_floats(entries):  # check_loaded has checked floats
                     spec.check_local(entries, name)
+    return {**state_dict, "param_groups": saved}

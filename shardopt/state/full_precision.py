@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardopt.kernels.weights import StoredWeights
 from shardopt.state.slice_spec import LOW_BITS, StateDict
 from shardopt.state.tensor_state import TensorState
+from shardopt.state.warn import warn_user
 
 
 def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
@@ -31,6 +33,37 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
             stored = StoredWeights(slice_.of(local), low_bits.to(local.device))  # the state may be in the host's memory
             slice_.of(weights).copy_(spec.weights.load(stored))
     return spec.shard.like_parameter(weights)
+
+
+#: The dtype that the weights had when their state was last seen, by the state's step count.
+_SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
+
+
+def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: torch.device) -> None:
+    """Drops low bits that belong to weights of another dtype, with a warning: the model was cast after steps.
+
+    Master weights then begin equal to the parameter.
+
+    Args:
+        spec: describes the state of the parameter as it is now.
+        param: the optimizer's parameter.
+        state: the parameter's state, changed in place.
+        device: device for new low bits.
+    """
+    step, has, wants = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
+    seen = param.dtype
+    if isinstance(step, Tensor):
+        seen, _SEEN[step] = _SEEN.get(step, seen), param.dtype
+    if (has and not wants) or (seen != param.dtype and (has or wants)):
+        state.pop(LOW_BITS, None)
+        if wants:
+            state[LOW_BITS] = spec.like(LOW_BITS, spec.entries[LOW_BITS].new(device))
+        warn_user(
+            f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
+            "weights begin equal to the parameters; take full_precision_parameters() before a cast, and load them "
+            "after it",
+            UserWarning,
+        )
 
 
 def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:

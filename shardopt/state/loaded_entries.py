@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,17 @@ from shardopt.codec.base import are_finite
 
 #: Step counts end here: the kernels take powers by them in 64-bit integers.
 _MAX_STEP = 2**62
+
+
+def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RuntimeError if an optimizer has the state of a tensor that is in none of its param groups."""
+    known = {id(param) for group in groups for param in group["params"]}
+    foreign = next((key for key in state if isinstance(key, Tensor) and id(key) not in known), None)
+    if foreign is not None:
+        raise RuntimeError(
+            f"got state of a tensor of shape {tuple(foreign.shape)} that is in no param group, expected state of the "
+            "optimizer's parameters; delete it from optimizer.state, or put the parameter back into its param group"
+        )
 
 
 def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:

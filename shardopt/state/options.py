@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,6 +208,39 @@ def bytes_of(size: int | str) -> int:
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number, which True and False are not meant to be."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+#: Options whose values are sequences, of numbers or of sequences of numbers.
+_SEQUENCES = ("betas", "split", "ns_coefficients")
+
+
+def make_plain(group: dict[str, Any]) -> None:
+    """Replaces sequences of other classes in a param group (OmegaConf's ListConfig, UserList, arrays) by tuples.
+
+    State dicts then load with ``weights_only=True``.
+    """
+    for name in _SEQUENCES:
+        value = group.get(name)
+        if value is not None and not _is_plain(value):
+            group[name] = _plain(value)
+    names = group.get("param_names")
+    if isinstance(names, Sequence) and not isinstance(names, str | list):
+        group["param_names"] = list(names)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind is float or kind is int or kind is str or (kind in (tuple, list) and all(map(_is_plain, value)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | Tensor):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(map(_plain, value))
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from shardopt.kernels.streamed import (
 )
 from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
+from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
 from shardopt.state.host_threads import warn_of_one_thread
@@ -201,6 +202,7 @@ class StateResidency:
         """
         if not state:
             state.update(spec.new(self.of(param).state))
+        fit_low_bits(spec, param, state, self.of(param).state)
         for key in spec.state_names & state.keys():
             with named(f"{name}: state {key}"):
                 entry = state[key] if key == "step" else spec.shard.local(state[key])

@@ -100,7 +100,7 @@ class Plan:
             RuntimeError: the descriptions differ.
         """
         for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
-            if ranks in self._silent and agreed.get(ranks) == digest:
+            if agreed.get(ranks) == digest:
                 continue  # no message told these ranks that another description changed
             if not is_common(ranks, digest):
                 self.refuse(ranks)
@@ -281,11 +281,14 @@ class Agreement:
         if plan.digests is self._digests:
             return
         if plan.digests != self._digests:
-            changed = [(opening.ranks, opening.say_changed()) for opening in self._openings]
+            agreed = self._digests or {}
+            own = {ranks for ranks, digest in plan.digests.items() if agreed.get(ranks) != digest}
+            # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
+            changed = [(opening.ranks, opening.say_changed()) for opening in self._openings if opening.ranks in own]
             for ranks, everywhere in changed:
                 if not everywhere:
                     plan.refuse(ranks)
-            plan.compare(self._digests or {})
+            plan.compare(agreed)
         self._digests, self.opened = plan.digests, None
 
     def open_by(self, plan: Plan, openings: list[Opening]) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange
+from shardopt.layout import Counted, Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
 from shardopt.step.agreement import Opening, Plan, Reduction, Roll
+from shardopt.step.over_all import OverAll, ranks_of_sums
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
 #: the hyper-parameters that follow from the sums.
@@ -41,7 +42,7 @@ class ExactSums:
 
     The kernels add whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up the sums
     of parameters that these ranks share; all of these sums take part in every step, with or without gradients. A sum
-    over all parameters is there once per set of ranks.
+    over all parameters is there once per set of ranks, and filled where no larger set has the ranks.
 
     Args:
         plan: the ranks' plan.
@@ -54,10 +55,12 @@ class ExactSums:
         places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
         indices: dict[Exchange | None, dict[int, None]] = {}
         self._totals: dict[Exchange | None, slice] = {}
+        self._own: dict[Counted | None, dict[torch.device, Tensor]] = {}  # parts of the sums over all parameters
+        own_of: dict[tuple[int, int], Tensor] = {}
         for summed in tensors:
             places[summed.index] = []
             for part in summed.spec.slices:
-                ranks = part.spec.shard.parts
+                ranks = ranks_of_sums(part.spec.shard, summed.rule)
                 devices.setdefault(ranks, set()).add(summed.device)
                 indices.setdefault(ranks, {})[summed.index] = None
                 place = self._totals.get(ranks) if summed.rule.totals else None
@@ -66,6 +69,11 @@ class ExactSums:
                     counts[ranks] = place.stop
                 if summed.rule.totals:
                     self._totals[ranks] = place
+                    own = self._own.setdefault(part.spec.shard.counted(), {})
+                    if summed.device not in own:
+                        shape = (summed.rule.sums, _C.sum_words)
+                        own[summed.device] = torch.zeros(shape, dtype=torch.int64, device=summed.device)
+                    own_of[summed.index, len(places[summed.index])] = own[summed.device]
                 places[summed.index].append((ranks, place.start, summed.device))
         # int64: a roll, then sums of some words. Each device has room for all sums, as ranks may differ in devices.
         rolls = {ranks: 2 * (1 + len(of_ranks)) for ranks, of_ranks in indices.items()}
@@ -85,9 +93,13 @@ class ExactSums:
             if ranks is not None
         ]
         self._addresses = {
-            index: [self._buffers[ranks][device][first].data_ptr() for ranks, first, device in of_slices]
+            index: [
+                own_of.get((index, at), self._buffers[ranks][device][first]).data_ptr()
+                for at, (ranks, first, device) in enumerate(of_slices)
+            ]
             for index, of_slices in places.items()
         }
+        self._over_all = OverAll(self._own)
 
     @property
     def communicates(self) -> bool:
@@ -97,7 +109,8 @@ class ExactSums:
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
-        return [*self._each_message(), *(roll.own for roll in self._rolls)]
+        of_own = (own for by_device in self._own.values() for own in by_device.values())
+        return [*self._each_message(), *of_own, *(roll.own for roll in self._rolls)]
 
     def _each_message(self) -> Iterator[Tensor]:
         return (message for messages in self._messages.values() for message in messages.values())
@@ -120,6 +133,9 @@ class ExactSums:
         """Forgets the last step's sums."""
         for message in self._each_message():
             message.zero_()
+        for by_device in self._own.values():
+            for own in by_device.values():
+                own.zero_()
         for roll in self._rolls:
             roll.enter()
 
@@ -129,6 +145,13 @@ class ExactSums:
         Raises:
             RuntimeError: the ranks' descriptions differ.
         """
+        for counted, by_device in self._own.items():
+            home = self._over_all.home(counted)
+            if home is None or self._over_all.counts(counted, home):
+                joins = self._totals[None if home is None else home.ranks]
+                buffer = next(iter(self._buffers[None if home is None else home.ranks].values()))
+                for own in by_device.values():
+                    buffer[joins] += own.to(buffer.device)
         for ranks, messages in self._messages.items():
             if ranks is not None:
                 total, *others = messages.values()
@@ -146,15 +169,24 @@ class ExactSums:
         Raises:
             RuntimeError: a CUDA graph captures the step.
         """
+        found = {}
+        messages = [message.ranks for message in self._over_all.messages]
         for ranks, place in self._totals.items():
+            if ranks is not None and ranks not in messages:
+                continue  # the message of more ranks has them, too
             buffers = list(self._buffers[ranks].values())
-            for buffer in buffers if ranks is None else buffers[:1]:  # exchanged buffers are equal
+            for buffer in buffers[:1]:  # exchanged buffers are equal
                 if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
                         "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
                         "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
                     )
-                yield buffer[place].cpu()
+                found[ranks] = buffer[place].cpu()
+        yield from found.values()
+        if found:
+            like = next(iter(found.values()))
+            for of_others in self._over_all.noted([found[ranks] for ranks in messages], like):
+                yield of_others.view_as(like)
 
 
 def total_of(sums: Iterable[ExactSums]) -> Tensor | None:

@@ -15,11 +15,12 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
-from shardopt.layout import Exchange, FlatBuffer, Shard, shard_of
+from shardopt.layout import Counted, Exchange, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
+from shardopt.step.over_all import OverAll
 
 #: Exact sums of squares, or magnitudes, by the ranks whose parts are to be joined: int64, on the CPU.
-Shares = Mapping[Exchange | None, Tensor]
+Shares = Mapping[Counted | None, Tensor]
 
 #: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
 _ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("kernel_row", _C.kernel_row)])
@@ -41,16 +42,21 @@ class GradientNorm:
     def __init__(self, params: list[Tensor]) -> None:
         self._shards = [shard_of(p) if _may_have_gradient(p) else None for p in params]
         # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
-        self._sums: dict[Exchange | None, dict[torch.device, Tensor]] = {}
+        self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
         self._devices = list(dict.fromkeys(p.device for p in params))
         rows = []
+        seen: set[int] = set()  # a parameter that is given twice counts once
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
             for first, numel, ranks in () if shard is None else _parts_of(shard):
                 sums = self._sums.setdefault(ranks, {})
                 if param.device not in sums:
                     check_device(f"parameter {index}", param.device)
                     sums[param.device] = torch.zeros(_C.sum_words, dtype=torch.int64, device=param.device)
                 rows.append((index, first, self._devices.index(param.device), numel, sums[param.device].data_ptr()))
+        self._over_all = OverAll(self._sums)
         self._rows = np.zeros(len(rows), _ROW)
         columns = [self._rows[name] for name in ("tensor", "element", "device")]
         columns += [self._rows["kernel_row"][name] for name in ("cols", "sums")]
@@ -105,18 +111,19 @@ class GradientNorm:
                 words.zero_()
         for batch in self._batches:
             batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
-        totals: list[Tensor] = []
-        no_words = torch.zeros(_C.sum_words, dtype=torch.int64, device=self._devices[0])
+        shares = {ranks: [x[:1] if largest else x for x in sums.values()] for ranks, sums in self._sums.items()}
+        for of_one in kept:
+            for ranks, share in of_one.items():
+                shares.setdefault(ranks, []).append(share)
         # Parameters that were frozen after their backward pass have kept gradients only.
-        kept_only = dict.fromkeys(ranks for shares in kept for ranks in shares if ranks not in self._sums)
-        for ranks, sums in (*self._sums.items(), *((ranks, {no_words.device: no_words}) for ranks in kept_only)):
-            parts = [of_device[:1] if largest else of_device for of_device in sums.values()]
-            parts += [shares[ranks] for shares in kept if ranks in shares]
-            words = _joined(parts, largest)
-            if ranks is not None:
-                (ranks.all_reduce_max if largest else ranks.all_reduce_sum)(words)
-            totals.append(words)
-        words = _joined([words.to(self._devices[0]) for words in totals] or [no_words], largest)
+        over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
+        if over_all.is_empty:
+            raise RuntimeError(
+                "got only parameters that are on other ranks, expected some of which this rank has a part or a copy, "
+                "through which it gets the norm; call this on the ranks that have a part"
+            )
+        nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=self._devices[0])
+        words = over_all.total(shares, nothing, largest=largest)
         norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
         return norm, coefficient
 
@@ -125,7 +132,12 @@ class GradientNorm:
 
         Args:
             coefficient: float32, 0-d.
+
+        Raises:
+            RuntimeError: two parameters have the same gradient. Nothing was changed.
         """
+        for batch in self._batches:
+            batch.demand_apart()
         for batch in self._batches:
             batch.call.run(_C.NormPass.scale, batch.in_place, coefficient)
             for index in batch.others:
@@ -179,6 +191,20 @@ class _Batch:
             copy = self.contiguous[int(self.tensors[row])]
             self._kernel_rows["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
 
+    def demand_apart(self) -> None:
+        """Raises RuntimeError if two gradients that are multiplied in place are one."""
+        rows = self._kernel_rows[: self.in_place]
+        places = np.flatnonzero(rows["cols"])  # rows without elements share nothing
+        addresses = rows["gradient"][places]
+        order = np.argsort(addresses, kind="stable")
+        equal = np.flatnonzero(np.diff(addresses[order]) == 0)
+        if len(equal):
+            first, second = self.tensors[places[order[equal[0] : equal[0] + 2]]]
+            raise RuntimeError(
+                f"parameter {second}: got the same gradient as parameter {first}, expected gradients of their own, as "
+                "each is multiplied in place; make one of them of a .clone()"
+            )
+
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient that the tables do not know; notes the original in ``copied`` if it is a copy."""
@@ -197,11 +223,11 @@ def _may_have_gradient(param: Tensor) -> bool:
     return param.dtype in DTYPES and (param.requires_grad or param.grad is not None)
 
 
-def _parts_of(shard: Shard) -> list[tuple[int, int, Exchange | None]]:
+def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
     """First element in the local tensor, number of elements, and holders, of each model parameter in a shard."""
     if isinstance(shard, FlatBuffer):
-        return [(segment.offset, segment.shard.numel, holders_of(segment.shard)) for segment in shard.segments]
-    return [(0, shard.rows * shard.cols, holders_of(shard))]
+        return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
+    return [(0, shard.rows * shard.cols, shard.counted())]
 
 
 def holders_of(shard: Shard) -> Exchange | None:
@@ -210,15 +236,6 @@ def holders_of(shard: Shard) -> Exchange | None:
     if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
         return None
     return ranks
-
-
-def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
-    """The sum or the maximum of some words, on the first ones' device."""
-    first, *others = parts
-    for other in others:
-        there = other.to(first.device)
-        first = torch.maximum(first, there) if largest else first + there
-    return first
 
 
 def _unreadable(params: Sequence[Tensor]) -> RuntimeError:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage
-from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, number_of
+from shardopt.kernels.overlap import sharing_memory
+from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, assigned, number_of, use_numbers
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.warn import warn_user
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -77,6 +79,10 @@ def describe(
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
     inputs: list[Input] = []
+    params = [param for group in param_groups for param in group["params"]]
+    are_numbered = any(number_of(param) is not None for param in params)
+    if are_numbered:  # some may have come into the groups by assignment
+        use_numbers(param for param in params if number_of(param) is None)
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             try:
@@ -93,6 +99,13 @@ def describe(
             number = number_of(param)
             if number is None:
                 number = numbers.get(param, first + len(inputs))
+                is_random = spec is not None and any(part.spec.is_random for part in spec.slices)
+                if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
+                    warn_user(
+                        f"{known_as}: got a parameter without a number in the model, unlike others, to be rounded at "
+                        "random, so that its noise depends on its place in the optimizer; call optimizer.attach(model)",
+                        RuntimeWarning,
+                    )
             inputs.append(Input(known_as, index, position, param.device, spec, number, copies.get(param)))
     _check_noise(inputs)
     return inputs
@@ -198,6 +211,31 @@ def ready_states(
             residency.ready(parameter.name, param, parameter.spec, state[param])
             ready.append(index)
     return ready
+
+
+def demand_apart(params: Sequence[Tensor], state: Any, inputs: Sequence[Input], ready: Sequence[int]) -> None:
+    """Checks that no two of the parameters whose state is ready have memory in common, nor two of their state entries.
+
+    Raises:
+        RuntimeError: two share memory. Nothing was changed, but parameters may have got their first state.
+    """
+    memory: list[Tensor] = []
+    names: list[str] = []
+    for index in ready:
+        parameter, param = inputs[index], params[index]
+        memory.append(parameter.shard.local(param))
+        names.append(parameter.name)
+        for key, entry in state[param].items():
+            if parameter.spec is not None and key in parameter.spec.state_names:
+                memory.append(getattr(entry, "_local_tensor", entry))
+                names.append(f"{parameter.name}: the state {key}")
+    found = sharing_memory(memory)
+    if found is not None:
+        first, second = (names[index] for index in found)
+        raise RuntimeError(
+            f"{second}: got memory that it shares with {first}, expected memory of its own for each, as a step changes "
+            "both at once; give each parameter to the optimizer once, and make views and tied weights of a .clone()"
+        )
 
 
 def raising(groups: Sequence[Group]) -> frozenset[int]:

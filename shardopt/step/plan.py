@@ -11,6 +11,7 @@ from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.tensor_state import Slice
 from shardopt.step.agreement import Line, Plan
 from shardopt.step.inputs import Input, ParamGroups
+from shardopt.step.over_all import OverAll, ranks_of_sums
 from shardopt.step.rows import Group
 
 
@@ -24,6 +25,8 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     """
     lines: dict[Exchange, list[Line]] = {}
     sharing: dict[Exchange, bool] = {}  # by replicas: whether they share matrices
+    summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
+    is_bridge = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices).is_bridge
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
@@ -32,6 +35,8 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         for slice_ in parameter.spec.slices if parameter.spec is not None else ():
             name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
             line = _line(index, parameter, slice_, name, groups[parameter.group])
+            if groups[parameter.group].rule.totals:
+                line.says["a mesh with all ranks that share parameters"] = not is_bridge
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
             orthogonalized = groups[parameter.group].rule.orthogonalized
@@ -52,7 +57,7 @@ def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchang
     shard = slice_.spec.shard
     candidates = [shard.row_owners]
     if group.rule.sums:
-        candidates.append(shard.parts)
+        candidates.append(ranks_of_sums(shard, group.rule))
     if group.rule.orthogonalized is not None:
         division = shard.division
         candidates.append(division.ranks if division else parameter.copies.ranks if parameter.copies else None)

@@ -21,6 +21,7 @@ from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import (
     KeptGradients,
     ParamGroups,
+    demand_apart,
     demand_finite,
     describe,
     local_gradients,
@@ -58,8 +59,9 @@ class Stepper:
         take_totals: TakeTotals = lambda totals: (),
     ) -> None:
         self.communicates = False  # whether the step that was prepared takes collectives
+        self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
         self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
-        self._captured: list[object] = []  # objects that CUDA graphs keep using
+        self.captured: list[object] = []  # objects that CUDA graphs keep using
         self._first, self._name, self._take_totals = first, name, take_totals
         self._tables: StepTables | None = None  # of the last step
         self._agreement = Agreement()
@@ -108,7 +110,7 @@ class Stepper:
         else:
             groups = [group_of(group) for group in param_groups]
             tables = self._make_tables(param_groups, state, groups, scaling, kept)
-        tables.update(param_groups, state, scaling)
+        self.gradients_changed = tables.update(param_groups, state, scaling)
         if self._agreement.opened is not tables.plan.digests:
             self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
             self._agreement.open_by(tables.plan, tables.openings())
@@ -142,9 +144,10 @@ class Stepper:
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising - before)
         ready = ready_states(params, state, inputs, gradients, self._residency)
+        demand_apart(params, state, inputs, ready)
         return StepTables(
             param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
-            self._take_totals, self._captured, bool(kept),
+            self._take_totals, self.captured, bool(kept),
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:

@@ -162,10 +162,14 @@ class StepTables:
         if self._raising:
             demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
 
-    def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> None:
-        """Fills in this step's gradients, options and loss scale."""
+    def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
+        """Fills in this step's gradients, options and loss scale.
+
+        Returns:
+            Whether other parameters may have a gradient, or gradients of another kind, than in the step before.
+        """
         kinds = self._watched.gradient_kinds()
-        if kinds != self._kinds:
+        if changed := kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
         if self._has_totals:
@@ -185,6 +189,7 @@ class StepTables:
                 wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands, row_moments)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
+        return changed
 
     @property
     def communicates(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.optim.loading import HELD, check_counts, checked_entries, held_elements
+from shardopt.optim.loading import HELD, by_name, checked_entries, held_elements
 from shardopt.state.loaded_entries import check_dense, check_entry, check_moment, copy_to
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
@@ -89,8 +89,7 @@ def adopted(
     Raises:
         ValueError: the state was quantized in another way, is damaged, or is of other parameters.
     """
-    saved, states = state_dict["param_groups"], state_dict["state"]
-    check_counts(saved, groups)
+    saved, states = by_name(state_dict["param_groups"], groups), state_dict["state"]
     quantized = all(_has_format(group, entries) for group in saved)
     other_elements = _other_elements(groups, saved) if quantized else None
     loaded: dict[Tensor, State] = {}

@@ -12,14 +12,18 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
+from shardopt.kernels.autograd import without_autograd
+from shardopt.kernels.overlap import sharing_memory
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import HELD, checked_containers, held_elements
+from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, bytes_of, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.chunks import TransferUnit, chunks_of, units_of
 from shardopt.wrapper.coding import State, coded_names, coding_keys, encoded
 from shardopt.wrapper.entries import Entries
 from shardopt.wrapper.loading import adopted, dequantized, format_of, unwrapped
-from shardopt.wrapper.step import step_chunks
+from shardopt.wrapper.step import Counters, step_chunks
 from shardopt.wrapper.tested import Kind, is_tested, kind_of, refuse, refuse_options
 
 
@@ -81,6 +85,10 @@ def quantize_state(
     return QuantizedState(optimizer, Entries(options, unsigned, keep), memory)
 
 
+#: State entries that count steps, with their values before the first.
+_COUNTS = {"step": 0, "mu_product": 1}
+
+
 class QuantizedState(Optimizer):
     """An optimizer whose state is quantized; made by :func:`quantize_state`.
 
@@ -92,6 +100,7 @@ class QuantizedState(Optimizer):
 
     #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
+    _seen: Sequence[int] = ()  # the ids of the parameters whose memory was checked last
 
     def __init__(self, optimizer: Optimizer, entries: Entries, working_memory: int | None) -> None:
         self._inner = optimizer
@@ -99,6 +108,8 @@ class QuantizedState(Optimizer):
         self._working_memory = working_memory
         self._first_step = True
         self._is_paused = False
+        self._may_make_state = True
+        self._made: set[str] | None = None
         kind = self._checked_kind(optimizer.param_groups)
         if not is_tested(optimizer):
             entries.looks_for_copies = True
@@ -157,7 +168,7 @@ class QuantizedState(Optimizer):
         self._is_elementwise = kind is Kind.ELEMENTWISE
 
     @_disable_dynamo
-    @torch.no_grad()
+    @without_autograd
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes a step, chunk by chunk.
 
@@ -181,6 +192,13 @@ class QuantizedState(Optimizer):
                 loss = closure()
         if self._is_paused:
             return loss
+        if self._may_make_state:
+            has_begun = self._made is None and any(self.state.values())
+            self._may_make_state = only_makes_state(self.param_groups, lambda: has_begun)
+            self._drop_made_state()
+            if self._may_make_state:
+                self._make_state()
+                return loss
         chunks = self._chunks()
         if self._first_step:
             self._first_step = False
@@ -189,6 +207,38 @@ class QuantizedState(Optimizer):
         if self._entries.given and self.state:
             self._warn_of_unknown_names()
         return loss
+
+    def _make_state(self) -> None:
+        """Makes the state that a framework wants to see before the first step, which begins without it.
+
+        The inner optimizer takes a step of the zero gradients, from which only its state is left, with counts of zero.
+        """
+        kept, counters, weights = set(self._entries.kept), Counters(self._inner), {}
+        for group in self.param_groups:
+            weights.update({param: param.detach().clone() for param in group["params"] if param.grad is not None})
+        step_chunks(self._inner, self._entries, self._chunks())
+        counters.restore()
+        for param, before in weights.items():
+            param.copy_(before)
+        for unit in self._units():
+            state = unit.state_in(self.state.get(unit.param, {}))
+            for key, value in _COUNTS.items():
+                if key in state:
+                    old = state[key]
+                    state[key] = torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+            if state:
+                unit.put_state(self.state, state)
+        self._made = kept
+
+    def _drop_made_state(self) -> None:
+        """Drops the state that :meth:`_make_state` made, unless other state was loaded since."""
+        if self._made is not None:
+            self.state.clear()
+            self._entries.kept, self._made = self._made, None
+
+    def _expect_first_step(self) -> None:
+        """Takes the present state for the run's own; the next step may be one that only makes state."""
+        self._may_make_state, self._made = True, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -207,6 +257,7 @@ class QuantizedState(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        check_keys(self.state, self.param_groups)
         state_dict = self._inner.state_dict()
         if dequantize:
             state_dict = dequantized(state_dict, self._entries, self._units())
@@ -219,6 +270,7 @@ class QuantizedState(Optimizer):
         return state_dict
 
     @_disable_dynamo
+    @without_autograd
     def load_state_dict(self, state_dict: State) -> None:
         """Loads a state dict of this class, or of the bare optimizer, which is quantized.
 
@@ -239,6 +291,7 @@ class QuantizedState(Optimizer):
             self._entries.kept = kept
             raise
         self._is_elementwise = kind is Kind.ELEMENTWISE
+        self._expect_first_step()
         for param, entries in self.state.items():
             if isinstance(entries, dict):
                 self.state[param] = unwrapped(entries)
@@ -252,7 +305,7 @@ class QuantizedState(Optimizer):
                 "got a copy of an optimizer of flat parameters, whose copies would not say what they are made of, "
                 "expected state_dict(); load that into an optimizer of the wrapped copy of the model"
             )
-        names = ("_inner", "_entries", "_working_memory", "_is_elementwise", "_first_step")
+        names = ("_inner", "_entries", "_working_memory", "_is_elementwise", "_first_step", "_may_make_state", "_made")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -329,12 +382,21 @@ class QuantizedState(Optimizer):
             )
 
     def _units(self) -> list[TransferUnit]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if (ids := [id(param) for param in params]) != self._seen:
+            found = sharing_memory([getattr(param, "_local_tensor", param) for param in params])
+            if found is not None:
+                raise RuntimeError(
+                    f"got parameters {found[0]} and {found[1]} (counted over all param groups) in the same memory, "
+                    "expected memory of its own for each; give each parameter once, and make views of a .clone()"
+                )
+            self._seen = ids
         return units_of(self.param_groups, local=self._is_elementwise)
 
     def _chunks(self) -> list[list[TransferUnit]]:
         return chunks_of(self._units(), self._working_memory)
 
-    @torch.no_grad()
+    @without_autograd
     def _quantize_present_state(self) -> None:
         before = {param: state for param, state in self.state.items() if isinstance(param, Tensor)}
         new: dict[Tensor, State] = {}

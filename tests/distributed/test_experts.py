@@ -308,3 +308,21 @@ def test_muon_takes_no_memory_for_experts_of_other_ranks() -> None:
         if not local(module.weight).numel():
             assert not list(matrices_of(0, described, None))
             assert (shard.holders, shard.parts, shard.division) == (None, None, None)
+
+
+@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.parametrize("width", [200, 512])  # with and without cut blocks
+def test_an_expert_without_gradient(width: int) -> None:
+    """Ranks of one expert have no gradient of it in a step; what they share with all others they step on."""
+    pair = dist.get_rank() // 2
+    shared = nn.Parameter(distribute(values((8, width), 0), mesh_of((4,)), (Shard(1),)))
+    expert = nn.Parameter(distribute(values((8, 202), 1 + pair), _meshes()[pair], (Shard(1),)))
+    optimizer = shardopt.AdamW8bit([shared, expert], min_quantized_numel=0)
+    for step in range(4):
+        for param in (shared, expert):
+            param.grad = distribute(values(tuple(param.shape), 9 + step), param.device_mesh, param.placements)
+        if step == 2 and pair == 0:
+            expert.grad = None
+        optimizer.step()
+    assert int(optimizer.state[shared]["step"]) == 4
+    assert int(optimizer.state[expert]["step"]) == (3 if pair == 0 else 4)

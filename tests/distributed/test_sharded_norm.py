@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardopt
 from ranks.collectives import counted_collectives
-from ranks.layouts import Layout, mesh_of, shard, values
+from ranks.layouts import Layout, distribute, mesh_of, shard, values
 from ranks.models import FSDP1_WAYS, WAYS, make_net, set_gradients
 from ranks.runs import make_optimizer, snapshot_of
 from ranks.snapshot import assert_same
@@ -96,8 +98,76 @@ def test_mixed(world_size: int) -> None:
         totals = [torch.empty(()) for _ in range(size)]
         dist.all_gather(totals, actual)
         assert len(set(map(float, totals))) == 1
-        # Sums of all rows; of the inner rows, if there are several; of rows, then of columns.
-        assert sent == [("allreduce", 8 * words)] * (4 if size == 4 else 3)
+        # All of these meshes have the same ranks.
+        assert sent == [("allreduce", 8 * words)]
+
+
+@lru_cache(maxsize=1)
+def _submeshes() -> dict[tuple[int, ...], DeviceMesh]:
+    ranks = [(0, 1), (1, 2), (0, 1, 2), (2, 3), (3,)]  # all ranks make all of these
+    return {of_mesh: DeviceMesh("cpu", list(of_mesh)) for of_mesh in ranks if max(of_mesh) < dist.get_world_size()}
+
+
+def _on(mesh: DeviceMesh, seed: int) -> torch.nn.Parameter:
+    """A parameter of 5 rows on a mesh, with a gradient."""
+    param = torch.nn.Parameter(distribute(values((5, 9), seed), mesh, (Shard(0),)))
+    if mesh.get_coordinate() is not None:
+        param.grad = distribute(values((5, 9), 9 + seed), mesh, (Shard(0),))
+    return param
+
+
+#: Ranks, meshes (by the first's ranks, or "ep": a slice of a mesh for each half of the ranks), a plain parameter.
+_SETS: list[tuple[int, list[tuple[int, ...] | str], bool]] = [
+    (3, [(0, 1, 2), (1, 2)], False),  # the first copy is not on rank 0
+    (4, ["world", (2, 3), (3,), (0, 1)], True),
+    (4, ["world", "ep", (2, 3)], True),
+    (4, [(0, 1), (2, 3)], True),  # no mesh has all ranks, all ranks know of both
+    (3, [(0, 1)], True),  # rank 2 has a copy of the plain parameter only
+    (3, [(0, 1, 2), (0, 1), (1, 2)], False),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "sets", "plain", "empty"),
+    # A rank cannot know of parameters that it leaves out, and shares no other parameter with.
+    [(*case, empty) for case in _SETS for empty in (True, False) if empty or case not in _SETS[3:5]],
+    ids=str,
+)
+def test_meshes_of_some_ranks(world_size: int, sets: list[tuple[int, ...] | str], plain: bool, empty: bool) -> None:
+    """Parameters on meshes that lack some ranks, which leave them out or have them without elements."""
+    pairs = mesh_of((2, 2), "dp", "ep")["ep"] if "ep" in sets else None
+    meshes = {"world": mesh_of((world_size,)), "ep": pairs}
+    params, grads = [], []
+    for seed, of_mesh in enumerate(sets):
+        mesh = meshes[of_mesh] if isinstance(of_mesh, str) else _submeshes()[of_mesh]
+        grads.append(values((5, 9), 9 + seed))
+        if empty or mesh.get_coordinate() is not None:
+            params.append(_on(mesh, seed))
+    if plain:
+        params.append(torch.nn.Parameter(torch.ones(7)))
+        params[-1].grad = values((7,), 3)
+        grads.append(values((7,), 3))
+    whole = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for kind in (2.0, math.inf):
+        for param, grad in zip(whole, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer = shardopt.AdamW8bit(params)
+        assert float(clip_grad_norm_(params, 0.5, kind, optimizer=optimizer)) == float(
+            clip_grad_norm_(whole, 0.5, kind)
+        )
+
+
+@pytest.mark.ranks(3, timeout=30)
+def test_meshes_that_chain() -> None:
+    """Ranks 0, 1 and ranks 1, 2: no message reaches all, and all of them refuse."""
+    rank, meshes = dist.get_rank(), _submeshes()
+    params = [_on(mesh, seed) for seed, mesh in enumerate((meshes[0, 1], meshes[1, 2])) if rank in mesh.mesh.tolist()]
+    before = [param.grad.to_local().clone() for param in params]
+    for kind in (2.0, math.inf):
+        with pytest.raises(RuntimeError, match="expected a mesh with all ranks that share parameters"):
+            clip_grad_norm_(params, 0.5, kind)
+    assert all(torch.equal(param.grad.to_local(), grad) for param, grad in zip(params, before, strict=True))
 
 
 @pytest.mark.ranks(1)

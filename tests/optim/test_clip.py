@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,13 +163,75 @@ def test_refused() -> None:
         clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
 
 
-def test_a_coefficient_is_used_up_by_a_step_that_raises() -> None:
-    param = torch.nn.Parameter(torch.ones(4))
-    optimizer = shardopt.SGD8bit([param], lr=1.0, nonfinite="raise")
-    param.grad = torch.full((4,), float("inf"))
-    shardopt.clip_grad_norm_([param], 1.0, optimizer=optimizer)
+#: What a loop may do to the gradients of a model between clipping and the step, and whether the step warns.
+LEFT_OUT: dict[str, tuple[Callable[[torch.nn.Module], object], bool]] = {
+    "model.zero_grad": (lambda model: model.zero_grad(), False),
+    "zero_grad in place": (lambda model: model.zero_grad(set_to_none=False), True),
+    "one replaced": (lambda model: setattr(model.bias, "grad", model.bias.grad.clone()), True),
+    "one changed": (lambda model: model.weight.grad.add_(1), True),
+    "backward again": (lambda model: model(torch.ones(2, 33)).sum().backward(), True),
+}
+
+
+@pytest.mark.parametrize("how", LEFT_OUT)
+def test_a_coefficient_is_forgotten_with_its_gradients(how: str) -> None:
+    act, warns = LEFT_OUT[how]
+    models = [torch.nn.Linear(33, 65) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for clips, model in enumerate(models):
+        optimizer = shardopt.SGD8bit(model.parameters(), lr=1.0, min_quantized_numel=64)
+        model(torch.ones(2, 33)).sum().backward()
+        if clips:
+            clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer)
+        act(model)
+        if "zero" in how:
+            model(torch.ones(2, 33)).sum().backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert len(seen) == (clips and warns)
+        assert all("gradients were changed or replaced between" in str(warning.message) for warning in seen)
+    assert_same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_a_coefficient_is_forgotten_if_most_parameters_have_no_gradient() -> None:
+    params = [Parameter(torch.zeros(4), requires_grad=index % 2 == 1) for index in range(64)]
+    optimizer = shardopt.SGD8bit(params, lr=1.0)
+    params[1].grad = torch.full((4,), 100.0)
+    clip_grad_norm_(params, 1.0, optimizer=optimizer)
+    params[1].grad, params[3].grad = None, torch.ones(4)
+    optimizer.step()
+    assert torch.equal(params[3], -torch.ones(4))
+
+
+def test_gradients_that_are_left_are_clipped() -> None:
+    layer = torch.nn.Linear(33, 65)
+    before = layer.weight.detach().clone()
+    optimizer = shardopt.SGD8bit(layer.parameters(), lr=1.0, min_quantized_numel=64)
+    layer(torch.ones(2, 33)).sum().backward()
+    total = clip_grad_norm_(layer.parameters(), 1e-3, optimizer=optimizer)
+    layer.bias.grad = None
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before - 2e-3 / (total + 1e-6))
+
+
+def test_a_step_that_raises_may_be_tried_again() -> None:
+    params = [Parameter(torch.zeros(4)), Parameter(torch.zeros(4))]
+    optimizer = shardopt.SGD8bit(params, lr=1.0, nonfinite="raise")
+    params[0].grad = torch.ones(4)
+    total = clip_grad_norm_(params, 1.0, optimizer=optimizer)
+    bad = params.pop()
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    assert torch.equal(params[0].detach(), (-1.0 / (total + 1e-6)).expand(4))
+    params[0].grad, bad.grad = torch.ones(4), torch.full((4,), float("inf"))
+    clip_grad_norm_([*params, bad], 1.0, optimizer=optimizer)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    param.grad = torch.ones(4)
-    optimizer.step()
-    torch.testing.assert_close(param.detach(), torch.zeros(4), rtol=0, atol=0)
+    before = params[0].detach().clone()
+    params[0].grad, bad.grad = torch.ones(4), None
+    optimizer.step()  # other gradients, which are not clipped
+    assert torch.equal(params[0].detach(), before - 1)

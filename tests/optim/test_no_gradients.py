@@ -1,6 +1,7 @@
-"""The first step warns when it finds no gradient: the optimizer was made of parameters that were replaced later."""
+"""Warnings of parameters that nobody trains: replaced after the optimizer was made, frozen, or cut off."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,3 +58,77 @@ def test_a_rank_that_holds_nothing_does_not_warn() -> None:
             shardopt.AdamW8bit([param]).step()
     finally:
         dist.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    """A model of which a forward pass may skip a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.spare = torch.nn.Linear(64, 64)
+
+    def forward(self, t: int, skips: Callable[[int, int], bool]) -> torch.Tensor:
+        x = self.embed(torch.arange(4))
+        for index, layer in enumerate(self.layers):
+            x = x if skips(t, index) else x + layer(x)
+        return x.square().mean()
+
+
+def _warned(
+    steps: int, skips: Callable[[int, int], bool] = lambda t, index: False, *, at: int = 0, act: object = None
+) -> list[str]:
+    """The warnings of some steps, before one of which ``act`` changes the model."""
+    model = Net()
+    model.spare.requires_grad_(False)
+    optimizer = shardopt.AdamW8bit(model.named_parameters(), min_quantized_numel=64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for t in range(steps):
+            if t == at and callable(act):
+                act(model)
+            model(t, skips).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in seen]
+
+
+def _resize(model: Net) -> None:
+    model.embed = torch.nn.Embedding(60, 64)
+
+
+def _assign(model: Net) -> None:
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("at", [0, 40])
+def test_replaced_parameters_are_named_once(at: int) -> None:
+    (message,) = _warned(at + 50, at=at, act=_resize)
+    assert message.startswith("embed.weight (50, 64): got no gradient, and no module has the parameter; expected")
+    assert _warned(at + 2, at=at, act=_resize) == []
+    (message,) = _warned(at + 50, at=at, act=_assign)  # of all parameters
+    first = "the first step" if at == 0 else "each of 3 steps"
+    assert message.startswith(f"{first} found no gradient in any of 7 parameters and changed nothing")
+
+
+def test_parts_that_are_skipped_are_no_noise() -> None:
+    """Experts without a token, layers that are skipped at random, parts that are frozen from the start or later."""
+    draws = torch.rand(100, 3, generator=torch.Generator().manual_seed(0))
+    assert _warned(100, lambda t, index: bool(draws[t, index] < 0.6)) == []
+    assert _warned(100, lambda t, index: index == 1 and t % 30 > 0) == []
+    assert _warned(31, lambda t, index: index == 1) == []
+    assert _warned(100, lambda t, index: index == 1 and t > 5) == []
+    assert _warned(100, at=5, act=lambda model: model.embed.requires_grad_(False)) == []
+
+
+def test_parameters_that_are_cut_off_are_named_once() -> None:
+    (message,) = _warned(100, lambda t, index: index != 1)
+    expected = "layers.0.weight (64, 64), layers.0.bias (64,), layers.2.weight (64, 64), layers.2.bias (64,)"
+    assert message.startswith(f"{expected}: got no gradient in 32 steps in which others had one; expected gradients")
+
+
+def test_frozen_parameters_alone_warn() -> None:
+    model = torch.nn.Linear(64, 64).requires_grad_(False)
+    with pytest.warns(RuntimeWarning, match="the first step found all 2 parameters frozen"):
+        shardopt.AdamW8bit(model.parameters()).step()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import UserList
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import everything
+from helpers import everything, through_a_file
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.state.options import bytes_of
@@ -270,3 +272,47 @@ def test_sizes_in_bytes() -> None:
 def test_param_names_are_names(names: Any) -> None:
     with pytest.raises(ValueError, match=r"param_names: got .*, expected a list of the parameters' names"):
         shardopt.AdamW8bit([{"params": [Parameter(torch.ones(2))], "param_names": names}])
+
+
+SEQUENCES: dict[str, Any] = {"UserList": UserList, "array": np.array, "float32": np.float32, "tensor": torch.tensor}
+
+
+@pytest.mark.parametrize("made", SEQUENCES)
+@pytest.mark.parametrize(
+    ("rule", "option", "value"),
+    [
+        *((rule, "betas", (0.5, 0.25)) for rule in ("AdamW8bit", "Lion8bit", "Prodigy8bit", "NAdam8bit", "LAMB8bit")),
+        ("AdEMAMix8bit", "betas", (0.5, 0.25, 0.75)),
+        ("Muon8bit", "split", (3, 5)),
+        ("Muon8bit", "ns_coefficients", (3.0, -4.0, 2.0)),
+        ("NorMuon8bit", "ns_coefficients", ((3.0, -4.0, 2.0), (2.0, -1.5, 0.5))),
+    ],
+)
+def test_a_sequence_of_any_class(rule: str, option: str, value: Any, made: str) -> None:
+    """As an argument, in a param group and between steps; the group keeps tuples of plain numbers."""
+    given = tuple(map(np.float32, value)) if made == "float32" and option == "betas" else None
+    given = SEQUENCES["array" if made == "float32" else made](value) if given is None else given
+    param, kind = Parameter(torch.ones(8, 16)), getattr(shardopt, rule)
+    for optimizer in (kind([param], **{option: given}), kind([{"params": [param], option: given}]), kind([param])):
+        optimizer.param_groups[0][option] = given
+        saved = through_a_file(optimizer.state_dict())
+        assert saved["param_groups"][0][option] == value
+        optimizer.param_groups[0][option] = given
+        param.grad = torch.ones(8, 16)
+        optimizer.step()
+        assert optimizer.param_groups[0][option] == value
+        saved["param_groups"][0][option] = given
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0][option] == value
+
+
+def test_a_sequence_of_any_class_by_pattern() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for kind in (UserList, np.array):
+        groups = shardopt.param_groups(model, {pattern: {"betas": kind([0.5, 0.25])} for pattern in ("0.*", "1.*")})
+        assert [group["betas"] for group in groups] == [(0.5, 0.25)]
+
+
+def test_names_in_a_sequence_of_any_class() -> None:
+    optimizer = shardopt.AdamW8bit([{"params": [Parameter(torch.ones(2))], "param_names": UserList(["weight"])}])
+    assert through_a_file(optimizer.state_dict())["param_groups"][0]["param_names"] == ["weight"]

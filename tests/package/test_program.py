@@ -88,8 +88,6 @@ def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subpro
             ["program.py", ["--replace", "x", "-m", "--help"], OURS],
         ),
         (("--replace=torch.optim.AdamW=AdamW8bit", "-m", "package.program", "a"), ["program.py", ["a"], OURS]),
-        (("package/program.py", "--", "-x", "--"), ["program.py", ["--", "-x", "--"], THEIRS]),
-        (("-m", "--", "package.program", "--", "-x"), ["program.py", ["--", "-x"], THEIRS]),
     ],
 )
 def test_a_program_runs_as_main(
@@ -154,6 +152,20 @@ def test_mistakes(arguments: tuple[str, ...], message: str, capsys: pytest.Captu
         main(["run", *arguments])
     assert message in f"{ended.value.code}{capsys.readouterr().err}"
     assert ended.value.code != 0
+
+
+@pytest.mark.parametrize("before", [(), ("--",), ("--replace", "absent.AdamW=AdamW8bit", "--")])
+@pytest.mark.parametrize("own", [("--", "-x"), ("-x", "--"), ("a", "--", "--", "-m"), ("--",)])
+def test_dashes_are_the_programs_own(
+    before: tuple[str, ...], own: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, argv = tmp_path / "program.py", sys.argv
+    program.write_text("import sys; print(sys.argv[1:])")
+    try:
+        main(["run", *before, str(program), *own])
+    finally:
+        sys.argv = argv
+    assert capsys.readouterr().out == f"{list(own)}\n"
 
 
 def test_errors_of_programs_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,68 @@ def test_state_dicts_are_complete(of: str, tmp_path: Path) -> None:
             shardopt.checkpoint.load(tmp_path, model, start(model, None))
         part = {"model": lambda m: m, "layers": lambda m: m.layers, "checkpoint": lambda m: m}[of]
         assert_same(part(model).state_dict(), part(expected).state_dict())
+
+
+def _two_optimizers(overlap: bool) -> tuple[nn.Module, list[shardopt.AdamW8bit]]:
+    """A model and its two optimizers, whose first steps are in flight."""
+    model = Layers()
+    params = list(model.parameters())
+    optimizers = []
+    for part in (params[:14], params[14:]):
+        optimizers.append(shardopt.AdamW8bit(part, lr=1e-2, min_quantized_numel=64, offload="step"))
+        shardopt.release_gradients(model, optimizers[-1], overlap_forward=overlap, waiting_gradients=100)
+    model(batch(0)).square().mean().backward()
+    for optimizer in optimizers if overlap else ():
+        optimizer.step()
+    return model, optimizers
+
+
+def _saved(
+    save: Callable[..., object], path: Path, model: nn.Module, *optimizer: shardopt.AdamW8bit
+) -> dict[str, Tensor]:
+    result = save(path, model, *optimizer)
+    if isinstance(result, Future):
+        result.result()
+    loaded = Layers()
+    shardopt.checkpoint.load(path, loaded)
+    return loaded.state_dict()
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path, model, _: model.state_dict(),
+        lambda path, model, _: _saved(shardopt.checkpoint.save, path, model),
+        lambda path, model, _: _saved(shardopt.checkpoint.async_save, path, model),
+        lambda path, model, optimizers: _saved(shardopt.checkpoint.save, path, model, optimizers[1]),
+    ],
+    ids=["state_dict", "save", "async_save", "save with one"],
+)
+def test_the_model_is_complete_whichever_optimizer_is_given(
+    read: Callable[..., dict[str, Tensor]], overlap: bool, tmp_path: Path
+) -> None:
+    expected, optimizers = _two_optimizers(overlap)
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    with slow_steps(0.02):
+        assert_same(read(tmp_path, *_two_optimizers(overlap)), expected.state_dict())
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("what", ["load_state_dict", "load"])
+def test_loading_a_model_is_not_undone_by_late_steps(what: str, overlap: bool, tmp_path: Path) -> None:
+    first = Layers()
+    shardopt.checkpoint.save(tmp_path, first)
+    with slow_steps(0.02):
+        model, optimizers = _two_optimizers(overlap)
+        if what == "load":
+            shardopt.checkpoint.load(tmp_path, model)
+        else:
+            model.load_state_dict(first.state_dict())
+        for optimizer in optimizers:
+            optimizer.synchronize()
+    assert_same(model.state_dict(), first.state_dict())
 
 
 def test_loading_is_not_undone_by_late_steps(tmp_path: Path) -> None:

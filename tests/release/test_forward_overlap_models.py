@@ -1,8 +1,10 @@
-"""Steps that overlap the next forward pass, of models that are compiled, pickled, copied or let go."""
+"""Steps that overlap the next forward pass, of models that are compiled, pickled, copied, forked or let go."""
 
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -45,6 +47,35 @@ def test_compiled_models(what: str) -> None:
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("runs", ["the model before", "another before", "another after"])
+def test_code_that_was_compiled_without_hooks(runs: str) -> None:
+    """Dynamo keeps code per class; it is not to be used for a released model, in training and evaluation."""
+    found = []
+    for overlap in (None, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, another = (nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)) for _ in range(2))
+        compiled, first = (torch.compile(one, backend="eager") for one in (model, another))
+        if runs == "the model before":
+            first = compiled
+        for when in ("before", "after"):
+            if runs.endswith(when):
+                first(torch.ones(50)).sum().backward()
+                first.zero_grad()
+                with torch.no_grad():
+                    first(torch.ones(50))
+            if when == "before":
+                optimizer = start(model, overlap)
+        with slow_steps(0.02):
+            for _ in range(2):
+                compiled(torch.ones(50)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    found.append(compiled(torch.ones(50)))
+    assert torch.equal(torch.stack(found[:2]), torch.stack(found[2:]))
+
+
 def test_a_pickled_model_does_not_wait_for_anything(tmp_path: Path) -> None:
     model = Layers()
     optimizer = start(model, True)
@@ -72,6 +103,31 @@ def test_copies_of_the_model_do_not_disturb() -> None:
         average = copy.deepcopy(model)
         train(model, optimizer, 1, between=lambda: average(batch(0)))
         train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forked(overlap: bool) -> None:
+    """Steps in flight are over before the fork, and the child's steps have a thread of their own."""
+    runs = []
+    for released in (None, overlap):
+        model = Layers()
+        runs.append((model, start(model, released)))
+    (expected, ordinary), (model, optimizer) = runs
+    train(expected, ordinary, 1)
+    train(expected, ordinary, 1)
+    with slow_steps(0.01):
+        train(model, optimizer, 1)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            try:
+                train(model, optimizer, 1)
+                optimizer.synchronize()
+                assert_same(everything(optimizer), everything(ordinary))
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_removed() -> None:

@@ -163,6 +163,7 @@ def test_parameters_used_several_times_are_stepped_once(recompute: bool | None) 
     pair = Pair(Tied(recompute))
     pair.run()
     assert pair.released.state[pair.models[0].weight]["step"] == STEPS
+    assert not any(module._forward_pre_hooks for module in pair.models[0].children()), "counted in the first step only"
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
@@ -175,7 +176,37 @@ def test_gradients_in_parts_are_stepped_once_complete(evaluated: bool) -> None:
     for number in range(STEPS):
         pair.step(number, left=("weight", "mix.weight", "mix.bias"))
         pair.compare()
-    assert not any(module._forward_pre_hooks for module in pair.models[0].children()), "counted in the first step only"
+
+
+class Dropped(nn.Module):
+    """A layer in a number of reentrant checkpoints, which call it or, if ``is_called`` is False, its function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Embedding(97, 64), nn.Linear(64, 64)
+        self.last = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 97))
+        self.times, self.is_called = 0, True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(tokens)
+        for _ in range(self.times):
+            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=True)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize("times", [(0, 2, 1, 3), (1, 2, 0, 2), (2, 1, 3, 3)], ids=str)
+def test_checkpoints_whose_number_changes(times: tuple[int, ...], is_called: bool) -> None:
+    """Also if the first step has none, or one."""
+    pair = Pair(Dropped())
+    for number, count in enumerate(times):
+        for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
+            model.times, model.is_called = count, is_called
+            loss_of(model, make_batch(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.compare()
 
 
 class Layers(nn.Module):

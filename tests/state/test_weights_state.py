@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardopt.optim import ShardedOptimizer
 from step_problem import assert_noticed, put, put_data, set_option
 from step_problem import make as make_groups
 from test_state_dict import TORCH, advance, made, params_of, through_a_file
-from weight_formats import BF16, FORMATS
+from weight_formats import BF16, FORMATS, FP16, FP32
 
 BITS = (24, 32)
 
@@ -129,3 +130,40 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_between_steps_are_noticed(name: str, bits: int) -> None:
     assert_noticed(CHANGES[name], make_groups(dtype=BF16, master_weight_bits=bits))
+
+
+def _step(optimizer: ShardedOptimizer) -> None:
+    advance(optimizer, range(1), optimizer.param_groups[0]["params"][0].dtype)
+
+
+USES: dict[str, Callable[[ShardedOptimizer], object]] = {
+    "step": _step,
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "load": lambda optimizer: optimizer.load_state_dict(through_a_file(optimizer.state_dict())),
+    "copy": lambda optimizer: copy.deepcopy(optimizer.state_dict()),
+    "full precision": lambda optimizer: optimizer.full_precision_parameters(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("before", "after"), [(BF16, FP32), (FP32, BF16), (BF16, FP16), (FP16, BF16)])
+def test_low_bits_of_weights_that_were_cast(before: torch.dtype, after: torch.dtype, use: str) -> None:
+    """Low bits are dropped, and the run is that of an optimizer that gets the weights and moments after the cast."""
+    optimizer = trained("adamw", dtype=before, master_weight_bits=24)
+    params = optimizer.param_groups[0]["params"]
+    for param in params:
+        param.data = param.data.to(after)
+    with pytest.warns(UserWarning, match=f"got weights that were cast to {after} after steps"):
+        USES[use](optimizer)
+    assert all(("master_low_bits" in state) == (after != FP32) for state in optimizer.state.values())
+    if use == "step":
+        return
+    for state in optimizer.state.values():
+        assert not state.get("master_low_bits", torch.zeros(1)).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = with_weights_of(optimizer, "adamw", master_weight_bits=24)
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        for each in (optimizer, other):
+            advance(each, range(3, 5), after)
+    assert_same(everything(other), everything(optimizer))

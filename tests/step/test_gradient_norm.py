@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import shardopt
 from kernel_problem import using
 from message_problem import DTYPES, numbers
 from shardopt import _C, clip_grad_norm_
@@ -200,3 +201,26 @@ def test_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="got a sparse gradient"):
         clip_grad_norm_(embedding.weight, 1.0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_parameter_that_is_given_twice_counts_once(in_place: bool) -> None:
+    params = with_gradients([torch.arange(33.0 * 65).view(33, 65) for _ in range(2)])
+    optimizer = None if in_place else shardopt.AdamW8bit(params)
+    expected = clip_grad_norm_(with_gradients([p.grad for p in params]), 0.1)  # type: ignore[misc]
+    gradients = [p.grad.clone() for p in params]  # type: ignore[union-attr]
+    for _ in range(2):
+        assert torch.equal(clip_grad_norm_([*params, params[0]], 0.1, optimizer=optimizer), expected)
+        if in_place:
+            assert torch.equal(params[0].grad, params[1].grad)  # type: ignore[arg-type]
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+
+
+def test_a_gradient_of_two_parameters_is_not_multiplied_twice() -> None:
+    params = with_gradients([torch.ones(40, 50), torch.ones(0, 3), torch.ones(40, 50)])
+    params[2].grad = params[0].grad
+    with pytest.raises(RuntimeError, match="parameter 2: got the same gradient as parameter 0"):
+        clip_grad_norm_(params, 0.1)
+    assert torch.equal(params[0].grad, torch.ones(40, 50))  # type: ignore[arg-type]
+    assert float(clip_grad_norm_(params, 1e9)) == pytest.approx(math.sqrt(4000))

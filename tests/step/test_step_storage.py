@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+import shardopt
 from helpers import everything
 from ranks.layouts import values
 from ranks.snapshot import assert_same
@@ -120,3 +122,74 @@ def test_what_has_no_elements_needs_no_storage() -> None:
         param.grad = torch.zeros(0, 130)
         optimizer.step()
     assert optimizer.state[param]["step"] == 3
+
+
+def _tied(w: Tensor) -> list[Tensor]:
+    return [Parameter(w), Parameter(w.detach())]
+
+
+#: Lists of parameters of which the first and the last share memory.
+SHARED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "twice": lambda w: [p := Parameter(w), p],
+    "tied": _tied,
+    "transposed": lambda w: [Parameter(w), Parameter(w.t())],
+    "parts": lambda w: [Parameter(w[:40]), Parameter(torch.zeros(64, 64)), Parameter(w[39:])],
+    "columns": lambda w: [Parameter(w[:, :33]), Parameter(w[:, 32:])],
+    "one dtype within another": lambda w: [Parameter(w), Parameter(w.view(torch.bfloat16)[5:6])],
+}
+
+
+@pytest.mark.parametrize("way", ["constructor", "assigned", "appended", "between steps"])
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_parameters_that_share_memory_are_refused(kind: str, way: str) -> None:
+    params = SHARED[kind](values((64, 64), 0))
+    optimizer = shardopt.AdamW8bit(params if way == "constructor" else params[:-1], min_quantized_numel=64)
+    if way == "between steps":
+        for param in params[:-1]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    if way == "appended":
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[-1:]})
+    elif way != "constructor":
+        optimizer.param_groups[0]["params"] = params
+    for param in params:
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in params]
+    last = "0 of param group 1" if way == "appended" else f"{len(params) - 1} of param group 0"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"parameter {last}.* shares with parameter 0 of param group 0"):
+            optimizer.step()
+    for param, expected in zip(params, before, strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_views_that_share_nothing_are_stepped() -> None:
+    whole = [values((64, 96), 0), values((64, 96), 0)]
+    cuts: tuple[Callable[[Tensor], Tensor], ...] = (lambda w: w[:, :32], lambda w: w[:, 32:64], lambda w: w[::2, 64:])
+    cuts += (lambda w: w[1::2, 64:], lambda w: w[0:0])
+    runs = [[Parameter(cut(w) if shared else cut(w).clone()) for cut in cuts] for shared, w in enumerate(whole)]
+    for params in runs:
+        optimizer = shardopt.AdamW8bit(params, min_quantized_numel=64)
+        for t in range(2):
+            for index, param in enumerate(params):
+                param.grad = values(tuple(param.shape), 10 * t + index)
+            optimizer.step()
+    for apart, shared in zip(*runs, strict=True):
+        assert torch.equal(apart, shared)
+
+
+def test_state_that_two_parameters_share_is_refused() -> None:
+    optimizer = make("adamw", min_quantized_numel=0)
+    step(optimizer, 0)
+    first, second = params_of(optimizer)[:2]
+    optimizer.state[second]["step"] = optimizer.state[first]["step"]
+    with pytest.raises(RuntimeError, match=r"state step: got memory .* shares with parameter 0.* state step"):
+        step(optimizer, 1)
+
+
+def test_quantize_state_refuses_shared_memory() -> None:
+    optimizer = shardopt.quantize_state(torch.optim.AdamW([Parameter(values((64, 64), 0))]))
+    optimizer.param_groups[0]["params"] *= 2
+    with pytest.raises(RuntimeError, match=r"got parameters 0 and 1 .* in the same memory"):
+        optimizer.step()

@@ -249,7 +249,7 @@ class Wave(NamedTuple):
         return self.matrices[0].division
 
 
-def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[Wave]:
+def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool = True) -> list[Wave]:
     """Divides the matrices of one device among the ranks, by cost, and into waves.
 
     The result depends on the parameters and their sharding alone, so that it is equal on all ranks.
@@ -258,6 +258,8 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[
         matrices: in an order that is equal on all ranks.
         memory: bytes that a step may take; a parameter that needs more is a wave by itself.
         device_type: type of the device that computes the matrices.
+        by_number: whether owners depend on the parameters' numbers, as of a single parameter. Ranks that leave out
+            parameters of other ranks number theirs differently.
     """
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
@@ -267,11 +269,11 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str) -> list[
     return [
         wave
         for some in alike.values()
-        for wave in _waves_of_ranks(some, memory - max(matrix.workspace(device_type) for matrix in some))
+        for wave in _waves_of_ranks(some, memory - max(m.workspace(device_type) for m in some), by_number)
     ]
 
 
-def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
+def _waves_of_ranks(matrices: Sequence[Matrix], memory: int, by_number: bool) -> Iterator[Wave]:
     """The waves of matrices that the same ranks divide, whose directions may take ``memory`` bytes."""
     ranks = len(matrices[0].regions)
     size = Wave(tuple(matrices), ()).workers
@@ -280,7 +282,7 @@ def _waves_of_ranks(matrices: Sequence[Matrix], memory: int) -> Iterator[Wave]:
     for index in costliest_first:
         matrix = matrices[index]
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        first = (matrix.number * _SCATTER % 2**32) * size >> 32
+        first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * size >> 32
         owner = min(range(size), key=lambda rank: (loads[rank], (rank - first) % size))
         loads[owner] += matrix.flops
         owner_of[index] = owner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -59,6 +60,16 @@ def replace_elements(optimizer: ShardedOptimizer, index: int, key: str) -> None:
         param.data = param.data / 2
 
 
+def replace_parameter(optimizer: ShardedOptimizer, index: int, key: str) -> None:
+    """Puts another parameter of the same elements, without state, into the group, as when embeddings are resized."""
+    old = params_of(optimizer)[index]
+    elements = _memory(old).detach().clone()
+    new = Parameter(Wrapped(elements) if isinstance(old, Wrapped) else elements)
+    for group in optimizer.param_groups:
+        group["params"] = [new if param is old else param for param in group["params"]]
+    optimizer.state.pop(old, None)
+
+
 def lower_lr(optimizer: ShardedOptimizer, index: int, key: str) -> None:
     for group in optimizer.param_groups:
         group["lr"] *= 0.9
@@ -72,6 +83,7 @@ def load(optimizer: ShardedOptimizer, index: int, key: str) -> None:
 #: Changes of one parameter, by its index, or of one state entry, by its name.
 OWN_CHANGES: dict[str, Callable[[ShardedOptimizer, int, str], object]] = {
     "elements": replace_elements,
+    "parameter": replace_parameter,
     "lr": lower_lr,
     "loaded": load,
     "state popped": lambda optimizer, index, key: kept.append(optimizer.state.pop(params_of(optimizer)[index], None)),
@@ -79,6 +91,8 @@ OWN_CHANGES: dict[str, Callable[[ShardedOptimizer, int, str], object]] = {
     "data of entry": lambda optimizer, index, key: put_data(optimizer, index, key, torch.clone),
 }
 REFUSED = ("parameter cut", "gradient cut", "entry cut", "entry without memory")
+#: Where the step is taken that uses cached tables.
+PLACES = ("here", "here", "here", "here", "inference mode", "thread")
 EVENTS = (*["nothing"] * 25, *2 * list(OWN_CHANGES), *2 * REFUSED, "entry moved", *OF_ANY_RULE)
 
 
@@ -119,16 +133,25 @@ class Run:
         if event == "entry moved":
             with resized(entries[key], 0):
                 pass
-        kinds = self._set_gradients()
-        self.event = f"{event} of {index} {key}, {kinds}"
+        kinds, place = self._set_gradients(), self.rng.choice(PLACES)
+        self.event = f"{event} of {index} {key}, {kinds}, {place}"
         if event in REFUSED and kinds[index] != "none":
             self._refuse(event, index, key, kinds[index])
         with patch.object(Stepper, "_make_tables", autospec=True, side_effect=Stepper._make_tables) as made:
-            self.cached.step()
+            self._step_in(place)
             self.from_cache += not made.called
         self.anew._internals.forget_tables()
         self.anew.step()
         assert_same(everything(self.cached), everything(self.anew))
+
+    def _step_in(self, place: str) -> None:
+        if place == "thread":
+            thread = threading.Thread(target=self.cached.step)
+            thread.start()
+            thread.join()
+        else:
+            with torch.inference_mode(place == "inference mode"):
+                self.cached.step()
 
     def _set_gradients(self) -> list[str]:
         kinds = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import warnings
 import weakref
 from contextlib import ExitStack
@@ -31,6 +33,8 @@ STEPS = 6
 #: Events of a step, the first of which is an ordinary one.
 EVENTS = ("step", "step", "forward fails", "backward fails", "hook fails", "two passes", "removed", "removed within")
 BETWEEN = ("nothing", "nothing", "evaluation", "loaded", "copied", "zeroed", "graph dropped")
+#: What comes right after a step, which may be under way still.
+AFTER = ("nothing", "nothing", "model saved", "model loaded", "forked")
 
 
 class Failure(Exception):
@@ -154,10 +158,10 @@ def prepare(base: Path) -> None:
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
     """A few steps of one random model."""
-    return call(lambda: _train(seed, number))
+    return call(lambda: _train(seed, number, base / f"release-{number}"))
 
 
-def _train(seed: int, number: int) -> Outcome:
+def _train(seed: int, number: int, folder: Path) -> Outcome:
     rng = Random(f"releases {seed} {number}")
     way = rng.choice(["plain", "plain", "ddp", "fsdp"])
     offload = rng.choice([None, None, "step"])
@@ -179,7 +183,7 @@ def _train(seed: int, number: int) -> Outcome:
         done: list[str] = []
         try:
             for step in range(STEPS):
-                done += _step(rng, step, way, *runs)
+                done += _step(rng, step, way, *runs, folder / str(step))
         except AssertionError as error:
             return fault("other bits", f"{shown(str(error))}, after {done}, {detail}")
         except Exception as error:  # any error is a fault here
@@ -193,13 +197,14 @@ def _train(seed: int, number: int) -> Outcome:
     return ok(way)
 
 
-def _step(rng: Random, step: int, way: str, released: Run, ordinary: Run) -> list[str]:
+def _step(rng: Random, step: int, way: str, released: Run, ordinary: Run, folder: Path) -> list[str]:
     """A step of both, and what happened in it; they must be the same afterwards."""
     # After a pass that failed DDP does not go on, and fully_shard adds what it has not reduced to the next gradients:
     # with a release and without, but both must have failed alike.
     excluded = {"plain": (), "fsdp": ("two passes",), "ddp": ("two passes", *(e for e in EVENTS if "fails" in e))}
     event = rng.choice([event for event in EVENTS if event not in excluded[way]])
     between, place = rng.choice(BETWEEN), rng.randrange(len(released.inner.order))
+    after = rng.choice(AFTER)
     both = (released, ordinary)
     if not released.releases:
         released.release()
@@ -246,12 +251,34 @@ def _step(rng: Random, step: int, way: str, released: Run, ordinary: Run) -> lis
     else:
         for run in both:
             run.each("step")
+        _after(after, released, ordinary, way, folder)
     for run in both:
         run.each("zero_grad")
         if raised[0] and way == "fsdp":
             run.model.reset_iter_state()  # type: ignore[operator]
     assert_same(released.everything(), ordinary.everything())
-    return [f"{event} at {place}, {between}"]
+    return [f"{event} at {place}, {between}, {after}"]
+
+
+def _after(event: str, released: Run, ordinary: Run, way: str, folder: Path) -> None:
+    """Both have taken the same step: a checkpoint of one model must change nothing in the other."""
+    if event.startswith("model"):
+        source, target = (released, ordinary) if event == "model saved" else (ordinary, released)
+        shardopt.checkpoint.save(folder, source.model)
+        shardopt.checkpoint.load(folder, target.model)
+    elif event == "forked" and way == "plain":
+        released.each("synchronize")
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)
+            try:
+                failed = released.backward(7)
+                released.each("step")
+                released.each("synchronize")
+                os._exit(bool(failed))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "a forked child's step hangs or fails"
 
 
 def _between(event: str, run: Run, way: str) -> None:

@@ -24,7 +24,7 @@ SWEEPS = {
     **{name: name for name in ("hostile", "extras", "retention", "damage", "convert", "releases", "cached_steps")},
     **dict.fromkeys(("race", "pairs", "forks"), "two_processes"),
     **dict.fromkeys(("interrupts", "kills"), "signals"),
-    "differing": "differing",
+    **{name: name for name in ("differing", "submeshes")},
 }
 
 

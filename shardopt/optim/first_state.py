@@ -1,0 +1,61 @@
+"""State without a step: frameworks take a step of zero gradients and lr=0 to have an optimizer make its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.layout import Exchange, FlatShard, UnknownShardError, shard_of
+from shardopt.state.agreement import on_any_rank
+
+
+def only_makes_state(
+    groups: Sequence[Mapping[str, Any]], has_begun: Callable[[], bool], peers: Exchange | None = None
+) -> bool:
+    """Whether a step is taken to make state: the first, while every lr is 0 and every gradient is zero.
+
+    torch.distributed.checkpoint.state_dict and torchtitan take such a step. All ranks that share parameters must call
+    this, in the first step or after a load or reset, and get the same answer: in a warm-up from lr=0 the gradients of
+    one rank's shards may be zero while another's are not.
+
+    Args:
+        groups: the param groups.
+        has_begun: whether a parameter was stepped before, or has a gradient beside its ``grad``.
+        peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
+    """
+    if not all(_is_zero_rate(group.get("lr", 0.0)) for group in groups):
+        return False
+    params = [param for group in groups for param in group["params"]]
+    if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        holders = [*(shard_of(param).holders for param in params), peers]
+    except UnknownShardError:
+        return False  # on all ranks; the step will raise it
+    exchanges = list(dict.fromkeys(exchange for exchange in holders if exchange is not None))
+    is_step = has_begun() or any(map(_has_gradient, params))
+    for _ in range(2):  # twice, for ranks that share parameters only by way of a third rank
+        is_step = on_any_rank(exchanges, is_step)
+    return not is_step
+
+
+def is_empty_flat_shard(param: Tensor) -> bool:
+    """Whether a parameter is a flat shard of which this rank has no elements."""
+    shard = shard_of(param)
+    return isinstance(shard, FlatShard) and shard.start == shard.end
+
+
+def _is_zero_rate(lr: Any) -> bool:
+    """Whether a learning rate is zero; False for one on a device, which is not read."""
+    return bool(lr == 0) if not isinstance(lr, Tensor) or (lr.device.type == "cpu" and lr.numel() == 1) else False
+
+
+def _has_gradient(param: Tensor) -> bool:
+    """Whether a parameter has a gradient with other values than zero on this rank, or one that cannot be read."""
+    gradient = getattr(param.grad, "_local_tensor", param.grad)
+    if gradient is None:
+        return False
+    return gradient.layout != torch.strided or gradient.is_meta or bool(gradient.any())

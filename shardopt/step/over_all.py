@@ -1,0 +1,132 @@
+"""Sums over several parameters that reach all ranks which hold some of them, each part counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardopt.layout import Counted, Exchange, Shard
+from shardopt.state.rule import Rule
+
+#: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
+#: _MOST_LOST, as it counts terms that are not finite: the marks, and the counts, of 2^15 ranks can be added up.
+_REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
+
+
+class OverAll:
+    """The messages by which such sums reach all ranks.
+
+    Ranks that hold a parameter exchange one message, which also carries the sums of parameters that only some of
+    these ranks hold: ranks that leave those parameters out need not know of them.
+
+    Args:
+        held: the parameters' ranks; None for a parameter that each rank has all of.
+    """
+
+    def __init__(self, held: Iterable[Counted | None]) -> None:
+        known = list(dict.fromkeys(held))
+        own = [counted for counted in known if counted is not None and counted.ranks is not None]
+        sets = {counted.numbers: counted for counted in reversed(own)}  # the first of equal ones
+        largest = [counted for counted in own if sets[counted.numbers] is counted]
+        #: The ranks of each message, in the parameters' order.
+        self.messages = [counted for counted in largest if not any(counted.numbers < other for other in sets)]
+        everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
+        #: Whether ranks of one message do not get another one's sums, of parameters that they hold no copies of.
+        self.is_bridge = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
+        self._home: dict[Counted | None, Counted] = {
+            counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own
+        }
+        absent = [c for c in known if c is not None and c.ranks is None and not c.numbers <= everyone]
+        sets_of_others = {counted.numbers: counted for counted in reversed(absent)}
+        self._absent = [c for c in sets_of_others.values() if not any(c.numbers < other for other in sets_of_others)]
+        self._notes = bool(self._absent) or None in known  # ranks that are not in reach may have a copy of a parameter
+        #: Whether this rank holds nothing, and other ranks do.
+        self.is_empty = bool(self._absent) and not own and None not in known
+        self._is_new = True
+
+    def home(self, counted: Counted | None) -> Counted | None:
+        """The ranks of the message that carries the sums of a parameter; None without a message."""
+        return self._home.get(counted)
+
+    def counts(self, counted: Counted | None, message: Counted) -> bool:
+        """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
+        return counted is not None and self._home[counted] is message and not counted.before & message.numbers
+
+    def total(self, shares: Mapping[Counted | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
+        """The sum or maximum over all parameters and ranks. All ranks must call this.
+
+        Args:
+            shares: words of this rank's parts, int64, by the parameters' ranks.
+            like: words for nothing, on the device of the result.
+            largest: whether words are joined by their maximum.
+
+        Raises:
+            RuntimeError: ranks share parameters with ranks that share others with further ones, which no message
+                reaches.
+        """
+        totals = [words for held, of_held in shares.items() if held not in self._home for words in of_held]
+        refused = False
+        for message in self.messages:
+            parts = [x for c, of_c in shares.items() if c is not None and c in self._home and self.counts(c, message)
+                     for x in of_c]  # fmt: skip
+            words = joined([like, *parts], largest) if parts else like.clone()
+            if len(message.numbers) > 1:
+                words[-1:].clamp_(max=_MOST_LOST)
+                if self.is_bridge:
+                    words[-1] = _REFUSAL
+                assert message.ranks is not None
+                (message.ranks.all_reduce_max if largest else message.ranks.all_reduce_sum)(words)
+            if self.is_bridge or self._is_new or not words.is_cuda:
+                refused |= int(words[-1]) >= _REFUSAL
+            totals.append(words)
+        self._is_new = False
+        if refused:
+            self._write([b""] * len(self.messages))
+            raise _no_common_mesh()
+        totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
+        return joined(totals or [like], largest)
+
+    def noted(self, totals: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
+        if self._notes and any(message.notes is not None for message in self.messages):
+            self._write([words.cpu().numpy().tobytes() for words in totals])
+        found = []
+        for counted in self._absent:
+            if counted.notes is not None and not self.is_empty:
+                data = bytearray(counted.notes.read())
+                if not data:
+                    raise _no_common_mesh()
+                found.append(torch.frombuffer(data, dtype=like.dtype).to(like.device))
+        return found
+
+    def _write(self, notes: Sequence[bytes]) -> None:
+        for message, note in zip(self.messages, notes, strict=True):
+            if message.notes is not None and self._notes:
+                message.notes.write(note)
+
+
+def _no_common_mesh() -> RuntimeError:
+    return RuntimeError(
+        "got parameters on meshes of ranks of which none has all the others, such as ranks 0, 1 and ranks 1, 2, "
+        "expected a mesh with all ranks that share parameters, as each rank needs the sum over all of them; put one of "
+        "the parameters on such a mesh"
+    )
+
+
+def joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
+    """The sum or the maximum of some words, on the first ones' device."""
+    first, *others = parts
+    for other in others:
+        there = other.to(first.device)
+        first = torch.maximum(first, there) if largest else first + there
+    return first
+
+
+def ranks_of_sums(shard: Shard, rule: Rule) -> Exchange | None:
+    """The ranks that exchange the sums of a rule: of each parameter, or of all parameters."""
+    if not rule.totals:
+        return shard.parts
+    counted = shard.counted()
+    return None if counted is None else counted.ranks
