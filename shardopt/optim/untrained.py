@@ -55,8 +55,7 @@ class Untrained:
         if not changed and self._steps < self._due:
             return
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        trained = [param for param in params if param.requires_grad and _is_here(param)]
-        without = [param for param in trained if param.grad is None]
+        without = [param for param in params if param.grad is None and param.requires_grad and _is_here(param)]
         is_first, self._is_first = self._is_first, False
         if is_first and params and not any(param.requires_grad for param in params):
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
@@ -64,16 +63,17 @@ class Untrained:
         self._without = {id(param): (ref(param), counts[id(param)]) for param in without}
         self._steps = 0
         self._due = min((limit - n for limit in _LIMITS for n in counts.values() if n < limit), default=math.inf)
-        if trained and len(without) == len(trained):
-            if is_first or (not self._found_none and all(count == REPLACED_AFTER for count in counts.values())):
+        other = next((param for param in params if param.grad is not None and param.requires_grad), None)
+        if other is None:
+            never = not self._found_none and all(count == REPLACED_AFTER for count in counts.values())
+            if without and (is_first or never):
                 self._found_none = True
                 when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
-                _warn(f"{when} found no gradient in any of {len(trained)} parameters and changed nothing", _REPLACED)
+                _warn(f"{when} found no gradient in any of {len(without)} parameters and changed nothing", _REPLACED)
             return
-        self._warn_of(
-            [param for param in without if counts[id(param)] >= REPLACED_AFTER and param not in self._settled],
-            next((param for param in trained if param.grad is not None), None),
-        )
+        new = [param for param in without if counts[id(param)] >= REPLACED_AFTER and param not in self._settled]
+        if new:
+            self._warn_of_replaced(new, other)
         self._warn_of_cut_off([param for param in without if counts[id(param)] == NEVER_AFTER], NEVER_AFTER)
         self._warn_of_cut_off([param for param in without if counts[id(param)] == LATER_AFTER], LATER_AFTER)
 
@@ -82,10 +82,8 @@ class Untrained:
         reference, count = self._without.get(id(param), (None, 0))
         return count + self._steps if reference is not None and reference() is param else 1
 
-    def _warn_of(self, suspects: Sequence[Tensor], other: Tensor | None) -> None:
+    def _warn_of_replaced(self, suspects: Sequence[Tensor], other: Tensor) -> None:
         """Warns of parameters that no module has, although a module has another parameter of the optimizer."""
-        if not suspects or other is None:
-            return
         owned = _in_modules([other, *suspects])
         knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
         replaced = [param for param in suspects if knows and id(param) not in owned]
