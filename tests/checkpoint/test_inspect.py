@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,17 @@ def test_values_of_extra_tensors_are_verified(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match="got checksum"):
         summarize(tmp_path)
+
+
+def test_parts_beyond_the_hosts_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse data file of a terabyte takes no room on a disk."""
+    empty = torch.empty
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if options.get("dtype") is torch.uint8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(CheckpointError, match=r"got \d+ bytes to read at once, expected a part for which the host has"):
+        summarize(saved)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardopt
 from hugging_face import accelerated
 from needed import needs
 from ranks.pool import Pool
@@ -72,3 +74,25 @@ def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, st
     assert expected != plain[0]
     for mode in ("ddp", "fsdp1", "fsdp2"):
         assert client_ranks.run(2, accelerated, mode, tmp_path, "state", False, 0.1) == [expected] * 2
+
+
+def test_skipped_fp16_steps_are_seen() -> None:
+    """A step whose gradients have infinities is skipped, and so is the schedule's."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    Accelerator(cpu=True)
+    param = torch.nn.Parameter(torch.ones(64, 128))
+    inner = shardopt.AdamW8bit([param], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"), device_placement=False)
+    scheduler = AcceleratedScheduler(schedule, optimizer)
+    for gradient, skipped in ((float("inf"), True), (1.0, False)):
+        optimizer.scaler.scale(torch.zeros(()))
+        param.grad = torch.full_like(param, gradient)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.step_was_skipped is skipped
+        assert torch.equal(param, torch.ones(64, 128)) is skipped
+        assert inner.param_groups[0]["lr"] == (1e-2 if skipped else 5e-3)

@@ -58,3 +58,52 @@ def refused_deepspeed(folder: Path) -> str:
 def test_deepspeed_needs_a_gpu(client_ranks: Pool, tmp_path: Path) -> None:
     """The reason why docs/clients.md has no result for it: to be replaced by one as soon as this fails."""
     assert "only supported on CUDA GPUs" in client_ranks.run(1, refused_deepspeed, tmp_path)[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_clips(precision: str, tmp_path: Path) -> None:
+    """With one line: Lightning then unscales gradients before it clips them."""
+    import lightning
+    import torch
+
+    import shardopt
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+            self.norms: list[float] = []
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return 100 * self.layer(batch).square().mean()
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = shardopt.AdamW8bit(self.parameters(), lr=1e-2)
+            optimizer._step_supports_amp_scaling = False
+            step = optimizer.step
+
+            def seen(closure: object = None) -> object:
+                self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])))
+                return step()
+
+            optimizer.step = seen if precision == "16-mixed" else step
+            return optimizer
+
+    module = Module()
+    plugin = None
+    if precision == "16-mixed":  # Lightning's own is for GPUs alone
+        plugin = lightning.pytorch.plugins.MixedPrecision(
+            precision, "cpu", torch.amp.GradScaler("cpu", init_scale=64.0)
+        )
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=2, gradient_clip_val=0.1, logger=False, enable_checkpointing=False,
+        precision=None if plugin else precision, plugins=plugin, default_root_dir=tmp_path, enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2, 64)))
+    assert trainer.global_step == 2
+    assert float(module.before) > 0.2
+    if plugin:
+        assert module.norms == pytest.approx([0.1, 0.1], rel=1e-3)
