@@ -75,7 +75,17 @@ class Dealer:
 def tests(report: Report, left: Left, part: int, parts: int) -> None:
     """Runs this process's share of the cases."""
     torch.set_num_threads(1)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu or not gpu", "--rootdir", str(ROOT)]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow" if FAKE else "gpu or slow or not slow",
+        "--rootdir",
+        str(ROOT),
+    ]
     folder = Path(os.environ.get("GPU_FIRST_TESTS", ROOT / "tests" / "gpu"))
     pytest.main(
         [*options, "-c", str(ROOT / "pyproject.toml"), str(folder)], plugins=[Dealer(report, left, part, parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import sys
 
@@ -73,9 +74,9 @@ def csv_rows(text: str) -> list[dict[str, str]]:
     if not lines:
         return []
     head, units, *rest = list(csv.reader(lines))
-    wanted = ("Kernel Name", "Grid Size", "Block Size", "gpu__time", "pct_of_peak", "dram__bytes", "registers", "shared_mem",
-              "occupancy", "inst_executed", "bank_conflicts", "issue", "stall", "warps_active", "occupancy_limit")  # fmt: skip
-    keep = [i for i, name in enumerate(head) if any(word in name for word in wanted)]
+    wanted = "Kernel Name|Grid Size|Block Size|gpu__time|pct_of_peak|dram__bytes|registers|shared_mem|occupancy"
+    wanted += "|inst_executed|bank_conflicts|issue|stall|warps_active"
+    keep = [i for i, name in enumerate(head) if re.search(wanted, name)]
     return [{head[i]: f"{row[i]} {units[i]}".strip()[:120] for i in keep} for row in rest]
 
 

@@ -49,7 +49,9 @@ def training(report: Report, left: Left, part: int, parts: int) -> None:
     runs: dict[str, tuple[Any, Callable[[list[Any]], Any]]] = {
         "torch fused, fp32 weights": (None, lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
         "log8, fp32 weights": (None, lambda p: shardopt.AdamW8bit(p, lr=1e-3)),
-        "log8, bf16 weights + 8 bits": (torch.bfloat16, lambda p: shardopt.AdamW8bit(p, lr=1e-3, master_weight_bits=24)),
+        "log8, bf16 weights + 8 bits": (
+            torch.bfloat16, lambda p: shardopt.AdamW8bit(p, lr=1e-3, master_weight_bits=24)
+        ),
         "companded8, bf16 weights + 8 bits": (
             torch.bfloat16, lambda p: shardopt.AdamW8bit(p, lr=1e-3, master_weight_bits=24, codec="companded8")
         ),
