@@ -26,7 +26,19 @@ rm -f "$to"/*
 
 "$python" -m venv "$work/venv"
 "$work/venv/bin/pip" install -q setuptools wheel pybind11
-nice -n 15 "$work/venv/bin/pip" wheel -q --no-build-isolation --no-deps --wheel-dir "$to" .
+# setup.py links objects without another look: those of changed sources, or with changed headers, go.
+while read -r object; do
+    source=${object#"$SHARDOPT_KERNEL_OBJECTS/"}
+    source=${source%.o}
+    if [ ! -f "$source" ]; then source=$source.cpp; fi
+    headers=$("${CXX:-c++}" -x c++ -std=c++17 -DSHARDOPT_TARGET=any -I csrc -MM -MG "$source" | tr -d '\\\n' | cut -d: -f2)
+    for file in setup.py $headers; do
+        if [ -f "$file" ] && [ "$file" -nt "$object" ]; then rm -f "$object"; fi
+    done
+done < <(find "$SHARDOPT_KERNEL_OBJECTS" -name '*.o')
+mkdir "$work/source" # without what other builds have left here
+tar --exclude=./build --exclude='./.*' --exclude='*.so' -cf - . | tar -C "$work/source" -xf -
+nice -n 15 "$work/venv/bin/pip" wheel -q --no-build-isolation --no-deps --wheel-dir "$to" "$work/source"
 nice -n 15 nvcc -std=c++17 -O3 --fmad=false "-arch=sm_$SHARDOPT_CUDA_ARCHS" -I csrc -o "$to/quick_numbers" \
     tests/gpu/quick_numbers.cu
 

@@ -164,7 +164,7 @@ def fsdp(report: Report, left: Left, part: int, parts: int) -> None:
         "FSDP2": sharded,
         "FSDP2, CPUOffloadPolicy": lambda model: sharded(model, offload_policy=CPUOffloadPolicy()),
     }.items():
-        if left() < 4:
+        if left() < 4 or (FAKE and "Offload" in name):  # the policy needs a GPU
             break
         got = trained(wrap)
         wrong = sum(not torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(got, wanted, strict=True))
