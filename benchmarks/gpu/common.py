@@ -1,4 +1,4 @@
-"""What every section uses: the device, the report that is written after each finding, texts of programs."""
+"""Common to all sections: the device, the report that is written after each finding, texts of programs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Report:
 
 
 def text_of(*command: str, seconds: float = 15, tail: int = 4000, **options: Any) -> str:
-    """What a program says."""
+    """Output of a program."""
     try:
         options.setdefault("preexec_fn", die_with_parent)
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace", **options)

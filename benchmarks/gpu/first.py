@@ -1,4 +1,4 @@
-"""What a GPU shows in a quarter of an hour: one command, the most valuable findings first.
+"""Tries a GPU in a quarter of an hour: one command, the most valuable findings first.
 
 launch/gpu_first.sh [--only SECTION ...] [--seconds 490] [--fake]
 
@@ -92,7 +92,7 @@ class Child:
             self._process.stdin.flush()
 
     def found(self) -> dict[str, Any]:
-        """What the process has written so far."""
+        """Findings that the process has written so far."""
         try:
             return dict(json.loads(self._file.read_text()))
         except FileNotFoundError:
@@ -240,7 +240,7 @@ def prepare(work: Path, fake: bool, found: dict[str, Any], end: float) -> dict[s
 
 
 def lines_of(processes: list[dict[str, Any]]) -> list[str]:
-    """What a section's processes found, a line each; cases of tests are summed up."""
+    """Findings of a section, a line each; cases of tests are summed up."""
     if not any("by function" in each for each in processes):
         return [f"{key}: {json.dumps(value)}" for key, value in processes[0].items() if key not in ("ready", "turns")]
     sums = [f"{sum(each.get(key, 0) for each in processes)} {key}" for key in ("passed", "failed", "skipped")]

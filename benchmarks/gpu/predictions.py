@@ -1,4 +1,4 @@
-"""What was calculated from the compiled kernels (sm_90, nvcc 13.0) before any GPU had run them, to be seen beside it.
+"""Calculated from the compiled kernels (sm_90, nvcc 13.0) before any GPU had run them, to be seen beside it.
 
 Shares are of the speed of a device-to-device copy, which was predicted as 3.0 TB/s on an H100 and 4.3 TB/s on an H200.
 """

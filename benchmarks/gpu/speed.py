@@ -69,7 +69,7 @@ def rows(columns: int) -> Callable[[int], list[tuple[int, ...]]]:
 
 
 BIG = 400_000 if FAKE else 1_000_000_000
-#: What takes turns: name, shapes, elements, contenders.
+#: Races: name, shapes, elements, contenders.
 Race = tuple[str, Callable[[int], list[tuple[int, ...]]], int, tuple[str, ...]]
 FIRST: tuple[Race, ...] = (
     ("one", one, BIG, ("log8 bf16", "companded8 bf16", "torch fused bf16", "flashoptim bf16+8", "log8 bf16+8")),

@@ -44,7 +44,7 @@ def target(numel: int) -> int:
 
 
 def ncu(report: Report, left: Left, part: int, parts: int) -> None:
-    """What bounds the step's kernels. The third launch of each contender is past the first steps' zeros."""
+    """Bounds of the step's kernels. The third launch of each contender is past the first steps' zeros."""
     tool = shutil.which("ncu", path=TOOLS)
     if tool is None:
         report.put("left out", "no ncu")
