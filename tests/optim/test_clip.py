@@ -163,7 +163,7 @@ def test_refused() -> None:
         clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
 
 
-#: What a loop may do to the gradients of a model between clipping and the step, and whether the step warns.
+#: Changes of the gradients of a model between clipping and the step, and whether the step warns of them.
 LEFT_OUT: dict[str, tuple[Callable[[torch.nn.Module], object], bool]] = {
     "model.zero_grad": (lambda model: model.zero_grad(), False),
     "zero_grad in place": (lambda model: model.zero_grad(set_to_none=False), True),
