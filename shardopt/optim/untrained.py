@@ -56,7 +56,7 @@ class Untrained:
         trained = [(name, param) for name, param in params if param.requires_grad and _is_here(param)]
         without = [(name, param) for name, param in trained if param.grad is None]
         is_first, self._is_first = self._is_first, False
-        if is_first and params and not any(param.requires_grad for _, param in params):
+        if is_first and params and not any(param.requires_grad or param.grad is not None for _, param in params):
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
         counts = {id(param): self._count(param) + 1 for _, param in without}
         self._without = {id(param): (ref(param), counts[id(param)]) for _, param in without}
