@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, convert_command, doctor, program):
         command.add_parser(commands)
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    args = parser.parse_args(program.protected(given) if given[:1] == ["run"] else given)
+    args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -7,7 +7,7 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +18,6 @@ from shardopt import optim
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.hooks import TYPES
 from shardopt.sharding.hooks import after_import
-
-#: Stands for a "--" of the program's own, which argparse would drop. No command line can have it.
-_DASHES = "\0--"
 
 
 def add_parser(commands: Any) -> None:
@@ -41,14 +38,12 @@ def add_parser(commands: Any) -> None:
         "name, or of package.module.Class; may be given several times",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as in python -m")
-    parser.add_argument("program", help="a file, a command on PATH that is a Python script, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,  # one argument takes all: argparse would drop a "--" between two
+        help="a file, a command on PATH that is a Python script, or with -m a module, and the program's own arguments",
+    )
     parser.set_defaults(run=run_program)
-
-
-def protected(arguments: Sequence[str]) -> list[str]:
-    """The command line with each ``--`` in a form that argparse leaves in the program's arguments."""
-    return [_DASHES if argument == "--" else argument for argument in arguments]
 
 
 def run_program(args: argparse.Namespace) -> int:
@@ -64,17 +59,15 @@ def run_program(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = ["--" if argument == _DASHES else argument for argument in (args.program, *args.arguments)]
-    if given[0] == "--" and len(given) > 1:
-        del given[0]  # it ends the options of this command
-    args.program, *args.arguments = sys.argv = given
+    program, *arguments = args.program[1:] if args.program[0] == "--" else args.program
+    sys.argv = [program, *arguments]
     if args.module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
         return 0
-    path = args.program if os.path.exists(args.program) else shutil.which(args.program)
+    path = program if os.path.exists(program) else shutil.which(program)
     if path is None:
-        raise SystemExit(f"shardopt run: got {args.program}, expected a file or a command on PATH; -m runs a module")
+        raise SystemExit(f"shardopt run: got {program}, expected a file or a command on PATH; -m runs a module")
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")
     return 0

@@ -31,7 +31,7 @@ from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
 
-_MAX_BYTES = 1 << 23  # of a piece; each piece is stored as a chunk of its own
+_MAX_BYTES = table.MAX_BYTES  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
 _MOST_OPEN = 256  # files
 _THREADS = 2
@@ -142,13 +142,19 @@ class DataFiles:
         """The table of a file.
 
         Raises:
-            CheckpointError: the file cannot be read, or the table is damaged.
+            CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
         """
         stored = self._index.files[number]
         assert stored is not None  # opening it would have raised
         path = self.folder.shown(self._index.file_name(number))
         file = self[number]  # checks that the file is as long as the index says, before memory is taken for it
-        data = memoryview_of(_memory(path, stored.table))
+        try:
+            data = memoryview(bytearray(stored.table))
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another "
+                "checkpoint"
+            ) from error
         _read(file, path, data, stored.data)
         _check(path, data, stored.data, stored.crc32)
         try:
@@ -158,8 +164,8 @@ class DataFiles:
 
     def chunk(self, number: int, chunk: StoredChunk) -> Tensor:
         """The bytes of one chunk (uint8), verified; see :meth:`chunks`, which is for many."""
-        path = self.folder.shown(chunk.file)
-        return _read_chunk(self[number], path, chunk, _memory(path, chunk.bytes))
+        buffer = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
+        return _read_chunk(self[number], self.folder.shown(chunk.file), chunk, buffer)
 
     @contextmanager
     def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:
@@ -171,14 +177,13 @@ class DataFiles:
             CheckpointError: a file cannot be read, or the checksum of a chunk is not that of the saved bytes.
         """
         in_order = sorted(wanted, key=lambda item: (item[0], item[1].position))
-        longest = max((chunk for _, chunk in in_order), key=lambda chunk: chunk.bytes, default=None)
+        longest = max((chunk.bytes for _, chunk in in_order), default=0)
         free: list[Tensor] = []
 
         def jobs() -> Iterator[Callable[[], Tensor]]:
             for number, chunk in in_order:
                 interruption_point()
-                assert longest is not None
-                buffer = free.pop() if free else _memory(self.folder.shown(longest.file), longest.bytes)
+                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
                 yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
 
         def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
@@ -188,21 +193,6 @@ class DataFiles:
 
         with computed_ahead(jobs()) as buffers:
             yield verified(buffers)
-
-
-def _memory(path: str, nbytes: int) -> Tensor:
-    """Memory for bytes of a file, which may be sparse, and larger than the host's memory.
-
-    Raises:
-        CheckpointError: there is too little.
-    """
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path}: got {nbytes} bytes to read at once, expected a part for which the host has memory; free some, or "
-            "load another checkpoint"
-        ) from error
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:

@@ -158,6 +158,8 @@ def load_index(folder: Folder) -> Index:
         text = folder.read(INDEX_NAME)
     except OSError as error:
         raise CheckpointError(_why_unreadable(folder, error)) from error
+    except MemoryError as error:
+        raise CheckpointError(f"{path}: got an index that does not fit into memory; load another checkpoint") from error
     content, crc32 = _verified(path, text)
     version = content.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:

@@ -38,10 +38,6 @@ from shardopt.wrapper.coding import coded_names
 _CPU = torch.device("cpu")
 
 
-def _empty(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-
-
 class Restoration:
     """A checkpoint on its way into a model and an optimizer.
 
@@ -117,10 +113,10 @@ class Restoration:
         self._aliases = {
             alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
         }
-        self._extra_tensors = {name.removeprefix("extra."): _empty(stored) for name, stored in extra.items()}
+        self._extra_tensors = {name.removeprefix("extra."): self._empty(stored) for name, stored in extra.items()}
         has_common = self._owner is not None and not self._owner.has_fixed_entries
         common = self._entries.get("", {}) if has_common else {}
-        self._common = {entry: _empty(stored) for entry, stored in common.items()}
+        self._common = {entry: self._empty(stored) for entry, stored in common.items()}
         self._check_tensors()
 
     @property
@@ -290,7 +286,23 @@ class Restoration:
             return
         is_here = self._owner.has_state_here(item) and id(item.param) in self._owned_ids
         if is_here or item.converts_weights:
-            item.state = item.saved.new(_CPU)
+            with self._in_memory():
+                item.state = item.saved.new(_CPU)
+
+    def _empty(self, stored: StoredTensor) -> Tensor:
+        with self._in_memory():
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+
+    @contextmanager
+    def _in_memory(self) -> Iterator[None]:
+        """Names the checkpoint if memory cannot be allocated for a tensor whose shape it says."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self._path}: got a tensor that does not fit into the host's memory, expected one that does: "
+                f"{line(error)}; load another checkpoint"
+            ) from error
 
     def _flat_moments(self) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
         """Converts weights; decodes the moments of flat shards that are encoded anew, by the indices of their items.

@@ -8,7 +8,7 @@ All numbers are little-endian. With ``n`` chunks of tensors of at most ``d`` dim
     crc32       n x uint32   of the chunk's bytes
     corners     n x 2 x d x int64   offsets and shape in the tensor; behind the tensor's dimensions, 0 and 1
 
-No chunk is empty. The index has the table's length and CRC-32.
+No chunk is empty, or larger than 8 MiB. The index has the table's length and CRC-32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from shardopt.checkpoint.wording import named
 
 MAX_DIMS = 64  # of a torch.Tensor
+MAX_BYTES = 1 << 23  # of a chunk, so that no file makes a reader allocate more
 _HEAD = 16  # bytes
 _PER_CHUNK = 16  # bytes, without corners
 
@@ -92,7 +93,8 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
     chunks in the data file.
 
     Raises:
-        InvalidError: a chunk is empty, or does not lie within its tensor or the file, or chunks share bytes.
+        InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
+            bytes.
     """
     _demand(len(data) >= _HEAD, "a table without a head")
     count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
@@ -115,6 +117,7 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
     within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
     _demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
     nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
+    _demand(bool((nbytes <= MAX_BYTES).all()), f"a chunk of more than {MAX_BYTES} bytes")
     order = np.argsort(position, kind="stable")
     begin, most = position[order], nbytes[order]
     within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63

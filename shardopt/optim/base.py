@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MethodType
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Module
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import ParamsT
 
 from shardopt.kernels.autograd import without_autograd
@@ -58,20 +58,28 @@ class ShardedOptimizer(OptimizerInterface):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
 
-        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself;
-        while another package has put a function in the place of ``step``, such as Accelerate, which takes a step for
-        skipped if the scaler has not called it; and after it was set to False, without which Lightning does not clip.
+        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
+        False while somebody watches ``step``, such as Accelerate, which takes a call of it for a step that was taken:
+        GradScaler then calls it for such steps only. But it refuses to unscale the gradients of float16 parameters.
+        May be set to False, for Lightning, which clips only gradients that GradScaler has unscaled.
         """
-        step = vars(self).get("step")
-        is_own = step is None or isinstance(step, MethodType) or hasattr(step, "_wrapped_by_lr_sched")
-        if not self._takes_loss_scales or not is_own:
+        params = [param for _, param in self._all_params()]
+        shards = (assigned(param) for param in params)
+        if not self._takes_loss_scales or any(shard is not None and shard.holders is not None for shard in shards):
             return False
-        shards = (assigned(param) for _, param in self._all_params())
-        return all(shard is None or shard.holders is None for shard in shards)
+        return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._takes_loss_scales = value
+
+    def _is_step_watched(self) -> bool:
+        """Whether calls of ``step`` do more than take a step, apart from the note that torch's schedules make."""
+        step: Any = self.step
+        while getattr(step, "__globals__", None) is vars(lr_scheduler):
+            step = step.__wrapped__
+        is_replaced = getattr(step, "__func__", step) is not type(self).step
+        return is_replaced or bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
 
     @property
     def nonfinite_count(self) -> int:

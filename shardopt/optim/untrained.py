@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 from weakref import ref
@@ -14,14 +15,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 
-#: Consecutive steps without a gradient after which a parameter of no module, or one that was never stepped, is named.
-#: Experts that get no token and layers that are skipped at random get a gradient in between.
-REPLACED_AFTER, NEVER_AFTER = 3, 32
+#: Consecutive steps without a gradient after which a parameter of no module is named, one that was never stepped, and
+#: one that was stepped in most steps before. Experts and layers that are skipped at random get a gradient in between.
+REPLACED_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
 _MOST_NAMES = 5
 
 
 class Untrained:
     """Watches which parameters get no gradient while others do; each is named once.
+
+    Looks at the parameters only where others have a gradient than in the step before, and where one reaches a limit.
 
     Args:
         optimizer: the optimizer.
@@ -32,7 +35,9 @@ class Untrained:
         self._is_first = True
         self._found_none = False
         self._without: dict[int, tuple[ref[Tensor], int]] = {}  # parameters, and for how many steps in a row
-        #: Parameters that had no gradient for a while, and whether a module has them; others were named.
+        self._steps = 0  # since the last look
+        self._due = math.inf  # steps after a look until one of them reaches a limit
+        #: Parameters that had no gradient for a while, and whether a module has them; False for those that were named.
         self._settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
     def skip(self) -> None:
@@ -46,20 +51,19 @@ class Untrained:
         Args:
             changed: whether other parameters may have had a gradient than in the last step.
         """
-        if not changed and not self._without:
+        self._steps += 1
+        if not changed and self._steps < self._due:
             return
-        params = [
-            (listed_name(group, index, position), param)
-            for index, group in enumerate(self._optimizer.param_groups)
-            for position, param in enumerate(group["params"])
-        ]
-        trained = [(name, param) for name, param in params if param.requires_grad and _is_here(param)]
-        without = [(name, param) for name, param in trained if param.grad is None]
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        trained = [param for param in params if param.requires_grad and _is_here(param)]
+        without = [param for param in trained if param.grad is None]
         is_first, self._is_first = self._is_first, False
-        if is_first and params and not any(param.requires_grad or param.grad is not None for _, param in params):
+        if is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
-        counts = {id(param): self._count(param) + 1 for _, param in without}
-        self._without = {id(param): (ref(param), counts[id(param)]) for _, param in without}
+        counts = {id(param): self._count(param) for param in without}
+        self._without = {id(param): (ref(param), counts[id(param)]) for param in without}
+        self._steps = 0
+        self._due = min((limit - n for limit in _LIMITS for n in counts.values() if n < limit), default=math.inf)
         if trained and len(without) == len(trained):
             if is_first or (not self._found_none and all(count == REPLACED_AFTER for count in counts.values())):
                 self._found_none = True
@@ -67,34 +71,50 @@ class Untrained:
                 _warn(f"{when} found no gradient in any of {len(trained)} parameters and changed nothing", _REPLACED)
             return
         self._warn_of(
-            [pair for pair in without if counts[id(pair[1])] >= REPLACED_AFTER and pair[1] not in self._settled],
-            next((param for _, param in trained if param.grad is not None), None),
+            [param for param in without if counts[id(param)] >= REPLACED_AFTER and param not in self._settled],
+            next((param for param in trained if param.grad is not None), None),
         )
-        state = self._optimizer.state
-        never = [
-            (name, param)
-            for name, param in without
-            if counts[id(param)] == NEVER_AFTER and not state.get(param) and self._settled.get(param, True)
-        ]
-        if never:
-            _warn(
-                f"{_listed(never)}: got no gradient in {NEVER_AFTER} steps in which others had one",
-                "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)",
-            )
+        self._warn_of_cut_off([param for param in without if counts[id(param)] == NEVER_AFTER], NEVER_AFTER)
+        self._warn_of_cut_off([param for param in without if counts[id(param)] == LATER_AFTER], LATER_AFTER)
 
     def _count(self, param: Tensor) -> int:
+        """For how many steps in a row a parameter without a gradient has had none."""
         reference, count = self._without.get(id(param), (None, 0))
-        return count if reference is not None and reference() is param else 0
+        return count + self._steps if reference is not None and reference() is param else 1
 
-    def _warn_of(self, suspects: Sequence[tuple[str, Tensor]], other: Tensor | None) -> None:
+    def _warn_of(self, suspects: Sequence[Tensor], other: Tensor | None) -> None:
         """Warns of parameters that no module has, although a module has another parameter of the optimizer."""
         if not suspects or other is None:
             return
-        owned = _in_modules([other, *(param for _, param in suspects)])
-        self._settled.update((param, id(param) in owned) for _, param in suspects)
-        replaced = [(name, param) for name, param in suspects if id(param) not in owned]
-        if replaced and id(other) in owned:
-            _warn(f"{_listed(replaced)}: got no gradient, and no module has the parameter", _REPLACED)
+        owned = _in_modules([other, *suspects])
+        knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
+        replaced = [param for param in suspects if knows and id(param) not in owned]
+        self._settled.update((param, not knows or id(param) in owned) for param in suspects)
+        if replaced:
+            _warn(f"{self._listed(replaced)}: got no gradient, and no module has the parameter", _REPLACED)
+
+    def _warn_of_cut_off(self, suspects: Sequence[Tensor], steps: int) -> None:
+        """Warns of parameters that a module has: never stepped, or in most steps until these."""
+        suspects = [param for param in suspects if self._settled.get(param)]
+        taken = {p: float(s["step"].max()) for p, s in self._optimizer.state.items() if "step" in s} if suspects else {}
+        most = max(taken.values(), default=0.0) - steps
+        cut_off = [p for p in suspects if (taken.get(p, 0) > most / 2 if steps == LATER_AFTER else p not in taken)]
+        if cut_off:
+            self._settled.update((param, False) for param in cut_off)
+            _warn(
+                f"{self._listed(cut_off)}: got no gradient in {steps} steps in which others had one",
+                "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)",
+            )
+
+    def _listed(self, params: Sequence[Tensor]) -> str:
+        names = {
+            id(param): listed_name(group, index, position)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for position, param in enumerate(group["params"])
+        }
+        shown = [f"{names[id(param)]} {tuple(param.shape)}" for param in params[:_MOST_NAMES]]
+        more = len(params) - len(shown)
+        return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 _REPLACED = (
@@ -110,12 +130,6 @@ def _warn(found: str, remedy: str) -> None:
 def _is_here(param: Tensor) -> bool:
     """Whether this rank has elements of a parameter: of a DTensor without any it never gets a gradient."""
     return getattr(param, "_local_tensor", param).numel() > 0
-
-
-def _listed(params: Sequence[tuple[str, Tensor]]) -> str:
-    names = [f"{name} {tuple(param.shape)}" for name, param in params[:_MOST_NAMES]]
-    more = len(params) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
 
 
 def _in_modules(params: Sequence[Tensor]) -> set[int]:

@@ -76,23 +76,39 @@ def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, st
         assert client_ranks.run(2, accelerated, mode, tmp_path, "state", False, 0.1) == [expected] * 2
 
 
-def test_skipped_fp16_steps_are_seen() -> None:
-    """A step whose gradients have infinities is skipped, and so is the schedule's."""
+def fp16_steps(name: str, schedule_first: bool, max_norm: float | None) -> list[tuple[bool, bool, float]]:
+    """Steps of Accelerate's optimizer in fp16, with an infinite gradient and without.
+
+    For each whether Accelerate counts it as skipped, whether it changed the weights, and the learning rate afterwards.
+    """
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
     Accelerator(cpu=True)
-    param = torch.nn.Parameter(torch.ones(64, 128))
-    inner = shardopt.AdamW8bit([param], lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    optimizer = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"), device_placement=False)
-    scheduler = AcceleratedScheduler(schedule, optimizer)
-    for gradient, skipped in ((float("inf"), True), (1.0, False)):
-        optimizer.scaler.scale(torch.zeros(()))
-        param.grad = torch.full_like(param, gradient)
+    param = torch.nn.Parameter(torch.ones(8, 8))
+    inner = getattr(shardopt, name)([param], lr=1.0)
+    schedules = [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)] if schedule_first else []
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
+    schedule = AcceleratedScheduler(*(schedules or [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)]), optimizer)
+    found = []
+    for factor in (1.0, float("inf"), 1.0):
+        before = param.detach().clone()
+        scaler.scale((param * factor).sum()).backward()
+        if max_norm is not None:
+            scaler.unscale_(inner)
+            shardopt.clip_grad_norm_([param], max_norm, optimizer=inner)
         optimizer.step()
-        scheduler.step()
-        assert optimizer.step_was_skipped is skipped
-        assert torch.equal(param, torch.ones(64, 128)) is skipped
-        assert inner.param_groups[0]["lr"] == (1e-2 if skipped else 5e-3)
+        schedule.step()
+        optimizer.zero_grad()
+        found.append((optimizer.step_was_skipped, not torch.equal(param.detach(), before), schedule.get_last_lr()[0]))
+    return found
+
+
+@pytest.mark.parametrize("schedule_first", [False, True])
+@pytest.mark.parametrize(("name", "max_norm"), [("AdamW8bit", None), ("Muon8bit", 1.0)])
+def test_skipped_steps_in_fp16(client_ranks: Pool, name: str, max_norm: float | None, schedule_first: bool) -> None:
+    """Accelerate's schedule waits for a step that the loss scaler leaves out."""
+    (found,) = client_ranks.run(1, fp16_steps, name, schedule_first, max_norm)
+    assert found == [(False, True, 0.5), (True, False, 0.5), (False, True, 0.25)]

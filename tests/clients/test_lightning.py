@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import shardopt
 from lightning_runs import trained, validated
 from needed import needs
 from ranks.pool import Pool
@@ -48,6 +51,56 @@ def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, st
         assert client_ranks.run(2, trained, mode, tmp_path / mode, False, 0.1) == [expected] * 2
 
 
+def mixed(precision: Any, exactly: bool, kind: str) -> list[list[float]]:
+    """The weight after each of three steps that Lightning, or the exact norm, clips; the second has infinities."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    class Net(LightningModule):
+        weight = torch.nn.Parameter(torch.linspace(-2, 2, 8))
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return (self.weight * batch).square().sum()
+
+        def configure_optimizers(self) -> Any:
+            if kind == "torch":
+                return torch.optim.SGD([self.weight], lr=1.0)
+            optimizer = shardopt.SGD8bit([self.weight], lr=1.0)
+            optimizer._step_supports_amp_scaling = False
+            return optimizer
+
+        def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **named: Any) -> None:
+            if exactly and kind == "ours":
+                shardopt.clip_grad_norm_([self.weight], 0.125, optimizer=optimizer)
+            else:
+                self.clip_gradients(optimizer, *limits, **named)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append(self.weight.tolist())
+
+    found: list[list[float]] = []
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
+        plugins=[MixedPrecision(precision, "cpu"), LightningEnvironment()], gradient_clip_val=0.125,
+    )  # fmt: skip
+    data = torch.ones(3, 8)
+    data[1] = torch.inf if precision == "16-mixed" else 3.0
+    trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=None))
+    return found
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_clips_in_mixed_precision(client_ranks: Pool, precision: str, exactly: bool) -> None:
+    """Unscaled gradients, by Lightning's own norm and by the exact one."""
+    (found,), (expected,) = (client_ranks.run(1, mixed, precision, exactly, kind) for kind in ("ours", "torch"))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    assert (found[0] == found[1]) == (precision == "16-mixed")
+    lengths = torch.tensor([torch.linspace(-2, 2, 8).tolist(), *found]).diff(dim=0).norm(dim=1)
+    torch.testing.assert_close(lengths, torch.tensor([0.125, 0.0 if precision == "16-mixed" else 0.125, 0.125]))
+
+
 def refused_deepspeed(folder: Path) -> str:
     with pytest.raises(RuntimeError) as caught:
         trained("deepspeed", folder)
@@ -58,52 +111,3 @@ def refused_deepspeed(folder: Path) -> str:
 def test_deepspeed_needs_a_gpu(client_ranks: Pool, tmp_path: Path) -> None:
     """The reason why docs/clients.md has no result for it: to be replaced by one as soon as this fails."""
     assert "only supported on CUDA GPUs" in client_ranks.run(1, refused_deepspeed, tmp_path)[0]
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_clips(precision: str, tmp_path: Path) -> None:
-    """With one line: Lightning then unscales gradients before it clips them."""
-    import lightning
-    import torch
-
-    import shardopt
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(64, 64)
-            self.norms: list[float] = []
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return 100 * self.layer(batch).square().mean()
-
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            self.before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            optimizer = shardopt.AdamW8bit(self.parameters(), lr=1e-2)
-            optimizer._step_supports_amp_scaling = False
-            step = optimizer.step
-
-            def seen(closure: object = None) -> object:
-                self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])))
-                return step()
-
-            optimizer.step = seen if precision == "16-mixed" else step
-            return optimizer
-
-    module = Module()
-    plugin = None
-    if precision == "16-mixed":  # Lightning's own is for GPUs alone
-        plugin = lightning.pytorch.plugins.MixedPrecision(
-            precision, "cpu", torch.amp.GradScaler("cpu", init_scale=64.0)
-        )
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=2, gradient_clip_val=0.1, logger=False, enable_checkpointing=False,
-        precision=None if plugin else precision, plugins=plugin, default_root_dir=tmp_path, enable_progress_bar=False,
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2, 64)))
-    assert trainer.global_step == 2
-    assert float(module.before) > 0.2
-    if plugin:
-        assert module.norms == pytest.approx([0.1, 0.1], rel=1e-3)

@@ -128,6 +128,16 @@ def test_parameters_that_are_cut_off_are_named_once() -> None:
     assert message.startswith(f"{expected}: got no gradient in 32 steps in which others had one; expected gradients")
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_parameters_that_are_cut_off_later_are_named_once(skipped: int) -> None:
+    """Also while the steps that go on have the same gradients, and are not looked at."""
+    messages = _warned(320, lambda t, index: t > 50 and index == skipped)
+    expected = f"layers.{skipped}.weight (64, 64), layers.{skipped}.bias (64,): got no gradient in 128 steps in which"
+    assert [message[: len(expected)] for message in messages] == [expected]
+    assert _warned(178, lambda t, index: t > 50 and index == skipped) == []
+    assert _warned(320, lambda t, index: index == skipped and t % 40 > 0) == []  # such as a rare expert
+
+
 def test_frozen_parameters_alone_warn() -> None:
     model = torch.nn.Linear(64, 64).requires_grad_(False)
     with pytest.warns(RuntimeWarning, match="the first step found all 2 parameters frozen"):

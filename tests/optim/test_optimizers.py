@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -348,3 +349,31 @@ def test_a_step_of_nothing_keeps_the_parameters_bits(optimizer: type[shardopt.Ad
     weight.grad = torch.zeros(64, 128)  # as torch.distributed.checkpoint does to make an optimizer create its state
     optimizer([weight], lr=0.0, weight_decay=0.1).step()
     assert torch.equal(weight.detach().view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
+@pytest.mark.parametrize("way", ["replaced", "hook"])
+def test_a_watched_step_is_called_for_taken_steps_only(way: str, has_schedule: bool) -> None:
+    """A loss scaler unscales by itself then. torch's schedules, which replace ``step`` as well, change nothing."""
+    param, half = Parameter(torch.ones(8, 8)), Parameter(torch.ones(8, dtype=torch.float16))
+    optimizer = shardopt.AdamW8bit([param])
+    if has_schedule:
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert optimizer._step_supports_amp_scaling
+    seen = []
+    if way == "hook":
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    else:
+        step = optimizer.step
+        optimizer.step = functools.wraps(step)(lambda: (seen.append(1), step()))  # type: ignore[assignment, method-assign]
+    assert not optimizer._step_supports_amp_scaling
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (1.0, torch.inf):
+        param.grad = None
+        scaler.scale((param * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [1]
+    assert float(optimizer.state[param]["step"]) == 1
+    optimizer.add_param_group({"params": [half]})  # a loss scaler refuses to unscale its gradients
+    assert optimizer._step_supports_amp_scaling

@@ -154,7 +154,7 @@ def test_mistakes(arguments: tuple[str, ...], message: str, capsys: pytest.Captu
     assert ended.value.code != 0
 
 
-@pytest.mark.parametrize("before", [(), ("--",), ("--replace", "AdamW=AdamW8bit", "--")])
+@pytest.mark.parametrize("before", [(), ("--",), ("--replace", "absent.AdamW=AdamW8bit", "--")])
 @pytest.mark.parametrize("own", [("--", "-x"), ("-x", "--"), ("a", "--", "--", "-m"), ("--",)])
 def test_dashes_are_the_programs_own(
     before: tuple[str, ...], own: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

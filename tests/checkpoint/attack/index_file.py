@@ -283,6 +283,7 @@ class _Reader:
                 demand(low >= 0 and extent >= 1 and low + extent <= most, "a chunk beyond its tensor")
             end = chunk.position + math.prod(chunk.shape) * ITEMSIZES[tensor["dtype"]]
             demand(chunk.position >= 0 and end <= length, "a chunk beyond its file")
+            demand(end - chunk.position <= 1 << 23, "a chunk of more than 8 MiB")
             ranges.append((chunk.position, end))
         demand(all(one[1] <= other[0] for one, other in pairwise(sorted(ranges))), "chunks share bytes")
 
