@@ -1,21 +1,24 @@
 """Writes RESULTS.md, README's table of speeds, and the figures of benchmarks in docs/, from the files in results/.
 
 python benchmarks/write_results.py            # after a run with --json
+python benchmarks/write_results.py --gpu FILE # first takes the races of launch/gpu_first.sh's first.json into results/
 python benchmarks/write_results.py --check    # exits with 1 where one of them is not up to date
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu.predictions import PREDICTIONS
 from result_bars import Bars
 from result_timeline import Timeline
-from results import ROOT, Cell, Goal, Table, read_all
+from results import FOLDER, ROOT, Cell, Column, Goal, Table, commit, read_all, slug
 
 BEGIN, END = "<!-- speeds: written by benchmarks/write_results.py -->", "<!-- end of speeds -->"
 FIGURES = ROOT / "docs" / "figures"
@@ -402,12 +405,49 @@ def outputs() -> dict[Path, str]:
     }
 
 
+def of_gpu(path: Path) -> Table:
+    """The table of the races in a first.json."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    sections = found["sections"]
+    device = sections["facts"][0]["device"]["name"]
+    of_kind = "H200 share" if "H200" in device else "H100 share"
+    rows = []
+    for name, race in (entry for section in ("races", "others") for entry in sections.get(section, [{}])[0].items()):
+        for who, x in race.items() if isinstance(race, dict) and "parameters" in race else ():
+            if isinstance(x, dict):
+                shapes = name.partition(":")[0]
+                expected = PREDICTIONS.get(shapes, PREDICTIONS.get(who, {})).get(of_kind)
+                rows.append(
+                    (f"{shapes}, {who}", x["ms"], x["fastest"], x["GB/s"], x["of copy"], expected, x["host us"])
+                )
+    columns = [Column(""), Column("median", "ms", 3), Column("fastest", "ms", 3), Column("traffic", "GB/s", 0)]
+    columns += [Column("of a copy's", digits=2), Column("predicted", digits=2), Column("host", "us", 0)]
+    day, command = found["began"][:10], "launch/gpu_first.sh"
+    return Table(
+        "gpu_first",
+        "One step on a GPU",
+        device,
+        slug(device),
+        day,
+        commit(),
+        command,
+        None,
+        tuple(columns),
+        tuple(rows),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 where a file is not up to date"
     )
+    parser.add_argument("--gpu", type=Path, metavar="FILE", help="first.json of launch/gpu_first.sh")
     args = parser.parse_args()
+    if args.gpu is not None:
+        table = of_gpu(args.gpu)
+        (FOLDER / table.benchmark).mkdir(exist_ok=True)
+        (FOLDER / table.benchmark / f"{table.kind}.json").write_text(table.json(), encoding="utf-8")
     stale = [path for path, text in outputs().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check and stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)

@@ -49,10 +49,24 @@ struct Log8 {
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded) const {
-      const IntOf<F> q = bits(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f));  // and kWholeBits
-      const auto steps = as_unsigned(step), offset = as_unsigned(base) - static_cast<uint32_t>(kWholeBits) * steps;
+      return whole_code(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f), base, decoded);
+    }
+
+    // The code and what it decodes to, of the code plus kWhole.
+    template <class Whole, class F>
+    SHARDOPT_HD IntOf<F> whole_code(Whole code, int32_t at_zero, F& decoded) const {
+      const IntOf<F> q = bits(code);  // and kWholeBits
+      const auto steps = as_unsigned(step), offset = as_unsigned(at_zero) - static_cast<uint32_t>(kWholeBits) * steps;
       decoded = float_from_bits(as_signed(as_unsigned(q) * steps + as_unsigned(opaque(as_signed(offset)))));
       return q;
+    }
+
+    // A root of zero is as many steps below the maximum as its code says: clamped, the distance needs no other test.
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_even(F u, F& decoded) const {
+      const int32_t above_zero = max_int(top, 1 << 29);  // of a block of zeros, too
+      const auto below = to_float(max_int(bits(u) - above_zero, -255 * step));
+      return whole_code(fma(below, inverse_step, kWhole + 255.0f), above_zero - 255 * step, decoded);
     }
 
     template <class I>

@@ -22,8 +22,10 @@
 //     encode(x, r), encode(x, y, r)   as above, in coders with kIsRandom; r: random bits
 //     decode_above_zero, encode_above_zero   cheaper, for codes and numbers that are not zero
 //     is_even(e)         whether the cheaper two suffice for a block with extremes e, the smallest > 0
-// The last two lines are for unsigned coders of UsualCodecs only. A codec knows nothing of rules. `table` is what
-// shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
+//     encode_even(x, y)  as encode(x, y) for zero, too, where they suffice for the others; cheaper. Beside the code of
+//                        zero, y is any number above zero
+// The last three are for unsigned coders of UsualCodecs only, encode_even for relative ones. A codec knows nothing of
+// rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
 
 #include <type_traits>

@@ -30,11 +30,12 @@ struct Adam {
     return rule;
   }
 
-  // Roots of v below the limit come from gradients that are not large, and every number computed from roots between
-  // kLeastQuickRoot and the limit is normal. A limit of 0 promises this of no root.
+  // Roots of v below the limit come from gradients that are not large, and every denominator computed from roots
+  // between kLeastQuickRoot and the limit, or from roots of zero, is normal or zero, and so is its reciprocal. A limit
+  // of 0 promises this of no root.
   SHARDOPT_HD float root_limit() const {
     const bool is_usual = (coupled_decay == 0.0f || coupled_decay >= 1e-9f) && step_size < 1e3f && eps < 1e9f &&
-                          inverse_root_correction2 < 1e9f;
+                          (eps == 0.0f || eps >= 0x1p-126f) && inverse_root_correction2 < 1e9f;
     return is_usual ? 0x1p62f * square_root(one_minus_beta2) : 0.0f;
   }
 

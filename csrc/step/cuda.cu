@@ -5,8 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "step/cuda_prepare.h"
 
@@ -18,6 +21,20 @@ void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // clears the error, which the check of the next launch would report again
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// Asks for as much of a multiprocessor's memory as it can share, once per kernel and device: CUDA's default may leave
+// less than the kResident thread blocks need that its registers suffice for.
+void prefer_shared_memory(const Kernel& kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> asked;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  const auto* const run = reinterpret_cast<const void*>(kernel.run);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!asked.insert({device, run}).second) return;
+  check(cudaFuncSetAttribute(run, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "the shared memory of the step's kernel");
 }
 
 }  // namespace
@@ -46,6 +63,7 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream) {
   const cuda::Kernel kernel = other < 0       ? cuda::kernel_of(batch, batch.rule, cuda::UsualRules{})
                               : with_sums < 0 ? cuda::other_kernel_of(batch, other)
                                               : cuda::sum_kernel_of(batch, with_sums);
+  if (kernel.shared_bytes > 0) cuda::prefer_shared_memory(kernel);
   const auto in = static_cast<cudaStream_t>(stream);
   kernel.run<<<grid, cuda::kThreads, kernel.shared_bytes, in>>>(call, batch);
   cuda::check(cudaGetLastError(), "the step's kernel");

@@ -1,8 +1,9 @@
 // The step of whole blocks of 128 elements that lie one after the other, aligned, in a usual format: a block per eight
 // lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory one or two turns ahead.
 //
-// A turn of a warp is four blocks. A turn with zeros, numbers out of the ordinary or updates that would be lost is left
-// to WarpStepper as a whole: lanes store nothing before all lanes know that the turn has none of these.
+// A turn of a warp is four blocks. A turn whose unsigned codes are not all above zero takes some more instructions. A
+// turn with numbers out of the ordinary or updates that would be lost is left to WarpStepper as a whole: lanes store
+// nothing before all lanes know that the turn has none of these.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -113,14 +114,31 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) inputs_[i] = inputs_[i + 1];
     inputs_[kStages - 1] = inputs;
-    float high[kEach], root[kEach], moment[kEach];
-    const bool usual = update(*inputs, high, root, moment);
-    const bool stepped = finish(usual, high, root, moment);
+    const bool stepped = has_zeros(*inputs) ? step<true>(*inputs) : step<false>(*inputs);
     advance();
     return stepped;
   }
 
  private:
+  // Whether an unsigned code of the turn is zero.
+  SHARDOPT_DEVICE static bool has_zeros(const Inputs& inputs) {
+    if constexpr (kHasUnsigned) {
+      uint32_t zeros = 0;
+#pragma unroll
+      for (int h = 0; h < kParts; ++h) zeros |= zero_bytes(Packed<uint8_t, kPart>(inputs.codes[h][kUnsigned]));
+      return __any_sync(0xffffffffu, zeros != 0);
+    } else {
+      return false;
+    }
+  }
+
+  template <bool kZeros>
+  SHARDOPT_DEVICE bool step(const Inputs& inputs) {
+    float weight[kEach], root[kEach], moment[kEach];
+    const bool usual = update<kZeros>(inputs, weight, root, moment);
+    return finish<kZeros>(usual, weight, root, moment);
+  }
+
   template <class T>
   SHARDOPT_DEVICE static T* at(uint64_t address, int64_t index) {
     return reinterpret_cast<T*>(address) + index;
@@ -167,39 +185,38 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 
   // Computes the lane's new weights and moments, or an unsigned moment's root if the codec codes roots. Returns whether
   // all can be encoded.
+  template <bool kZeros>
   SHARDOPT_DEVICE bool update(const Inputs& inputs, float (&weight)[kEach], float (&root)[kEach],
                               float (&moment)[kEach]) {
     const Signed signed_coder(inputs.signed_scales.x, table_);
     const Unsigned unsigned_coder = this->unsigned_decoder(inputs.unsigned_scales.x);
     Found found;
-    uint32_t zeros = 0;
 #pragma unroll
     for (int h = 0; h < kParts; ++h) {
       const Packed<High, kPart> weights(inputs.high[h]);
       const Packed<Gradient, kPart> gradients(inputs.gradient[h]);
       const Packed<uint8_t, kPart> signed_codes(inputs.codes[h][kSigned]);
       const Packed<uint8_t, kPart> unsigned_codes(inputs.codes[h][kHasUnsigned ? kUnsigned : kSigned]);
-      if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) zeros |= zero_bytes(unsigned_codes);
 #pragma unroll
       for (int j = 0; j < kPart; ++j) {
         const int i = h * kPart + j;
-        Quick param = weights.number(j);
+        float param = weights.number(j);
         if constexpr (kHasLow) {
           const Packed<Low, kPart> low(inputs.low[h]);
           param = this->join(
               param, kLowBits == 8 ? signed_byte_of(low.words[j / 4], j % 4) : signed_half_of(low.words[j / 2], j % 2));
         }
-        this->update_element(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
-                             values_.value(signed_codes.words[j / 4], j % 4) * signed_coder.scale, weight[i], root[i],
-                             moment[i]);
+        this->template update_element<kZeros>(found, param, gradients.number(j), unsigned_codes.code(j), unsigned_coder,
+                                              values_.value(signed_codes.words[j / 4], j % 4) * signed_coder.scale,
+                                              weight[i], root[i], moment[i]);
       }
     }
-    found.has_zero_code = zeros != 0;
     if constexpr (kHasUnsigned) found_ = found;
-    return this->is_usual(found);
+    return this->template is_usual<kZeros>(found);
   }
 
   // Encodes and stores the turn, if all lanes can encode their elements.
+  template <bool kZeros>
   SHARDOPT_DEVICE bool finish(bool usual, const float (&weight)[kEach], float (&root)[kEach], float (&moment)[kEach]) {
     float unsigned_scales[Unsigned::kScales], signed_scales[Signed::kScales];
     Part<uint8_t> unsigned_codes[kParts], signed_codes[kParts];
@@ -209,15 +226,24 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     round(weight, high, low);
     float largest = 0.0f;
     if constexpr (kHasUnsigned) {
-      const Extremes e = Arithmetic::template agreed<kBlockLanes>(found_);
+      const Extremes e = Arithmetic::template agreed<kBlockLanes, kZeros>(found_);
       usual = usual && Unsigned::is_even(e);
       Unsigned::measure(e, unsigned_scales);
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        codes[i] = this->encode_unsigned(coder, root[i], moment[i]);
+        codes[i] = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i]);
       }
       pack_bytes(unsigned_codes, codes, 0);
+      if constexpr (kZeros) {
+        int32_t all = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) all |= bits(moment[i]);
+        if ((all & kMagnitudeMask) != 0) {  // not of rows that no gradient has reached
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) Arithmetic::clear_beside_zero(root[i], moment[i]);
+        }
+      }
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));

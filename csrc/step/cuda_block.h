@@ -1,8 +1,8 @@
 // The arithmetic of blocks of kAlignedBlock elements in a usual format, element by element, and the agreement of a
 // block's lanes: shared by AlignedStepper and StagedStepper, which differ in how they load and store elements.
 //
-// Numbers are of type Quick. Zeros, numbers out of the ordinary and updates that would be lost are noticed and left to
-// WarpStepper.
+// Numbers are of type QuickOf. Numbers out of the ordinary and updates that would be lost are noticed and left to
+// WarpStepper. Unsigned moments may be zero, as of rows that no gradient has reached, where a function has kZeros.
 #pragma once
 
 #include "step/cuda_quick.h"
@@ -60,9 +60,8 @@ class BlockArithmetic {
 
   // Properties of a lane's elements, gathered during the update.
   struct Found {
-    bool has_zero_code = false;  // an unsigned code is zero, and its coder needs them not zero
-    uint32_t low = ~0u, high = 0;
-    int32_t largest_unsigned = 0;                          // if the codec does not code roots
+    uint32_t low = ~0u, high = 0;  // of roots; with kZeros, low is the least root above zero, less one
+    int32_t largest_unsigned = 0;  // if the codec does not code roots
     float largest_gradient = 0.0f, largest_weight = 0.0f;  // gradient: with gains_of, and only without unsigned moments
   };
 
@@ -74,19 +73,21 @@ class BlockArithmetic {
 
   // Adds the low bits, at their place in a word, to a weight. If that turns the sign, the parameter is zero and the sum
   // is NaN; then the new weight is NaN, too, and not usual.
-  SHARDOPT_DEVICE static Quick join(Quick high, int32_t low) {
+  SHARDOPT_DEVICE static float join(float high, int32_t low) {
     return float_from_bits(as_signed(as_unsigned(bits(high)) + as_unsigned(low)));
   }
 
   // Updates one element. Gives the new weight, the new signed moment as `moment`, and as `root` the new unsigned
   // moment, or its root if the codec codes roots. signed_value: the signed code's value, times the block's scale.
-  SHARDOPT_DEVICE void update_element(Found& found, Quick param, Quick gradient, int32_t unsigned_code,
-                                      const Unsigned& unsigned_coder, Quick signed_value, float& weight, float& root,
+  template <bool kZeros>
+  SHARDOPT_DEVICE void update_element(Found& found, float old_weight, float gradient, int32_t unsigned_code,
+                                      const Unsigned& unsigned_coder, float signed_value, float& weight, float& root,
                                       float& moment) const {
-    Quick r = 0.0f, m[kMoments + 1];
-    const Quick scaled = gradient * gradient_scale_;
+    using Number = QuickOf<kZeros>;
+    Number param = old_weight, r = 0.0f, m[kMoments + 1];
+    const Number scaled = gradient * gradient_scale_;
     if constexpr (kHasUnsigned) {
-      r = unsigned_coder.decode_above_zero(unsigned_code);
+      r = kZeros ? unsigned_coder.decode(unsigned_code) : unsigned_coder.decode_above_zero(unsigned_code);
       m[kUnsigned] = Codec::kRoot ? r * r : r;
     } else {
       found.largest_gradient = larger(found.largest_gradient, fabsf(scaled.x));
@@ -94,14 +95,14 @@ class BlockArithmetic {
         if (param_gain_ != 0.0f) found.largest_gradient = larger(found.largest_gradient, fabsf(param_gain_ * param.x));
       }
     }
-    m[kSigned] = kRelative ? signed_value * r : signed_value;
+    m[kSigned] = kRelative ? Number(signed_value) * r : Number(signed_value);
     rule_.update(param, scaled, m, &r);
     weight = param.x;
     if constexpr (kHasLow) found.largest_weight = larger(found.largest_weight, fabsf(param.x));
     moment = m[kSigned].x;
     if constexpr (kHasUnsigned) {
       const auto b = static_cast<uint32_t>(bits(r));
-      found.low = min(found.low, b);
+      found.low = min(found.low, kZeros ? b - 1u : b);
       found.high = max(found.high, b);
       root = Codec::kRoot ? r.x : m[kUnsigned].x;
       if constexpr (!Codec::kRoot) found.largest_unsigned = max_int(found.largest_unsigned, bits(root));
@@ -109,17 +110,19 @@ class BlockArithmetic {
   }
 
   // Whether a lane's elements can be encoded.
+  template <bool kZeros>
   SHARDOPT_DEVICE bool is_usual(const Found& found) const {
     const bool usual_weights = !kHasLow || found.largest_weight <= float_from_bits(kLargestWord<kLowBits>);
     if constexpr (!kHasUnsigned) return usual_weights && found.largest_gradient < float_from_bits(kLargeBits);
-    return usual_weights && !found.has_zero_code && found.low >= static_cast<uint32_t>(bits(kLeastQuickRoot)) &&
+    return usual_weights && found.low >= static_cast<uint32_t>(bits(kLeastQuickRoot) - kZeros) &&
            found.high < static_cast<uint32_t>(root_limit_);
   }
 
   // The extremes of a block's unsigned moment, given to all kLanes lanes of the block.
-  template <int kLanes>
+  template <int kLanes, bool kZeros>
   SHARDOPT_DEVICE static Extremes agreed(const Found& found) {
     Extremes e = {static_cast<int32_t>(found.high), static_cast<int32_t>(found.low)};
+    if (kZeros) e.low = static_cast<int32_t>(min(found.low, uint32_t{kInfinityBits} - 1u)) + 1;
     if (!Codec::kRoot) e = {found.largest_unsigned, 0};
 #pragma unroll
     for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
@@ -140,16 +143,23 @@ class BlockArithmetic {
     return largest;
   }
 
-  // The code of an unsigned moment. Turns a relative signed moment into units of the decoded root.
+  // The code of an unsigned moment. Turns a relative signed moment into units of the decoded root; beside a root of
+  // zero, clear_beside_zero is to follow.
+  template <bool kZeros>
   SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment) {
     if constexpr (kRelative) {
       Quick unit;
-      const auto code = static_cast<uint32_t>(coder.encode_above_zero(Quick(root), unit));
+      const int32_t code = kZeros ? coder.encode_even(Quick(root), unit) : coder.encode_above_zero(Quick(root), unit);
       moment = moment * reciprocal(unit).x;
-      return code;
+      return static_cast<uint32_t>(code);
     } else {
-      return static_cast<uint32_t>(coder.encode_above_zero(Quick(root)));
+      return static_cast<uint32_t>(kZeros ? coder.encode(Quick(root)) : coder.encode_above_zero(Quick(root)));
     }
+  }
+
+  // Clears a relative signed moment beside a root of zero: of a gradient whose square is zero.
+  SHARDOPT_DEVICE static void clear_beside_zero(float root, float& moment) {
+    if constexpr (kRelative) moment *= one_above_zero(root);
   }
 
   SHARDOPT_DEVICE static float quick_reciprocal(float x) { return reciprocal(Quick(x)).x; }

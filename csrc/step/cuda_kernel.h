@@ -11,8 +11,7 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kThreads = 128;
-constexpr int kResident = 5;  // thread blocks that the registers of a multiprocessor must suffice for
-constexpr int kAlignedResident = 4;
+constexpr int kResident = 4;  // thread blocks that the registers of a multiprocessor must suffice for
 
 SHARDOPT_DEVICE bool is_off(const CudaCall& call) { return call.found_inf && *call.found_inf != 0.0f; }
 
@@ -34,8 +33,8 @@ __device__ __noinline__ int step_task(const CudaTask task, const KernelRow& kern
   return WarpStepper<Rule, Codec>(kernel_row, prepared, table, phase).template step<kOnce>(task);
 }
 
-// Whether blocks are read once and stay in registers: only for rules that have kernels of their own; compiling
-// the others so would take twice as long.
+// Whether blocks of one chunk are stepped by a function of their own: only for rules that have kernels of their own;
+// compiling the others so would take twice as long.
 template <class Rule, class Codec>
 constexpr bool kReadsOnce = is_usual<Rule, Codec>() && (Codec::Signed::kScales > 0);
 
@@ -158,7 +157,7 @@ SHARDOPT_HD unsigned warp_bytes(const CudaBatch& batch) {
 // A warp per task of blocks in a usual format, all of one rule, codec and format. Dynamic shared memory has a ring or a
 // stage per warp, as the warp steps aligned blocks or others.
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-__global__ void __launch_bounds__(kThreads, kAlignedResident) step_usual_tasks(CudaCall call, CudaBatch batch) {
+__global__ void __launch_bounds__(kThreads, kResident) step_usual_tasks(CudaCall call, CudaBatch batch) {
   using Aligned = AlignedStepper<Rule, Codec, kWeight, kGradient>;
   using Staged = StagedStepper<Rule, Codec, kWeight, kGradient>;
   __shared__ typename Aligned::Table table;

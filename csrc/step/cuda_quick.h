@@ -35,11 +35,23 @@ SHARDOPT_DEVICE float larger(float a, float b) {
 #endif
 }
 
-struct Quick {
+// 1 for a root, 0 for zero.
+SHARDOPT_DEVICE float one_above_zero(float root) {
+#if defined(__CUDA_ARCH__)
+  return __saturatef(root * 0x1p60f);
+#else
+  return root > 0.0f ? 1.0f : 0.0f;
+#endif
+}
+
+// kZeros: square roots may be of zero, too.
+template <bool kZeros>
+struct QuickOf {
+  using Quick = QuickOf;
   float x;
 
-  Quick() = default;
-  SHARDOPT_DEVICE Quick(float value) : x(value) {}
+  QuickOf() = default;
+  SHARDOPT_DEVICE QuickOf(float value) : x(value) {}
 
   friend SHARDOPT_DEVICE Quick operator+(Quick a, Quick b) { return a.x + b.x; }
   friend SHARDOPT_DEVICE Quick operator-(Quick a, Quick b) { return a.x - b.x; }
@@ -64,15 +76,18 @@ struct Quick {
 #endif
   }
 
-  // Correctly rounded from 2^-100 to 2^124; NaN for zero, negative numbers, infinity and NaN.
+  // Correctly rounded from 2^-100 to 2^124; NaN for negative numbers, infinity and NaN, and without kZeros for zero.
+  // The number added to the argument changes none from 2^-101 on.
   friend SHARDOPT_DEVICE Quick square_root(Quick a) {
 #if defined(__CUDA_ARCH__)
-    const float y = near_reciprocal_root(a.x), s = a.x * y;
+    const float y = near_reciprocal_root(kZeros ? a.x + 0x1p-126f : a.x), s = a.x * y;
     return __fmaf_rn(__fmaf_rn(-s, s, a.x), 0.5f * y, s);
 #else
-    return a.x > 0.0f && a.x < 3.4e38f ? shardopt::SHARDOPT_TARGET::square_root(a.x) : __builtin_nanf("");
+    const bool has_root = (kZeros ? a.x >= 0.0f : a.x > 0.0f) && a.x < 3.4e38f;
+    return has_root ? shardopt::SHARDOPT_TARGET::square_root(a.x) : __builtin_nanf("");
 #endif
   }
 };
+using Quick = QuickOf<false>;
 
 SHARDOPT_END_NAMESPACE

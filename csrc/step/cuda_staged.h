@@ -235,7 +235,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     float* const signed_scales = stage_.signed_scales + block * Signed::kScales;
     float weight[kEach], root[kEach], moment[kEach];
     Found found;
-    int32_t least_code = 255;
+    constexpr bool kZeros = kHasUnsigned;
     {
       const Signed signed_coder(signed_scales, table_);
       const Unsigned unsigned_coder = this->unsigned_decoder(unsigned_scales);
@@ -243,21 +243,19 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 #pragma unroll
         for (int i = slots.kBegin; i < slots.kEnd; ++i) {
           const int at = start + (i - slots.kBegin) * kLanes;
-          Quick param = number_of(high[at]);
+          float param = number_of(high[at]);
           if constexpr (kHasLow) param = this->join(param, low[at] * (1 << (16 - kLowBits)));
-          const int32_t unsigned_code = unsigned_codes[at];
-          if constexpr (kHasUnsigned && Unsigned::kMeasuresSmallest) least_code = min_int(least_code, unsigned_code);
-          this->update_element(found, param, number_of(gradient[at]), unsigned_code, unsigned_coder,
-                               values_.value(signed_codes[at], 0) * signed_coder.scale, weight[i], root[i], moment[i]);
+          this->template update_element<kZeros>(found, param, number_of(gradient[at]), unsigned_codes[at],
+                                                unsigned_coder, values_.value(signed_codes[at], 0) * signed_coder.scale,
+                                                weight[i], root[i], moment[i]);
         }
       });
     }
-    found.has_zero_code = least_code == 0;
-    bool usual = this->is_usual(found);
+    bool usual = this->template is_usual<kZeros>(found);
     __syncwarp();  // all lanes have read the memory that is written from here on
     float new_scales[Unsigned::kScales + 1] = {}, largest = 0.0f;
     if constexpr (kHasUnsigned) {
-      const Extremes e = Arithmetic::template agreed<kLanes>(found);
+      const Extremes e = Arithmetic::template agreed<kLanes, kZeros>(found);
       usual = usual && Unsigned::is_even(e);
       Unsigned::measure(e, new_scales);
     }
@@ -272,8 +270,11 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       for (int i = slots.kBegin; i < slots.kEnd; ++i) {
         const int at = start + (i - slots.kBegin) * kLanes;
         store_weight(high + at, low + at, weight[i], noise, at);
-        if constexpr (kHasUnsigned)
-          unsigned_codes[at] = static_cast<uint8_t>(this->encode_unsigned(coder, root[i], moment[i]));
+        if constexpr (kHasUnsigned) {
+          const uint32_t code = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i]);
+          unsigned_codes[at] = static_cast<uint8_t>(code);
+          Arithmetic::clear_beside_zero(root[i], moment[i]);
+        }
         largest = larger(largest, fabsf(moment[i]));
       }
     });

@@ -1,7 +1,7 @@
 // The step of a task on CUDA: a block per group of lanes, eight consecutive elements per lane. Uses the rule and codec
 // headers that the CPU uses.
 //
-// A block of up to kWarp * kLane elements is read once and stays in registers from the update to the encoding. A larger
+// A block of up to kChunk elements is read once and stays in registers from the update to the encoding. A larger
 // block is taken in chunks and computed anew in each pass; only the last pass stores. So are cut blocks, whose passes
 // are separate launches.
 #pragma once
@@ -118,9 +118,11 @@ class WarpStepper {
     }
   }
 
-  // Steps a block. kOnce: the block is whole and has one chunk.
+  // Steps a block. kOnce: the block is whole and has one chunk, so that it is read once; other blocks that are and have
+  // tell so at run time.
   template <bool kOnce>
   SHARDOPT_DEVICE void step_block() {
+    const bool once = kOnce || (kernel_row_.block_size <= kChunk && !kernel_row_.cut);
     const int first = kOnce || phase_ == Phase::kStep ? kMeasure : phase_ == Phase::kRelative ? kRelate : kEncode;
     const int last = kOnce || !kernel_row_.cut ? kEncode : first;
     const int end = kOnce ? 1 : kernel_row_.block_size;
@@ -132,11 +134,11 @@ class WarpStepper {
     for (int pass = first; pass <= last; ++pass) {
       if (pass == kRelate && !kRelative) continue;
       for (int begin = 0; begin < end; begin += kChunk) {
-        if (!kOnce || pass == kMeasure) {
+        if (!once || pass == kMeasure) {
           compute(begin, pass == kMeasure);
-          if (!kRepays && (kOnce || pass == kEncode)) store_params();
+          if (!kRepays && (once || pass == kEncode)) store_params();
         }
-        if (kRelative && pass > kMeasure && (!kOnce || pass == kRelate)) relate(found, kOnce || pass == kEncode);
+        if (kRelative && pass > kMeasure && (!once || pass == kRelate)) relate(found, once || pass == kEncode);
         each_of<kMoments>([&](auto k) {
           if (pass == kEncode) {
             if constexpr (!Moment<k()>::kIsUnit) store_codes<k()>(Scales<typename Moment<k()>::Coder>(found[k()]).x);

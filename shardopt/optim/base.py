@@ -117,6 +117,7 @@ class ShardedOptimizer(OptimizerInterface):
             self.param_groups.pop()
             raise
         use_numbers(self.param_groups[-1]["params"])
+        self._internals.check_numbers()
 
     @without_autograd
     def attach(self, model: Module) -> None:
@@ -138,6 +139,7 @@ class ShardedOptimizer(OptimizerInterface):
         read_model(model)
         number_parameters(model)
         use_numbers(param for _, param in self._all_params())
+        self._internals.check_numbers()
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()
@@ -389,6 +391,7 @@ class ShardedOptimizer(OptimizerInterface):
         if numbers is not None:  # of a copy, whose parameters have lost theirs
             give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
+        self._internals.check_numbers()
         if asleep is not None:
             self._internals.residency.asleep = asleep
         self._internals.forget_tables(anew=True)

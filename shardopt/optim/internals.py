@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange, FlatBuffer, assigned
+from shardopt.layout import Copies, Exchange, FlatBuffer, assigned, number_of, use_numbers
 from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
@@ -125,6 +126,7 @@ class Internals:
         self.may_make_state = True
         self._pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
+        self._is_numbered = False  # whether some of the parameters had numbers in the model
         self._captured: list[object] = []  # objects that CUDA graphs keep using
         self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
@@ -139,6 +141,7 @@ class Internals:
         first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
         reference, stepper = self._steppers.get(id(first), (None, None))
         if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
+            self.check_numbers()
             stepper = Stepper(
                 self.residency, self.skipped, self.model_indices, self.copies, take_totals=self._take_totals
             )
@@ -150,6 +153,24 @@ class Internals:
                 self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
             self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
+
+    def check_numbers(self) -> None:
+        """Notes whether parameters have numbers in the model; warns if others were assigned in place of all of them."""
+        groups = self.optimizer.param_groups
+        params = [param for group in groups for param in group["params"] if not isinstance(assigned(param), FlatBuffer)]
+        is_numbered = any(number_of(param) is not None for param in params)
+        if self._is_numbered and params and not is_numbered:
+            use_numbers(params)
+            is_numbered = any(number_of(param) is not None for param in params)
+            are_random = (group["stochastic_rounding"] or get_codec(group["codec"]).random for group in groups)
+            if not is_numbered and any(are_random):
+                warn_user(
+                    f"got {len(params)} parameters without numbers in the model in place of some with numbers, to be "
+                    "rounded at random, so that their noise depends on their places in the optimizer; call "
+                    "optimizer.attach(model)",
+                    RuntimeWarning,
+                )
+        self._is_numbered = is_numbered
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         optimizer = self.optimizer

@@ -57,7 +57,7 @@ class Untrained:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         without = [param for param in params if param.grad is None and param.requires_grad and _is_here(param)]
         is_first, self._is_first = self._is_first, False
-        if is_first and params and not any(param.requires_grad for param in params):
+        if is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
         counts = {id(param): self._count(param) for param in without}
         self._without = {id(param): (ref(param), counts[id(param)]) for param in without}

@@ -17,6 +17,7 @@ from shardopt.state.names import listed_name, named
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
+from shardopt.step.over_all import OverAll
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -246,7 +247,7 @@ def raising(groups: Sequence[Group]) -> frozenset[int]:
 def demand_finite(
     inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group], looked_at: Set[int]
 ) -> None:
-    """Looks for NaN and Inf in gradients; raises on all ranks that hold parts of the parameter.
+    """Looks for NaN and Inf in gradients; raises on all ranks that share parameters, directly or by way of others.
 
     Args:
         inputs: the parameters. Ranks that share parameters pass the same parameters.
@@ -276,8 +277,12 @@ def demand_finite(
             holders.all_reduce_max(flags)
         nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
         bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
-    if bad:
-        raise FloatingPointError(f"{', '.join(bad)}: got a gradient with NaN or Inf; nothing was changed")
+    here = torch.tensor([bool(bad)], dtype=torch.int64, device="cpu")
+    specs = [p.spec for p in inputs if p.group in looked_at and p.spec is not None]
+    shares = {part.spec.shard.counted(): [here] for spec in specs for part in spec.slices}
+    if bool(OverAll(shares).total(shares, torch.zeros_like(here), largest=True)):
+        names = ", ".join(bad) or "a parameter of other ranks"
+        raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:

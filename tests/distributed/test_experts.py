@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import product
@@ -326,3 +327,25 @@ def test_an_expert_without_gradient(width: int) -> None:
         optimizer.step()
     assert int(optimizer.state[shared]["step"]) == 4
     assert int(optimizer.state[expert]["step"]) == (3 if pair == 0 else 4)
+
+
+@pytest.mark.ranks(4)
+def test_a_nan_in_one_expert_raises_on_all_ranks() -> None:
+    """Ranks of the other expert share a parameter with the first one's."""
+    pair = dist.get_rank() // 2
+    shared = nn.Parameter(distribute(values((8, 64), 0), mesh_of((4,)), (Shard(0),)))
+    expert = nn.Parameter(distribute(values((8, 64), 1 + pair), _meshes()[pair], (Shard(0),)))
+    optimizer = shardopt.AdamW8bit([shared, expert], min_quantized_numel=0, nonfinite="raise")
+    for step in range(3):
+        for param in (shared, expert):
+            gradient = values(tuple(param.shape), 9 + step)
+            if step == 1 and param is expert and pair == 0:
+                gradient[0, 0] = math.nan
+            param.grad = distribute(gradient, param.device_mesh, param.placements)
+        if step == 1:
+            names = "parameter 1 of param group 0" if pair == 0 else "a parameter of other ranks"
+            with pytest.raises(FloatingPointError, match=f"{names}.*: got a gradient with NaN or Inf"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in (shared, expert)] == [2, 2]

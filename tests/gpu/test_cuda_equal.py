@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
+from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES
 from kernel_problem import DTYPES, HUGE, gradients, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
+from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
+from shardopt.kernels.dispatch import Call, Tables
+from shardopt.kernels.skipped import SkippedElements
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import FP32
-
-pytestmark = needs_cuda
 
 SHAPES = ((), (1,), (31,), (257,), (4097,), (0, 64), (97, 130), (70, 33), (1, 4099), (3, 257), (9, 512), (4, 5, 7, 3))
 
@@ -24,6 +25,7 @@ SHAPES = ((), (1,), (31,), (257,), (4097,), (0, 64), (97, 130), (70, 33), (1, 40
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_the_cpu(rule: str, codec: str, dtypes: str) -> None:
+    """Shows that steps of every rule with every codec give the CPU's bits, with skipped elements among them."""
     param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
     wanted, skipped = run(CPU, rule, codec, start(param_dtype, SHAPES), steps)
@@ -36,6 +38,7 @@ def test_equal_the_cpu(rule: str, codec: str, dtypes: str) -> None:
 @pytest.mark.parametrize("codec", EIGHT_BIT)
 @pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
 def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
+    """Shows that every block size gives the CPU's bits."""
     shapes = ((2, 5000), (97, 33), (3, 257), (2, 4096), (2, 4097))
     steps = [gradients(t, FP32, shapes) for t in (1, 3, 4)]
     wanted, _ = run(CPU, rule, codec, start(FP32, shapes), steps, block_size=block_size)
@@ -47,10 +50,11 @@ def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", HYPER)
 def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> None:
+    """Shows that every weight format gives the CPU's bits on whole rows, pieces and cut blocks."""
     for name, piece in PIECES.items():
         for block_size in filter(piece.is_in_blocks, (32, 128, 512)):
             cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
-            wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
+            wanted, skipped = (problem.run(call_of, steps=4) for problem in (cpu, cuda))
             assert_same(cuda.snapshot(), cpu.snapshot())
             cuda.assert_nothing_written_around()
             assert skipped == wanted > 0, (name, block_size)
@@ -60,17 +64,17 @@ def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> N
 @pytest.mark.parametrize("codec", EIGHT_BIT)
 @pytest.mark.parametrize("rule", HYPER)
 def test_rows_of_any_length(rule: str, codec: str, weights: str) -> None:
-    """No byte is written around the tensors."""
+    """Shows that rows of any length at any address give the CPU's bits, and that no byte is written around them."""
     for name, piece in ROWS.items():
         cpu, cuda = (Problem(rule, codec, weights, piece, 128, device) for device in (CPU, CUDA))
-        wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
+        wanted, skipped = (problem.run(call_of, steps=4) for problem in (cpu, cuda))
         assert_same(cuda.snapshot(), cpu.snapshot())
         cuda.assert_nothing_written_around()
         assert skipped == wanted > 0, name
 
 
 def test_many_staged_rows() -> None:
-    """Several tasks per entry, and several entries per launch."""
+    """Shows that staged rows of several tasks an entry, and several entries a launch, give the CPU's bits."""
     shapes = ((3001, 130), (1999, 257), (9001, 33), (777, 1000), (65, 2377), (1_000_003,))
     steps = [gradients(t, torch.bfloat16, shapes) for t in (1, 2, 4, 5)]
     wanted, _ = run(CPU, "adamw", "log8", start(torch.bfloat16, shapes), steps)
@@ -79,31 +83,40 @@ def test_many_staged_rows() -> None:
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_unaligned_storage(codec: str) -> None:
+    """Shows that tensors three elements behind an aligned address step as aligned ones."""
     initial = start(torch.bfloat16, SHAPES)
+    behind = 3 * CODECS[codec].code_dtype.itemsize  # state is kept as bytes
     aligned, optimizer = make_on(CUDA, "adamw", codec, initial)
-    odd = {name: Parameter(_odd(value.cuda())) for name, value in initial.items()}
+    odd = {name: Parameter(_odd(value.to(CUDA))) for name, value in initial.items()}
     odd_optimizer = RULES["adamw"].make(list(odd.values()), codec=codec, min_quantized_numel=0)
     for t in (1, 2, 3, 4):
-        grads = {name: gradient.cuda() for name, gradient in gradients(t, torch.bfloat16, SHAPES).items()}
+        grads = {name: gradient.to(CUDA) for name, gradient in gradients(t, torch.bfloat16, SHAPES).items()}
         step_on(optimizer, aligned, grads)
         step_on(odd_optimizer, odd, {name: _odd(gradient) for name, gradient in grads.items()})
         for state in odd_optimizer.state.values():
-            state.update({entry: _odd(value) for entry, value in state.items()})
+            state.update(
+                {entry: _odd(value, behind if value.dtype == torch.uint8 else 3) for entry, value in state.items()}
+            )
     assert_same(snapshot_of(odd, odd_optimizer), snapshot_of(aligned, optimizer))
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_strided_parameters(codec: str) -> None:
-    """With gradients that are strided like them."""
+    """Shows that strided parameters, with gradients strided like them, step to the CPU's bits."""
     initial = {name: value for name, value in start(torch.bfloat16, SHAPES).items() if value.dim() > 1}
-    params = {name: Parameter(_columns_first(value.cuda())) for name, value in initial.items()}
+    params = {name: Parameter(_columns_first(value.to(CUDA))) for name, value in initial.items()}
     optimizer = RULES["adamw"].make(list(params.values()), codec=codec, min_quantized_numel=0, master_weight_bits=24)
     steps = [gradients(t, torch.bfloat16, SHAPES) for t in (1, 2, 3, 4)]
     wanted, skipped = run(CPU, "adamw", codec, initial, steps, master_weight_bits=24)
     for grads in steps:
-        step_on(optimizer, params, {name: _columns_first(grads[name].cuda()) for name in params})
+        step_on(optimizer, params, {name: _columns_first(grads[name].to(CUDA)) for name in params})
     assert_same(snapshot_of(params, optimizer), wanted)
     assert optimizer.nonfinite_count == skipped
+
+
+def call_of(device: torch.device, tables: Tables) -> Call:
+    """The kernels' call with a count of its own of skipped elements."""
+    return make_call(device, tables, SkippedElements())
 
 
 def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,14 +124,16 @@ def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _odd(tensor: torch.Tensor) -> torch.Tensor:
-    buffer = torch.zeros(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)
-    return buffer[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
+def _odd(tensor: torch.Tensor, behind: int = 3) -> torch.Tensor:
+    """A copy so many elements behind an aligned address."""
+    buffer = torch.zeros(tensor.numel() + behind, dtype=tensor.dtype, device=tensor.device)
+    return buffer[behind:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_that_overflow(rule: str, codec: str) -> None:
+    """Shows that gradients near the largest float give the CPU's bits."""
     huge = {name: gradient.clone() for name, gradient in gradients(2, FP32, SHAPES).items()}
     for gradient in huge.values():
         for at, value in HUGE.items():
@@ -131,6 +146,7 @@ def test_gradients_that_overflow(rule: str, codec: str) -> None:
 
 
 def test_mixed_codecs_and_rules_in_one_step() -> None:
+    """Shows that one step over groups of different codecs and options gives the CPU's bits."""
     initial = start(torch.bfloat16, SHAPES)
 
     def stepped(device: torch.device) -> dict[str, torch.Tensor]:
@@ -149,6 +165,7 @@ def test_mixed_codecs_and_rules_in_one_step() -> None:
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_state_moves_between_devices(codec: str) -> None:
+    """Shows that a state that goes to and fro between devices goes on with the CPU's bits."""
     shapes = ((97, 130), (257,))
     steps = [gradients(t, FP32, shapes) for t in (1, 2, 4, 5)]
     wanted, _ = run(CPU, "adamw", codec, start(FP32, shapes), steps)
@@ -162,21 +179,22 @@ def test_state_moves_between_devices(codec: str) -> None:
     assert_same(snapshot_of(params, optimizer), wanted)
 
 
+@needs_gpu
 def test_more_than_two_to_the_31_elements() -> None:
-    """All rows are alike, and so must be what becomes of them."""
+    """Shows that offsets beyond 31 bits are right: all rows are alike, and stay so."""
     rows, cols = 2**21 + 3, 1024
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free memory on the device")
     row = values((1, cols), 0, torch.bfloat16)
     gradient = (values((1, cols), 1) * 1e-2).to(torch.bfloat16)
     wanted, _ = run(CPU, "adamw", "log8", {"": row}, [{"": gradient}] * 2)
-    param = Parameter(row.cuda().expand(rows, cols).contiguous())
+    param = Parameter(row.to(CUDA).expand(rows, cols).contiguous())
     optimizer = RULES["adamw"].make([param])
-    param.grad = gradient.cuda().expand(rows, cols).contiguous()
+    param.grad = gradient.to(CUDA).expand(rows, cols).contiguous()
     optimizer.step()
     optimizer.step()
     actual = {"": param.detach(), **{f"/{name}": value for name, value in optimizer.state[param].items()}}
     for name, value in actual.items():
         if name != "/step":
-            first = wanted[name][0].cuda()
+            first = wanted[name][0].to(CUDA)
             assert all(bool((part == first).all()) for part in value.split(2**16)), name

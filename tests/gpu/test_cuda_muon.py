@@ -8,26 +8,25 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
+from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
 from kernel_problem import gradients, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from weight_formats import BF16, FP32
 
-pytestmark = needs_cuda
-
 SHAPES = ((512, 512), (1408, 512), (512, 1408), (97, 130), (1, 4099), (257, 1), (64, 7, 3, 3))
 MATRICES = tuple((shape[0], torch.Size(shape[1:]).numel()) for shape in SHAPES)
 
 
+@needs_gpu
 @pytest.mark.parametrize("coefficients", [(QUINTIC,) * 5, POLAR_EXPRESS[:5]], ids=["quintic", "polar express"])
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 @pytest.mark.parametrize("gram", [False, True])
 def test_bits_do_not_depend_on_memory(
     gram: bool, shape: tuple[int, int], coefficients: tuple[tuple[float, float, float], ...]
 ) -> None:
-    """Nor on the stream, nor on what was computed before."""
+    """Shows that products repeat their bits on any stream, whatever was computed before."""
     newton_schulz = NewtonSchulz(coefficients, 1e-7, gram)
     matrix = values(shape, 0, BF16).to(CUDA)
     expected = newton_schulz(matrix.clone()).clone()
@@ -46,7 +45,7 @@ def test_bits_do_not_depend_on_memory(
 
 @pytest.mark.parametrize("codec", ["log8", "companded8", "dynamic8", "fp32"])
 def test_momentum_is_the_cpus(codec: str) -> None:
-    """Of matrices; and with lr=0 and no decay the parameters stay, bit for bit."""
+    """Shows that matrices' momentum has the CPU's bits; with lr=0 and no decay the parameters stay."""
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 3, 4)]
     options = {"lr": 0.0, "weight_decay": 0.0}
     wanted, skipped = run(CPU, "muon", codec, start(FP32, SHAPES), steps, **options)
@@ -57,6 +56,7 @@ def test_momentum_is_the_cpus(codec: str) -> None:
 
 @pytest.mark.parametrize("weights", [{}, {"master_weight_bits": 24}, {"stochastic_rounding": True}], ids=str)
 def test_waves_and_offload_change_no_bit(weights: dict[str, object]) -> None:
+    """Shows that less memory for products, and offload, change no bit."""
     steps = [gradients(t, BF16, SHAPES) for t in (1, 2, 3)]
     wanted, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights)
     for options in ({"orthogonalize_memory": 1 << 20}, {"offload": "state"}):
@@ -65,7 +65,7 @@ def test_waves_and_offload_change_no_bit(weights: dict[str, object]) -> None:
 
 
 def test_near_the_cpu() -> None:
-    """One step: as near to a step in float64 as the CPU's is, within a factor of two."""
+    """Shows that a step is as near to a step in float64 as the CPU's is, within a factor of two."""
     initial, (given,) = start(FP32, SHAPES[:4]), [gradients(1, FP32, SHAPES[:4])]
     exact: dict[str, Tensor] = {}
     for name, gradient in given.items():
@@ -86,12 +86,15 @@ def test_near_the_cpu() -> None:
         for name, direction in exact.items():
             rows, cols = direction.shape
             moved = (initial[name].double() - found[name].double()) / (rows / cols) ** 0.5
-            errors.setdefault(name, {})[device.type] = float((moved - direction).norm() / direction.norm())
+            errors.setdefault(name, {})["cpu" if device is CPU else "cuda"] = float(
+                (moved - direction).norm() / direction.norm()
+            )
     for name, error in errors.items():
         assert error["cuda"] <= 2 * error["cpu"], (name, error)
 
 
 def test_a_learning_rate_on_the_device() -> None:
+    """Shows that a learning rate on the device steps as the same number on the host."""
     params = [Parameter(values((97, 130), 0).to(CUDA)) for _ in range(2)]
     gradient = values((97, 130), 1).to(CUDA)
     for param, lr in zip(params, (2**-6, torch.tensor(2**-6, device=CUDA)), strict=True):  # exact in float32

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardopt
-from cuda_device import CUDA, make_on, needs_cuda, snapshot_of, step_on
+from cuda_device import CUDA, keep_busy, make_on, needs_gpu, snapshot_of, step_on
 from helpers import CODEC_NAMES
 from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
@@ -17,8 +17,6 @@ from ranks.snapshot import assert_same
 from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
 from weight_formats import BF16
-
-pytestmark = needs_cuda
 
 SHAPES = ((97, 1300), (3, 9001), (70, 33), (257,))
 CHUNK = 64 << 10
@@ -30,23 +28,26 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "CHUNK_BYTES", CHUNK)
 
 
+@needs_gpu
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}, {"device_state_budget": "128KiB"}])
 def test_same_bits(offload: str, codec: str, options: dict[str, object]) -> None:
-    """Steps follow each other without a wait in between, and the device is busy meanwhile."""
+    """Shows that offloaded steps on a busy device have the bits of others, without a wait in between."""
     found = []
     for how in (None, offload):
         params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), offload=how, **options)
         for t in range(1, 6):
-            torch.cuda._sleep(3_000_000)  # gradients and parameters are late
+            keep_busy(3_000_000)  # gradients and parameters are late
             step_on(optimizer, params, gradients(t, BF16, SHAPES))
         optimizer.synchronize()
         found.append(snapshot_of(params, optimizer))
     assert_same(found[1], found[0])
 
 
+@needs_gpu
 def test_state_lives_in_locked_host_memory() -> None:
+    """Shows that offloaded state is pinned, and only the step count stays on the device."""
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
     step_on(optimizer, params, gradients(1, BF16, SHAPES))
     optimizer.synchronize()
@@ -56,8 +57,9 @@ def test_state_lives_in_locked_host_memory() -> None:
             assert key == "step" or value.is_pinned()
 
 
+@needs_gpu
 def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots, whatever the parameters take; and tables, of 4,608 bytes per chunk, with a count of 512."""
+    """Shows that the device holds slots, and tables of 4,608 bytes per chunk with a count of 512."""
     chunk = 1 << 20
     monkeypatch.setattr(residency, "CHUNK_BYTES", chunk)
     used = []
@@ -76,8 +78,10 @@ def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPa
     assert used[1] - used[0] <= (4608 + 512) * more_chunks, used
 
 
+@needs_gpu
 @pytest.mark.parametrize(("offload", "overlap"), [("state", False), ("step", False), ("step", True)])
 def test_gradient_release(offload: str, overlap: bool) -> None:
+    """Shows that released gradients with offload end with the plain run's bits."""
     found = []
     for how in (None, offload):
         model = make_net().to(CUDA)
@@ -96,6 +100,7 @@ def test_gradient_release(offload: str, overlap: bool) -> None:
     assert_same(found[1], found[0])
 
 
+@needs_gpu
 @pytest.mark.parametrize("scale", [None, 1000.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_held_gradients(micro_batches: int, scale: float | None) -> None:
@@ -117,7 +122,7 @@ def test_held_gradients(micro_batches: int, scale: float | None) -> None:
         for step in range(4):
             for micro in range(micro_batches):
                 loss = loss_of(model, make_batch(10 * step + micro).to(CUDA))
-                torch.cuda._sleep(3_000_000)  # gradients are late
+                keep_busy(3_000_000)  # gradients are late
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -136,6 +141,7 @@ def test_held_gradients(micro_batches: int, scale: float | None) -> None:
     assert_same(found[1], found[0])
 
 
+@needs_gpu
 def test_held_gradients_leave_the_device() -> None:
     """Shows that a backward pass adds no more gradients to the device's memory than may wait, in any model."""
     layers, numel, waiting = 24, 1 << 22, 2
@@ -154,6 +160,7 @@ def test_held_gradients_leave_the_device() -> None:
     assert peak <= (waiting + 2) * 4 * numel + (1 << 22), peak
 
 
+@needs_gpu
 def test_held_steps_do_not_wait() -> None:
     """Shows that step() returns, and the first layer computes, while the step of the last layer has not begun."""
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device=CUDA) for _ in range(4)))
@@ -180,7 +187,9 @@ def test_held_steps_do_not_wait() -> None:
     assert seen == [True]
 
 
+@needs_gpu
 def test_a_graph_refuses_it() -> None:
+    """Shows that a step with offloaded state refuses to be captured."""
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
     step_on(optimizer, params, gradients(1, BF16, SHAPES))
     torch.cuda.synchronize()
@@ -188,8 +197,9 @@ def test_a_graph_refuses_it() -> None:
         optimizer.step()
 
 
+@needs_gpu
 def test_a_refused_lock_leaves_no_error_behind() -> None:
-    """CUDA keeps the error of a failed call, which the next sound kernel would raise."""
+    """Shows that a failed pinning leaves no error that the next sound kernel would raise."""
     memory = torch.zeros(1 << 16, dtype=torch.uint8, pin_memory=True)
     with pytest.raises(MemoryError, match=r"got CUDA error \d+ for locking"):
         pin_memory(memory, object(), torch.device("cuda", 0))
@@ -198,23 +208,26 @@ def test_a_refused_lock_leaves_no_error_behind() -> None:
     torch.cuda.synchronize()
 
 
+@needs_gpu
 def test_without_locked_memory() -> None:
+    """Shows that offload works without pinned memory."""
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state", pin_memory=False)
     step_on(optimizer, params, gradients(1, BF16, SHAPES))
     optimizer.synchronize()
     assert not any(value.is_pinned() for s in optimizer.state.values() for key, value in s.items() if key != "step")
 
 
+@needs_gpu
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_sleep(codec: str) -> None:
-    """State leaves the device's memory, which is used by others at once, and comes back while the device is busy."""
+    """Shows that state leaves the memory of a busy device, which is used by others at once, and comes back."""
     found = []
     for sleeps in (False, True):
         params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), master_weight_bits=24)
         for t in range(1, 6):
             step_on(optimizer, params, gradients(t, BF16, SHAPES))
             if sleeps:
-                torch.cuda._sleep(3_000_000)  # the step before is late
+                keep_busy(3_000_000)  # the step before is late
                 optimizer.offload()
                 torch.cuda.empty_cache()
                 others = torch.full((1 << 22,), 7, dtype=torch.uint8, device=CUDA)

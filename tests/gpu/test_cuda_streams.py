@@ -9,13 +9,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cuda_device import CPU, CUDA, make_on, needs_cuda, run, snapshot_of, step_on
+from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on, synchronize
 from helpers import CODEC_NAMES, RULES, Named
 from kernel_problem import gradients, start
 from ranks.snapshot import assert_same
 from weight_formats import BF16
-
-pytestmark = needs_cuda
 
 SHAPES = ((97, 130), (70, 33), (257,))
 
@@ -31,11 +29,13 @@ def no_synchronization() -> Iterator[None]:
 
 
 def on_device(t: int) -> Named:
-    return {name: gradient.cuda() for name, gradient in gradients(t, BF16, SHAPES).items()}
+    return {name: gradient.to(CUDA) for name, gradient in gradients(t, BF16, SHAPES).items()}
 
 
+@needs_gpu
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_a_step_does_not_synchronize(codec: str) -> None:
+    """Shows that a step never waits for the device."""
     lr = torch.tensor(1e-2, device=CUDA)
     params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), lr=lr)
     steps = [on_device(t) for t in (1, 2, 3, 4)]
@@ -46,9 +46,11 @@ def test_a_step_does_not_synchronize(codec: str) -> None:
             step_on(optimizer, params, gradient)
 
 
+@needs_gpu
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "prodigy" not in rule])
 def test_graph_replays_equal_eager_steps(rule: str, codec: str) -> None:
+    """Shows that a captured step replays to the bits of eager ones, with changed rates and an eager step between."""
     rates = [1e-2, 1e-2, 5e-3, 2e-3, 1e-3]
     steps = [on_device(t) for t in (1, 2, 3, 4, 5)]
 
@@ -82,7 +84,9 @@ def test_graph_replays_equal_eager_steps(rule: str, codec: str) -> None:
     assert_same(snapshot_of(params, optimizer), eager())
 
 
+@needs_gpu
 def test_the_first_step_in_a_capture_is_refused() -> None:
+    """Shows that a capture which would make tables is refused."""
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES))
     step_on(optimizer, params, on_device(1))
     first = next(iter(params.values()))
@@ -91,14 +95,18 @@ def test_the_first_step_in_a_capture_is_refused() -> None:
         optimizer.step()
 
 
+@needs_gpu
 def test_a_rule_that_reads_its_sums_is_not_captured() -> None:
+    """Shows that a rule which waits for its sums refuses to be captured."""
     params, optimizer = make_on(CUDA, "prodigy", "log8", start(BF16, SHAPES))
     step_on(optimizer, params, on_device(1))
     with pytest.raises(RuntimeError, match="sums over all parameters"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 
 
+@needs_gpu
 def test_side_streams() -> None:
+    """Shows that steps run in the current stream, behind its work."""
     steps = [on_device(t) for t in (1, 2, 3, 4)]
     wanted, _ = run(CUDA, "adamw", "log8", start(BF16, SHAPES), steps)
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES))
@@ -116,6 +124,7 @@ def test_side_streams() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_current_device_does_not_matter() -> None:
+    """Shows that a step runs on its parameters' device, whichever is current."""
     steps = [gradients(t, BF16, SHAPES) for t in (1, 2)]
     wanted, _ = run(CPU, "adamw", "log8", start(BF16, SHAPES), steps)
     with torch.cuda.device(0):
@@ -125,6 +134,7 @@ def test_the_current_device_does_not_matter() -> None:
 
 
 def test_loss_scale_on_the_device() -> None:
+    """Shows that a loss scale and its overflow act on the device as on the CPU."""
     found = []
     for device in (CPU, CUDA):
         params, optimizer = make_on(device, "adamw", "log8", start(BF16, SHAPES))
@@ -137,9 +147,10 @@ def test_loss_scale_on_the_device() -> None:
 
 
 def test_grad_scaler() -> None:
+    """Shows that GradScaler skips the overflowing step, and no other."""
     model = torch.nn.Linear(130, 97, device=CUDA)
     optimizer = RULES["adamw"].make(model.parameters())
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(CUDA.type, init_scale=2.0**10)
     for t in range(4):
         optimizer.zero_grad()
         before = model.weight.detach().clone()
@@ -152,6 +163,7 @@ def test_grad_scaler() -> None:
 
 
 def test_the_next_step_warns_of_skipped_elements() -> None:
+    """Shows that the step after one with bad gradients warns of their number."""
     params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -159,7 +171,7 @@ def test_the_next_step_warns_of_skipped_elements() -> None:
     bad = on_device(2)
     next(iter(bad.values())).view(-1)[:5] = torch.nan
     step_on(optimizer, params, bad)
-    torch.cuda.synchronize()
+    synchronize()
     for name, param in params.items():
         param.grad = on_device(4)[name]
     with pytest.warns(RuntimeWarning, match="5 gradient elements"):

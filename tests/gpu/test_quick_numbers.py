@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cuda_device import needs_cuda
+from cuda_device import needs_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = needs_cuda
 
-
+@needs_gpu
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 def test_every_significand(tmp_path: Path) -> None:
+    """Shows that the roots and reciprocals of the kernels are correctly rounded."""
     program = tmp_path / "quick_numbers"
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     flags = ["-std=c++17", "-O3", "--fmad=false", f"-arch={arch}", "-I", str(ROOT / "csrc")]

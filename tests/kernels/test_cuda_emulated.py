@@ -88,6 +88,23 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
+@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
+@pytest.mark.parametrize("codec", EIGHT_BIT)
+def test_zeros_in_the_second_moment(emulated: ModuleType, codec: str, weights: str) -> None:
+    """First steps; rows, blocks and elements that no gradient reaches, or only some whose squares are zero."""
+    dtype, options = ALIGNED_FORMATS[weights]
+    for shape in ((16, 128), (19, 130)):
+        steps = [{name: x.clone() for name, x in gradients(t, dtype, (shape,)).items()} for t in (1, 2, 5)]
+        for (gradient,) in (found.values() for found in steps):
+            gradient[:6] = 0.0
+            gradient[4, ::3] = gradient[9, ::3] = 1e-30
+            gradient[7:, 5::7] = 0.0
+        before = emulated.quick_turns()
+        cuda_emulated.compare(emulated, "adamw", codec, start(dtype, (shape,)), steps, **options)
+        if shape == (16, 128):
+            assert emulated.quick_turns() - before == 4 * len(steps)
+
+
 #: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and the latter.
 MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
 
@@ -137,9 +154,12 @@ def test_misaligned_addresses(emulated: ModuleType) -> None:
     aligned = [aligned_gradients(t, BF16) for t in (1, 2, 5)]
     odd = [{name: at_odd_offset(x) for name, x in gradient.items()} for gradient in aligned]
     for steps, is_taken in ((odd, True), ([aligned[0], *odd[1:]], False)):
-        before = emulated.quick_turns()
-        cuda_emulated.compare(emulated, "adamw", "log8", start(BF16, ALIGNED), steps)
-        assert (emulated.quick_turns() > before) == is_taken
+        turns = []
+        for taken in (steps[:1], steps):
+            before = emulated.quick_turns()
+            cuda_emulated.compare(emulated, "adamw", "log8", start(BF16, ALIGNED), taken)
+            turns.append(emulated.quick_turns() - before)
+        assert (turns[1] > turns[0]) == is_taken
 
 
 #: All codecs and weights with Adam, one of each with the other rules; tests/gpu has all of them.

@@ -163,7 +163,7 @@ def test_refused() -> None:
         clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
 
 
-#: What a loop may do to the gradients of a model between clipping and the step, and whether the step warns.
+#: Changes of the gradients of a model between clipping and the step, and whether the step warns of them.
 LEFT_OUT: dict[str, tuple[Callable[[torch.nn.Module], object], bool]] = {
     "model.zero_grad": (lambda model: model.zero_grad(), False),
     "zero_grad in place": (lambda model: model.zero_grad(set_to_none=False), True),
@@ -235,3 +235,25 @@ def test_a_step_that_raises_may_be_tried_again() -> None:
     params[0].grad, bad.grad = torch.ones(4), None
     optimizer.step()  # other gradients, which are not clipped
     assert torch.equal(params[0].detach(), before - 1)
+
+
+def test_who_divides_by_the_loss_scale() -> None:
+    """The step, unless another package's function stands in its place or ``_step_supports_amp_scaling`` was set."""
+    param, optimizer = one()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step as well
+    assert optimizer._step_supports_amp_scaling
+    own, calls = optimizer.step, []
+    optimizer.step = lambda *args: calls.append(own(*args))  # as Accelerate
+    assert not optimizer._step_supports_amp_scaling
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for gradient, called in ((float("inf"), 0), (6.0, 1)):
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.full((2, 3), gradient)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(calls) == called
+    assert torch.equal(param.detach(), torch.full((2, 3), -3.0))  # the scale was halved
+    optimizer.step = own
+    assert optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = False
+    assert not optimizer._step_supports_amp_scaling

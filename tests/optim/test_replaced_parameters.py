@@ -58,6 +58,23 @@ def test_new_parameters_beside_numbered_ones_warn() -> None:
         _step(model, optimizer, 2)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_new_parameters_in_place_of_all_numbered_ones_warn(steps_before: int) -> None:
+    model = _model()
+    optimizer = shardopt.AdamW8bit([*model.parameters()][2:], lr=1e-2, **OPTIONS)
+    optimizer.attach(model)
+    for t in range(steps_before):
+        _step(model, optimizer, t)
+    model[1].weight, model[1].bias = (Parameter(param.detach().clone()) for param in model[1].parameters())
+    optimizer.param_groups[0]["params"] = [*model[1].parameters()]
+    with pytest.warns(RuntimeWarning, match="got 2 parameters without numbers in the model in place of some"):
+        _step(model, optimizer, 1)
+    optimizer.attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(model, optimizer, 2)
+
+
 def test_nothing_is_kept_of_replaced_parameters() -> None:
     optimizer = shardopt.AdamW8bit([Parameter(torch.zeros(64, 33)), Parameter(torch.zeros(64))], min_quantized_numel=64)
     alive: list[weakref.ref[Parameter]] = []

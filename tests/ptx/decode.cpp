@@ -129,7 +129,7 @@ void vote(Warp& w, const Instruction& i, u32 mask) {
   if (w.undefined(i.from[0]) & mask) w.report("a vote on something undefined", i);
   const u32 yes = w.predicate(i.from[0]) & mask;
   const bool passed = i.immediate ? yes != 0 : yes == mask;
-  counters().agreements += passed;
+  counters().agreements += passed && !i.immediate;
   w.set_predicate(i.to[0], passed ? kAllLanes : 0, mask);
   w.mark(i.to[0], 0, mask);
 }
@@ -382,7 +382,7 @@ Handler integers_from(const std::string& to) {
 }
 
 void conversion(Decoding& d) {
-  d.demand(d.op.size() >= 3 && !d.has("sat") && !d.has("ftz") && d.args.size() == (d.has("bf16x2") ? 3 : 2));
+  d.demand(d.op.size() >= 3 && !d.has("ftz") && d.args.size() == (d.has("bf16x2") ? 3 : 2));
   const std::string& target = d.op[d.op.size() - 2];
   d.to(d.args[0], target.substr(1) == "64");
   for (size_t k = 1; k < d.args.size(); ++k) d.from(d.args[k], d.wide);
@@ -393,6 +393,7 @@ void conversion(Decoding& d) {
   }
   static const std::map<std::string, Handler> known{
       {"rn.bf16x2.f32", binary<u32, u32, u32>([](u32 a, u32 b) { return bfloat16_of(a) << 16 | bfloat16_of(b); })},
+      {"sat.f32.f32", unary<float, float>([](float a) { return a > 0.0f ? a < 1.0f ? a : 1.0f : 0.0f; })},
       {"f64.f32", unary<double, float>([](float a) { return a; })},
       {"rn.f32.f64", unary<float, double>([](double a) { return a; })},
       {"rn.f32.s16", unary<float, i16>([](i16 a) { return a; })},

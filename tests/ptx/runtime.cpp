@@ -1,5 +1,6 @@
 // Stands in for the CUDA runtime: its functions that nvcc's code and csrc call. Kernels run when they are launched.
 #include <map>
+#include <set>
 #include <stdexcept>
 
 #include "machine.h"
@@ -33,6 +34,12 @@ struct Configuration {
 Configuration pushed;
 int last_error = kSuccess;
 std::string why;
+
+// Kernels that prefer as much shared memory as a multiprocessor has.
+std::set<const void*>& preferring() {
+  static std::set<const void*> made;
+  return made;
+}
 
 // Names of kernels by the address of the host's function.
 std::map<const void*, std::string>& kernels() {
@@ -94,6 +101,12 @@ const char* cudaGetErrorString(int) { return why.c_str(); }
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void*) {
   return std::memcpy(to, from, bytes), kSuccess;
 }
+int cudaFuncSetAttribute(const void* kernel, int attribute, int value) {
+  constexpr int kPreferredCarveout = 9;
+  if (attribute != kPreferredCarveout || value != 100 || !kernels().count(kernel))
+    return fail(kInvalidValue, "an attribute of a kernel");
+  return preferring().insert(kernel), kSuccess;
+}
 int cudaHostRegister(void*, size_t, unsigned) { return kSuccess; }
 int cudaHostUnregister(void*) { return kSuccess; }
 
@@ -118,6 +131,8 @@ int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void* st
   return kSuccess;
 }
 int cudaLaunchKernel(const void* host, Dim3 grid, Dim3 block, void** arguments, size_t shared, void*) {
+  if (shared > 0 && !preferring().count(host))
+    report("dynamic shared memory without a preference for it", kernels()[host]);
   return launch(kernels()[host], grid, block, arguments, shared);
 }
 int __cudaGetKernel(void** kernel, const void* host) { return *kernel = const_cast<void*>(host), kSuccess; }

@@ -15,12 +15,21 @@ from ranks.snapshot import Snapshot, snapshot
 from shardopt import _C
 from shardopt.optim import ShardedOptimizer
 
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that PyTorch can use"),
-    pytest.mark.skipif(not _C.with_cuda, reason="needs a build of shardopt with CUDA (SHARDOPT_CUDA=1)"),
-]
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+#: The device under test. Without a GPU, or a build for one, the CPU stands in for it, so that tests can be tried.
+CPU, CUDA = torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() and _C.with_cuda else "cpu")
+needs_gpu = pytest.mark.skipif(CUDA.type == "cpu", reason="needs a GPU's streams or memory, and a build with CUDA")
+
+
+def synchronize() -> None:
+    """Waits for the device under test."""
+    if CUDA.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def keep_busy(cycles: int) -> None:
+    """Queues work that makes what follows late, on a GPU."""
+    if CUDA.type == "cuda":
+        torch.cuda._sleep(cycles)
 
 
 def make_on(

@@ -33,7 +33,7 @@ STEPS = 6
 #: Events of a step, the first of which is an ordinary one.
 EVENTS = ("step", "step", "forward fails", "backward fails", "hook fails", "two passes", "removed", "removed within")
 BETWEEN = ("nothing", "nothing", "evaluation", "loaded", "copied", "zeroed", "graph dropped")
-#: What comes right after a step, which may be under way still.
+#: Events right after a step, which may be under way still.
 AFTER = ("nothing", "nothing", "model saved", "model loaded", "forked")
 
 

@@ -48,7 +48,7 @@ class Param(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """What is stepped, on how many ranks, and how it is clipped."""
+    """Parameters to step, on how many ranks, and how they are clipped."""
 
     world_size: int
     params: tuple[Param, ...]

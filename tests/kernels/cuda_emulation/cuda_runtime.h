@@ -203,14 +203,19 @@ inline int32_t __shfl_xor_sync(uint32_t, int32_t value, int lane_bits) {
   return got;
 }
 
-inline bool __all_sync(uint32_t, bool condition) {
+inline bool __any_sync(uint32_t, bool condition) {
   emulation::current().value = condition;
   emulation::wait();
   const unsigned first = threadIdx.x / emulation::kWarp * emulation::kWarp;
-  bool all = true;
-  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) all &= emulation::running->threads[first + lane].value != 0;
+  bool any = false;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) any |= emulation::running->threads[first + lane].value != 0;
   emulation::wait();
-  emulation::agreements += all && threadIdx.x == first;
+  return any;
+}
+
+inline bool __all_sync(uint32_t members, bool condition) {
+  const bool all = !__any_sync(members, !condition);
+  emulation::agreements += all && threadIdx.x % emulation::kWarp == 0;
   return all;
 }
 

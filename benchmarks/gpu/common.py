@@ -1,0 +1,62 @@
+"""Common to all sections: the device, the report that is written after each finding, texts of programs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Wheels and programs of launch/gpu_prepare.sh.
+CARRIED = ROOT / "build" / "gpu"
+#: Whether the CPU stands in for a GPU, so that the flow can be tried.
+FAKE = os.environ.get("GPU_FIRST_FAKE") == "1"
+DEVICE = "cpu" if FAKE else "cuda"
+#: Exit status of a process whose CUDA context a case has broken.
+BROKEN = 3
+TOOLS = os.environ.get("PATH", "") + ":/usr/local/cuda/bin"
+
+Left = Callable[[], float]
+
+
+def die_with_parent() -> None:
+    """Lets the kernel kill this process when its parent dies, so that nobody stays on the GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class Report:
+    """Findings, written after each one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # of a process before, whose context was broken
+            self.found = json.loads(path.read_text())
+
+    def put(self, key: str, value: Any) -> None:
+        self.found[key] = value
+        self.flush()
+
+    def flush(self) -> None:
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self.found, default=str))
+        os.replace(part, self._path)
+
+
+def text_of(*command: str, seconds: float = 15, tail: int = 4000, **options: Any) -> str:
+    """Output of a program."""
+    try:
+        options.setdefault("preexec_fn", die_with_parent)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace", **options)
+        return (done.stdout + done.stderr)[-tail:].strip()
+    except subprocess.TimeoutExpired as error:
+        said = b"".join(x if isinstance(x, bytes) else x.encode() for x in (error.stdout, error.stderr) if x)
+        return f"NOT FINISHED in {seconds:.0f} s: {said.decode(errors='replace')[-tail:]}"
+    except OSError as error:  # there is no such program
+        return f"{type(error).__name__}: {error}"

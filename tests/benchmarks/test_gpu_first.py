@@ -1,0 +1,58 @@
+"""The GPU's command, on the CPU: a section that fails ends alone, and its file is complete at every moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import results
+import write_results
+
+COMMAND = [str(results.ROOT / "launch" / "gpu_first.sh"), "--fake", "--seconds", "100", "--only"]
+
+
+def started(out: Path, *sections: str) -> subprocess.Popen[bytes]:
+    """The command with some sections."""
+    env = {**os.environ, "OUT": str(out), "PYTHON": sys.executable}
+    return subprocess.Popen([*COMMAND, *sections], env=env, stdout=subprocess.DEVNULL)
+
+
+def test_failing_sections_end_alone(tmp_path: Path) -> None:
+    assert started(tmp_path, "smoke", "crash", "hang", "broken").wait(150) == 0
+    found = json.loads((tmp_path / "first.json").read_text())
+    assert found["outcomes"] == {
+        "smoke": ["ended"],
+        "crash": ["died with status -11"],
+        "hang": ["did not end in time"],
+        "broken": ["broke its CUDA context"],
+    }
+    assert found["sections"]["smoke"][0]["log8, torch.bfloat16"] == "same bits"
+    assert all(found["sections"][name][0]["before"] == 1 for name in ("crash", "hang", "broken"))
+
+
+def test_a_kill_leaves_a_complete_file(tmp_path: Path) -> None:
+    command = started(tmp_path, "hang")
+    file, found = tmp_path / "first.json", dict[str, Any]()
+    end = time.monotonic() + 100
+    while not found.get("sections", {}).get("hang", [{}])[0].get("before") and time.monotonic() < end:
+        time.sleep(0.02)
+        found = json.loads(file.read_text()) if file.exists() else {}
+    command.kill()
+    command.wait()
+    assert json.loads(file.read_text())["sections"]["hang"][0]["before"] == 1
+
+
+def test_races_become_a_table(tmp_path: Path) -> None:
+    times = {"ms": 3.5, "fastest": 3.4, "host us": 90.0, "GB/s": 2911.0, "of copy": 0.97}
+    races = {"one": {"parameters": 10**9, "log8 bf16": times}}
+    sections = {"facts": [{"device": {"name": "NVIDIA H100"}}], "races": [races]}
+    found = {"began": "2027-01-02 03:04:05", "sections": sections}
+    (tmp_path / "first.json").write_text(json.dumps(found))
+    table = write_results.of_gpu(tmp_path / "first.json")
+    assert table.kind == "nvidia-h100"
+    assert table.rows == (("one, log8 bf16", 3.5, 3.4, 2911.0, 0.97, 0.95, 90.0),)
