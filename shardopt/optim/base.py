@@ -117,7 +117,7 @@ class ShardedOptimizer(OptimizerInterface):
             self.param_groups.pop()
             raise
         use_numbers(self.param_groups[-1]["params"])
-        self._internals.check_numbers()
+        self._internals.is_numbered |= any(number_of(param) is not None for param in self.param_groups[-1]["params"])
 
     @without_autograd
     def attach(self, model: Module) -> None:
@@ -144,6 +144,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.forget_tables()
         self._internals.residency.check()
 
+    @without_autograd
     def synchronize(self) -> None:
         """Waits until all steps are taken and offloaded state is complete in the host's memory.
 

@@ -126,7 +126,7 @@ class Internals:
         self.may_make_state = True
         self._pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
-        self._is_numbered = False  # whether some of the parameters had numbers in the model
+        self.is_numbered = False  # whether some of the parameters had numbers in the model
         self._captured: list[object] = []  # objects that CUDA graphs keep using
         self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
@@ -157,20 +157,21 @@ class Internals:
     def check_numbers(self) -> None:
         """Notes whether parameters have numbers in the model; warns if others were assigned in place of all of them."""
         groups = self.optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if not isinstance(assigned(param), FlatBuffer)]
+        params = [param for group in groups for param in group["params"]]
         is_numbered = any(number_of(param) is not None for param in params)
-        if self._is_numbered and params and not is_numbered:
+        if self.is_numbered and not is_numbered:
+            params = [param for param in params if not isinstance(assigned(param), FlatBuffer)]
             use_numbers(params)
             is_numbered = any(number_of(param) is not None for param in params)
             are_random = (group["stochastic_rounding"] or get_codec(group["codec"]).random for group in groups)
-            if not is_numbered and any(are_random):
+            if params and not is_numbered and any(are_random):
                 warn_user(
                     f"got {len(params)} parameters without numbers in the model in place of some with numbers, to be "
                     "rounded at random, so that their noise depends on their places in the optimizer; call "
                     "optimizer.attach(model)",
                     RuntimeWarning,
                 )
-        self._is_numbered = is_numbered
+        self.is_numbered = is_numbered
 
     def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         optimizer = self.optimizer
@@ -232,7 +233,7 @@ class Internals:
         is_plain = self.coefficient is None and all(x is None for x in scaling)
         if is_plain and only_makes_state(groups, has_begun, self.peers):
             params = [param for group in groups for param in group["params"]]
-            if any(param.grad is not None for param in params):
+            if released is None or any(param.grad is not None for param in params):
                 self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
             for param in params:
                 if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import MutableMapping, Sequence
-from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -131,10 +131,10 @@ def _is_here(param: Tensor) -> bool:
 
 
 def _in_modules(params: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters that are in a dict by a name, as modules have them. Looks through all objects."""
+    """The ids of the parameters that modules have. Looks through all objects of the process."""
     wanted = {id(param) for param in params}
     found: set[int] = set()
-    referrers: list[Any] = [holder for holder in gc.get_referrers(*params) if isinstance(holder, dict)]
-    for holder in referrers:
-        found.update(id(x) for key, x in list(holder.items()) if isinstance(key, str) and id(x) in wanted)
+    for holder in gc.get_objects():
+        if issubclass(type(holder), Module):
+            found.update(id(param) for param in vars(holder).get("_parameters", {}).values() if id(param) in wanted)
     return found

@@ -282,7 +282,7 @@ class Agreement:
             return
         if plan.digests != self._digests:
             agreed = self._digests or {}
-            own = {ranks for ranks, digest in plan.digests.items() if agreed.get(ranks) != digest}
+            own = {ranks for ranks in {*agreed, *plan.digests} if agreed.get(ranks) != plan.digests.get(ranks)}
             # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
             changed = [(opening.ranks, opening.say_changed()) for opening in self._openings if opening.ranks in own]
             for ranks, everywhere in changed:

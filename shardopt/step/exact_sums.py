@@ -13,7 +13,7 @@ from shardopt.layout import Counted, Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
 from shardopt.step.agreement import Opening, Plan, Reduction, Roll
-from shardopt.step.over_all import OverAll, ranks_of_sums
+from shardopt.step.over_all import OverAll, no_common_mesh, ranks_of_sums
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
 #: the hyper-parameters that follow from the sums.
@@ -100,6 +100,8 @@ class ExactSums:
             for index, of_slices in places.items()
         }
         self._over_all = OverAll(self._own)
+        if self._over_all.is_bridge:  # on all ranks: the plan says so, too
+            raise no_common_mesh()
 
     @property
     def communicates(self) -> bool:

@@ -13,11 +13,11 @@ from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.overlap import sharing_memory
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, assigned, number_of, use_numbers
+from shardopt.state.agreement import on_any_rank
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
-from shardopt.step.over_all import OverAll
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -277,10 +277,9 @@ def demand_finite(
             holders.all_reduce_max(flags)
         nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
         bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
-    here = torch.tensor([bool(bad)], dtype=torch.int64, device="cpu")
-    specs = [p.spec for p in inputs if p.group in looked_at and p.spec is not None]
-    shares = {part.spec.shard.counted(): [here] for spec in specs for part in spec.slices}
-    if bool(OverAll(shares).total(shares, torch.zeros_like(here), largest=True)):
+    shards = (p.shard for p in inputs if p.group in looked_at and p.spec is not None)
+    exchanges = list(dict.fromkeys(exchange for shard in shards if (exchange := shard.holders) is not None))
+    if on_any_rank(exchanges, on_any_rank(exchanges, bool(bad))):  # twice, to reach ranks by way of a third one
         names = ", ".join(bad) or "a parameter of other ranks"
         raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
 

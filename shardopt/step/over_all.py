@@ -11,7 +11,7 @@ from shardopt.layout import Counted, Exchange, Shard
 from shardopt.state.rule import Rule
 
 #: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
-#: _MOST_LOST, as it counts terms that are not finite: the marks, and the counts, of 2^15 ranks can be added up.
+#: _MOST_LOST, as it counts terms that are not finite: those of fewer than 2^15 ranks can be added up.
 _REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
 
 
@@ -84,9 +84,10 @@ class OverAll:
         self._is_new = False
         if refused:
             self._write([b""] * len(self.messages))
-            raise _no_common_mesh()
+            raise no_common_mesh()
         totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
-        return joined(totals or [like], largest)
+        is_home = bool(totals) and totals[0].device == like.device
+        return joined(totals if is_home else [like, *totals], largest)
 
     def noted(self, totals: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
@@ -97,7 +98,7 @@ class OverAll:
             if counted.notes is not None and not self.is_empty:
                 data = bytearray(counted.notes.read())
                 if not data:
-                    raise _no_common_mesh()
+                    raise no_common_mesh()
                 found.append(torch.frombuffer(data, dtype=like.dtype).to(like.device))
         return found
 
@@ -107,7 +108,8 @@ class OverAll:
                 message.notes.write(note)
 
 
-def _no_common_mesh() -> RuntimeError:
+def no_common_mesh() -> RuntimeError:
+    """The error of ranks that cannot add up what their sets of ranks hold."""
     return RuntimeError(
         "got parameters on meshes of ranks of which none has all the others, such as ranks 0, 1 and ranks 1, 2, "
         "expected a mesh with all ranks that share parameters, as each rank needs the sum over all of them; put one of "

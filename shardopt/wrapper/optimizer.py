@@ -193,7 +193,8 @@ class QuantizedState(Optimizer):
         if self._is_paused:
             return loss
         if self._may_make_state:
-            has_begun = self._made is None and any(self.state.values())
+            entries = self.state.values()  # some optimizers keep tensors beside the parameters' dicts
+            has_begun = self._made is None and any(not isinstance(entry, Mapping) or entry for entry in entries)
             self._may_make_state = only_makes_state(self.param_groups, lambda: has_begun)
             self._drop_made_state()
             if self._may_make_state:
