@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
@@ -46,7 +47,7 @@ from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
-from shardopt.kernels.autograd import without_autograd  # which spares to_local() work, too
+from shardopt.kernels.autograd import outside_inference_mode
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import engines_of
 
@@ -65,7 +66,7 @@ class Loaded(NamedTuple):
     converted: dict[str, str]
 
 
-@without_autograd
+@outside_inference_mode
 def save(
     path: PathLike, model: Module, optimizer: Optimizer | None = None, *, keep_last: int | None = None, **extra: Any
 ) -> None:
@@ -105,7 +106,7 @@ def save(
         saving.run(tensors, ranks)
 
 
-@without_autograd
+@outside_inference_mode
 def async_save(
     path: PathLike,
     model: Module,
@@ -205,7 +206,7 @@ def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None)
         done.set_result(None)
 
 
-@without_autograd
+@outside_inference_mode
 def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, convert: bool = False) -> Loaded:
     """Loads a checkpoint of :func:`save`, under any sharding and number of ranks. All ranks must call this.
 
@@ -358,7 +359,7 @@ def _to_save(
         buffers = {model_key(item.name) for item in buffers_of(bare)}
         return Saving(folder, header, buffers, keep_last), tensors
 
-    with _opened(model, optimizer) as (bare, own):
+    with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
         owner, items = ranks.agree(lambda: read(bare, own))
         common = with_common_scales(items)
         return ranks.agree(lambda: described(bare, owner, common))

@@ -155,8 +155,9 @@ class Restoration:
 
     def commit(self) -> None:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
-        for item in self._all:
-            item.local.copy_(item.read)
+        with torch.no_grad():
+            for item in self._all:
+                item.local.copy_(item.read)
         if self._owner is None:
             return
         groups = self._owner.optimizer.param_groups
