@@ -279,7 +279,10 @@ def demand_finite(
         bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
     shards = (p.shard for p in inputs if p.group in looked_at and p.spec is not None)
     exchanges = list(dict.fromkeys(exchange for shard in shards if (exchange := shard.holders) is not None))
-    if on_any_rank(exchanges, on_any_rank(exchanges, bool(bad))):  # twice, to reach ranks by way of a third one
+    anywhere = bool(bad)
+    for _ in range(2 if len(exchanges) > 1 else 0):  # twice, to reach ranks by way of a third one
+        anywhere = on_any_rank(exchanges, anywhere)
+    if anywhere:
         names = ", ".join(bad) or "a parameter of other ranks"
         raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
 
