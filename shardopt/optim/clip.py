@@ -36,9 +36,9 @@ def clip_grad_norm_(
 
     The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
     parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
-    Elements with copies on several ranks count once. Gradients are read once; the ranks of a
-    mesh exchange one message of 184 bytes, which carries what the meshes of some of them hold, too. On CUDA nothing
-    waits for the device in a cached call.
+    Elements with copies on several ranks count once. Gradients are read once; the ranks of a mesh exchange one message
+    of 184 bytes, which carries what the meshes of some of them hold, too. On CUDA nothing waits for the device in a
+    cached call, unless a rank has plain parameters beside some on a mesh of a part of the job's ranks.
 
     All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 
