@@ -19,7 +19,7 @@ def only_makes_state(
 
     torch.distributed.checkpoint.state_dict and torchtitan take such a step. All ranks that share parameters must call
     this, in the first step or after a load or reset, and get the same answer if they share parameters directly or by
-    way of one other rank: in a warm-up from lr=0 the gradients of one rank's shards may be zero while another's are not.
+    way of one other rank: in a warm-up from lr=0 the gradients of one rank may be zero while another's are not.
 
     Args:
         groups: the param groups.
