@@ -185,21 +185,29 @@ struct Access {
   bool is_fast() const { return fault.empty(); }
 };
 
-// The object is never destroyed: its Python objects would outlive the interpreter.
+const Access* new_access() {
+  const py::module_ torch = py::module_::import("torch");
+  auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr())};
+  try {
+    result->torch = load(torch);
+  } catch (const std::runtime_error& error) {
+    result->fault = "got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " + error.what() +
+                    ", expected a build of PyTorch 2.6 to 2.15 for Linux";
+    const std::string text = result->fault + "; steps are slower, as they read tensors through Python: install one";
+    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+  }
+  return result;
+}
+
+// The object is never destroyed: its Python objects would outlive the interpreter. The GIL guards the pointer. The lock
+// of a local static would be held while `new_access` releases the GIL, and another thread would wait for it with the
+// GIL; here two threads may both make an object, of which one is kept.
 const Access& access() {
-  static const Access* const made = [] {
-    const py::module_ torch = py::module_::import("torch");
-    auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr())};
-    try {
-      result->torch = load(torch);
-    } catch (const std::runtime_error& error) {
-      result->fault = "got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " +
-                      error.what() + ", expected a build of PyTorch 2.6 to 2.15 for Linux";
-      const std::string text = result->fault + "; steps are slower, as they read tensors through Python: install one";
-      if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
-    }
-    return result;
-  }();
+  static const Access* made = nullptr;
+  if (made == nullptr) {
+    const Access* const own = new_access();
+    if (made == nullptr) made = own;
+  }
   return *made;
 }
 

@@ -37,9 +37,7 @@ def only_makes_state(
         return False  # on all ranks; the step will raise it
     exchanges = list(dict.fromkeys(exchange for exchange in holders if exchange is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
-    for _ in range(2):  # twice, for ranks that share parameters only by way of a third rank
-        is_step = on_any_rank(exchanges, is_step)
-    return not is_step
+    return not on_any_rank(exchanges, is_step, rounds=2)
 
 
 def is_empty_flat_shard(param: Tensor) -> bool:

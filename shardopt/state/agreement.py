@@ -46,16 +46,19 @@ def all_or_none(exchanges: Sequence[Exchange], work: Callable[[], T]) -> T:
     return result
 
 
-def on_any_rank(exchanges: Sequence[Exchange], here: bool) -> bool:
+def on_any_rank(exchanges: Sequence[Exchange], here: bool, rounds: int = 1) -> bool:
     """Whether a condition holds on any of some ranks. All of the ranks must call this.
 
     Args:
         exchanges: the ranks; see :func:`agreeing`.
         here: whether the condition holds on this rank.
+        rounds: 2 to hear from ranks that share no set with this rank, but one with a rank that does.
     """
-    anywhere = here
-    for exchange in exchanges:
-        flag = torch.tensor([here], dtype=torch.int32, device="cpu")
-        exchange.all_reduce_max(flag)
-        anywhere |= bool(flag.item())
-    return anywhere
+    for _ in range(rounds):
+        anywhere = here
+        for exchange in exchanges:
+            flag = torch.tensor([here], dtype=torch.int32, device="cpu")
+            exchange.all_reduce_max(flag)
+            anywhere |= bool(flag.item())
+        here = anywhere
+    return here

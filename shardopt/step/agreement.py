@@ -1,17 +1,19 @@
 """Comparison of plans among ranks that step parts of the same parameters: they raise together if plans differ.
 
 Before its first step each rank describes the parameters of which others hold parts; the ranks compare a digest of the
-descriptions. Later steps add no collective: every message that ranks exchange begins with a roll, in which a rank says
-whether its description is still the agreed one, and which parameters have a gradient. A rank whose description changed,
-say by an option, first sends a message of the agreed shape, whose roll says so. The ranks compare digests again if all
-descriptions changed, and raise if only some did.
+descriptions. Every message of later steps begins with a roll, in which a rank says whether its description is still the
+agreed one, and which parameters have a gradient. Ranks that hold column shards on the CPU and exchange no data in a
+step send a message that is only a roll. A rank whose description changed, say by an option, first sends a message of
+the agreed shape, whose roll says so. The ranks compare digests again if all descriptions changed, and raise if only
+some did.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -50,15 +52,26 @@ class Plan:
         lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
         silent: ranks among those of ``lines`` that exchange no message, and so compare only changes.
+        listening: ranks that send a message with only a roll in a step in which they exchange no data.
+        single: whether the step is of one parameter, whose gradient is complete.
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
+        listening: see above, in an order that is equal on all ranks.
+        single: see above.
     """
 
     def __init__(
-        self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int], silent: Container[Exchange] = ()
+        self,
+        lines: Mapping[Exchange, Sequence[Line]],
+        stepped: Container[int],
+        silent: Container[Exchange] = (),
+        listening: Iterable[Exchange] = (),
+        *,
+        single: bool = False,
     ) -> None:
-        self._lines, self._silent = lines, silent
+        self._lines, self._silent, self.single = lines, silent, single
+        self.listening = sorted(listening, key=order_of)
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
 
@@ -99,21 +112,26 @@ class Plan:
         Raises:
             RuntimeError: the descriptions differ.
         """
-        for ranks, digest in sorted(self.digests.items(), key=lambda item: _order(item[0])):
-            if agreed.get(ranks) == digest:
-                continue  # no message told these ranks that another description changed
-            if not is_common(ranks, digest):
-                self.refuse(ranks)
+        # Ranks whose description is unchanged are left out: they were not told of a change.
+        changed = {ranks: digest for ranks, digest in self.digests.items() if agreed.get(ranks) != digest}
+        differing = [ranks for ranks in sorted(changed, key=order_of) if not is_common(ranks, changed[ranks])]
+        if differing:
+            self.refuse(*differing)
 
-    def refuse(self, ranks: Exchange) -> NoReturn:
-        """Raises the error that names the first difference. All of these ranks must call this."""
-        description = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
-        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
+    def refuse(self, *sets: Exchange) -> NoReturn:
+        """Raises the error that names the first difference. All ranks of each set must call this."""
+        found = [self._first_difference(ranks) for ranks in sets]
+        difference = next(filter(None, found), "parameters of which this rank holds no part, or that were changed back")
         raise RuntimeError(
-            f"got ranks that differ in {_difference(of_ranks)}, expected the same on all ranks that step parts of the "
+            f"got ranks that differ in {difference}, expected the same on all ranks that step parts of the "
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
             "and gradients to all of them or to none. Blocks that no other rank shares may have been stepped"
         )
+
+    def _first_difference(self, ranks: Exchange) -> str | None:
+        description = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
+        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
+        return _difference(of_ranks)
 
 
 def digest_of(text: str) -> bytes:
@@ -129,14 +147,15 @@ def is_common(ranks: Exchange, digest: bytes) -> bool:
     return not bool((both.sum(0) != 0xFFFF).any())
 
 
-def _order(ranks: Exchange) -> tuple[object, ...]:
-    """Sort key of groups of ranks, which gives one order on all ranks, though each rank is in groups of its own."""
+def order_of(ranks: Exchange) -> tuple[object, ...]:
+    """Sort key of sets of ranks: one order on all ranks, though each is in sets of its own. Smaller sets come first."""
     groups = ranks.numbers_in_world
-    return (len(groups), groups[0] if len(groups) == 1 else tuple(map(len, groups)))
+    sizes = tuple(map(len, groups))
+    return (math.prod(sizes), len(groups), groups[0] if len(groups) == 1 else sizes)
 
 
-def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str:
-    """The first difference among the ranks' descriptions."""
+def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
+    """The first difference among the ranks' descriptions, if there is one."""
     first, *others = sorted(of_ranks)
     for rank in others:
         for (name, ours), (_, theirs) in zip(of_ranks[first], of_ranks[rank], strict=False):
@@ -148,7 +167,7 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str:
         counts = len(of_ranks[first]), len(of_ranks[rank])
         if counts[0] != counts[1]:
             return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
-    return "a description that was changed back meanwhile"
+    return None
 
 
 class Roll:
@@ -182,11 +201,16 @@ class Roll:
         Raises:
             RuntimeError: answers differ.
         """
+        if self.differs():
+            self._plan.refuse(self._ranks)
+
+    def differs(self) -> bool:
+        """Whether answers differ; see :meth:`check`."""
         is_new, self._is_new = self._is_new, False
-        if not self._answers.is_cuda or (is_new and not torch.cuda.is_current_stream_capturing()):
-            yes, no = self._answers.cpu().numpy().T
-            if np.any((yes != 0) & (no != 0)):
-                self._plan.refuse(self._ranks)
+        if self._answers.is_cuda and (not is_new or torch.cuda.is_current_stream_capturing()):
+            return False
+        yes, no = self._answers.cpu().numpy().T
+        return bool(np.any((yes != 0) & (no != 0)))
 
 
 def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
@@ -246,13 +270,33 @@ class Reduction(NamedTuple):
 
     def say_changed(self) -> bool:
         """See :class:`Opening`."""
+        return self.say(changed=True)
+
+    def say(self, *, changed: bool) -> bool:
+        """Sends a message which only says whether the description changed; returns whether all ranks said the same."""
         message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
-        message[1] = 1
+        message[int(changed)] = 1
         if self.dtype == torch.int64:
             self.ranks.all_reduce_sum(message)
         else:
             self.ranks.all_reduce_max(message)
-        return not bool(message[0])
+        return not bool(message[int(not changed)])
+
+
+class OnlyRoll(Reduction):
+    """The message of ranks that exchange no data in this step."""
+
+
+def raise_difference(plan: Plan, openings: Sequence[Opening]) -> NoReturn:
+    """Raises on all ranks of the first messages of a step, of which the first one told of a difference.
+
+    Args:
+        plan: the description that the ranks agreed on.
+        openings: the messages of which this rank has read the first one and sent no other one.
+    """
+    for opening in openings[1:]:
+        opening.say_changed()
+    plan.refuse(*dict.fromkeys(opening.ranks for opening in openings))
 
 
 class Agreement:
@@ -260,11 +304,13 @@ class Agreement:
 
     Attributes:
         opened: those of a plan that was agreed on and whose first messages are known; None if there is no such plan.
+        told: the listening ranks that :meth:`agree` has sent this step's roll.
     """
 
     def __init__(self) -> None:
         self._digests: dict[Exchange, bytes] | None = None
         self.opened: dict[Exchange, bytes] | None = None
+        self.told: set[Exchange] = set()
         self._openings: list[Opening] = []
 
     @property
@@ -284,10 +330,16 @@ class Agreement:
             agreed = self._digests or {}
             own = {ranks for ranks in {*agreed, *plan.digests} if agreed.get(ranks) != plan.digests.get(ranks)}
             # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
-            changed = [(opening.ranks, opening.say_changed()) for opening in self._openings if opening.ranks in own]
-            for ranks, everywhere in changed:
-                if not everywhere:
-                    plan.refuse(ranks)
+            for number, opening in enumerate(self._openings):
+                if isinstance(opening, OnlyRoll):
+                    alike = opening.say(changed=opening.ranks in own)
+                    self.told.add(opening.ranks)
+                elif opening.ranks in own:
+                    alike = opening.say_changed()
+                else:
+                    continue
+                if not alike:
+                    raise_difference(plan, self._openings[number:])
             plan.compare(agreed)
         self._digests, self.opened = plan.digests, None
 

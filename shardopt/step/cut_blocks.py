@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Opening, Plan, Reduction, Roll
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll, order_of, raise_difference
 
 
 class CutParameter(NamedTuple):
@@ -152,11 +152,11 @@ class FlatCuts:
         for roll in self._rolls:
             roll.enter()
 
-    def exchange(self) -> list[Roll]:
-        """Replaces a block's extremes by the extremes over all its owners; returns the rolls, yet to be checked."""
-        for exchange, buffer in self._buffers.items():
+    def exchange(self) -> Iterator[Roll]:
+        """Replaces a block's extremes by the extremes over all its owners; gives each message's roll, to be checked."""
+        for (exchange, buffer), roll in zip(self._buffers.items(), self._rolls, strict=True):
             exchange.all_reduce_max(buffer)
-        return self._rolls
+            yield roll
 
 
 class CutBlocks:
@@ -169,10 +169,9 @@ class CutBlocks:
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
-        self._parameters = parameters
-        self._flat = flat
+        self._plan, self._parameters, self._flat = plan, parameters, flat
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
-        for cut in parameters:
+        for cut in sorted(parameters, key=lambda cut: order_of(cut.exchange)):
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
         self._answers: list[Tensor] = []  # of rolls without gradients, as their absence changes the messages' shape
         self._rolls: list[Roll] = []
@@ -221,8 +220,13 @@ class CutBlocks:
         Raises:
             RuntimeError: the ranks' descriptions differ.
         """
-        rolls = [*self._flat.exchange(), *self._rolls]
-        for (exchange, cuts), answers in zip(self._by_exchange.items(), self._answers, strict=True):
+        for number, roll in enumerate(self._exchange_extremes()):
+            if roll.differs():  # read before the next message, which waits for other ranks
+                raise_difference(self._plan, self.openings()[number:])
+
+    def _exchange_extremes(self) -> Iterator[Roll]:
+        yield from self._flat.exchange()
+        for (exchange, cuts), answers, roll in zip(self._by_exchange.items(), self._answers, self._rolls, strict=True):
             every = [extremes for cut in cuts for extremes in cut.extremes]
             for extremes in every:
                 if len(extremes) > 1:
@@ -230,8 +234,7 @@ class CutBlocks:
             _all_reduce_max(exchange, [answers, *(extremes[0] for extremes in every)])
             for extremes in every:
                 extremes[1:] = extremes[0]
-        for roll in rolls:
-            roll.check()
+            yield roll
 
     def share_scales(self) -> None:
         """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""

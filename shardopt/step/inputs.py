@@ -270,19 +270,18 @@ def demand_finite(
             low, high = torch.aminmax(gradient)
             flag = torch.isfinite(low + high * 0).logical_not().int()
         flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter, flag))
+    sets = {holders for holders, _ in flags_of if holders is not None}
     bad: list[str] = []
+    linked: dict[Exchange, None] = {}  # the sets of ranks of which a rank is in another set, too
     for (holders, _), flagged in flags_of.items():
-        flags = torch.stack([flag for _, flag in flagged])
+        flags = torch.stack([flag for _, flag in flagged] + [torch.full_like(flagged[0][1], len(sets) > 1)])
         if holders is not None:
             holders.all_reduce_max(flags)
-        nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags.tolist(), strict=True) if flag)
+            if flags[-1]:
+                linked[holders] = None
+        nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags[:-1].tolist(), strict=True) if flag)
         bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
-    shards = (p.shard for p in inputs if p.group in looked_at and p.spec is not None)
-    exchanges = list(dict.fromkeys(exchange for shard in shards if (exchange := shard.holders) is not None))
-    anywhere = bool(bad)
-    for _ in range(2 if len(exchanges) > 1 else 0):  # twice, to reach ranks by way of a third one
-        anywhere = on_any_rank(exchanges, anywhere)
-    if anywhere:
+    if on_any_rank(list(linked), bool(bad), rounds=2):
         names = ", ".join(bad) or "a parameter of other ranks"
         raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
 

@@ -15,18 +15,20 @@ from shardopt.step.over_all import OverAll, ranks_of_sums
 from shardopt.step.rows import Group
 
 
-def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input]) -> Plan:
+def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> Plan:
     """The plan of a step with the current gradients.
 
     Args:
         param_groups: the optimizer's param groups.
         groups: one per param group.
         inputs: one per parameter.
+        single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
     lines: dict[Exchange, list[Line]] = {}
     sharing: dict[Exchange, bool] = {}  # by replicas: whether they share matrices
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
     is_bridge = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices).is_bridge
+    listening: dict[Exchange, bool] = {}
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
@@ -39,12 +41,16 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                 line.says["a mesh with all ranks that share parameters"] = not is_bridge
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
+                is_quiet = ranks == slice_.spec.shard.row_owners and not isinstance(slice_.spec.shard, FlatShard)
+                is_quiet = is_quiet and not single and parameter.device.type == "cpu"
+                listening[ranks] = listening.get(ranks, True) and is_quiet
             orthogonalized = groups[parameter.group].rule.orthogonalized
             replicas = None if orthogonalized is None else slice_.spec.shard.replicas
             if orthogonalized is not None and replicas is not None:
                 lines.setdefault(replicas.holders, []).append(_for_replicas(line, orthogonalized.share_replicas))
                 sharing[replicas.holders] = sharing.get(replicas.holders, False) or orthogonalized.share_replicas
-    return Plan(lines, stepped, silent={ranks for ranks, share in sharing.items() if not share})
+    silent = {ranks for ranks, share in sharing.items() if not share}
+    return Plan(lines, stepped, silent, [ranks for ranks, is_quiet in listening.items() if is_quiet], single=single)
 
 
 def _for_replicas(line: Line, share: bool) -> Line:

@@ -44,7 +44,7 @@ class Stepper:
         numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
-        name: the name in errors of a single parameter that is not the param group's first.
+        name: the name in errors of a parameter that is stepped by itself, when its gradient is complete.
         take_totals: takes the sums over all parameters; not needed by a stepper of a single parameter.
     """
 
@@ -99,6 +99,7 @@ class Stepper:
         if not self._residency.settled:
             self._residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
+        self._agreement.told.clear()
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked
         if tables is not None and changed:
@@ -131,7 +132,7 @@ class Stepper:
         kept: KeptGradients,
     ) -> StepTables:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name, kept)
-        plan = plan_of(param_groups, groups, inputs)
+        plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
         if not self._agreement.was_made:  # other ranks may still have gradients in another order
             self._agreement.agree(plan)
             self._raising = raising(groups)
@@ -151,7 +152,7 @@ class Stepper:
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:
-        tables.run()
+        tables.run(self._agreement.told)
         self._tables = tables
 
     def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:

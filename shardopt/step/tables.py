@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import shard_of
+from shardopt.layout import Exchange, shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
-from shardopt.step.agreement import Opening, Plan
+from shardopt.step.agreement import OnlyRoll, Opening, Plan, raise_difference
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
@@ -196,7 +196,8 @@ class StepTables:
         """Whether the step takes collectives."""
         waves = (wave for waves in self._wave_steps.values() for wave in waves)
         return (
-            any(self._cut_blocks.values())
+            bool(self._listening)
+            or any(self._cut_blocks.values())
             or any(sums.communicates for sums in self._sums.values())
             or any(wave.communicates for wave in waves)
         )
@@ -207,6 +208,9 @@ class StepTables:
 
     def openings(self) -> list[Opening]:
         """The shapes of the first messages of a step, after which the ranks know whether their plans differ."""
+        return [*self._listening, *self._first_openings()]
+
+    def _first_openings(self) -> list[Opening]:
         for meeting in self._meetings:
             return meeting.openings()
         for sums in self._sums.values():
@@ -218,8 +222,11 @@ class StepTables:
                 return of_device
         return []
 
-    def run(self) -> None:
+    def run(self, told: Container[Exchange]) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
+
+        Args:
+            told: listening ranks that were sent this step's roll already.
 
         Raises:
             torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
@@ -228,6 +235,9 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
+            for number, opening in enumerate(self._listening):
+                if opening.ranks not in told and not opening.say(changed=False):
+                    raise_difference(self.plan, self.openings()[number:])
             for meeting in self._meetings:  # first: other messages reach this rank's replica alone
                 meeting.run()
             for device in self._sums:
@@ -311,6 +321,8 @@ class StepTables:
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
             flat_cuts = self._flat_cuts.get(device) or FlatCuts(self.plan, [], device)
             self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts) or None
+        spoken = {x.ranks for cut_blocks in self._cut_blocks.values() if cut_blocks for x in cut_blocks.openings()}
+        self._listening = [OnlyRoll(ranks, 2, torch.int32) for ranks in self.plan.listening if ranks not in spoken]
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -330,14 +330,38 @@ def test_an_expert_without_gradient(width: int) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_nan_in_one_expert_raises_on_all_ranks() -> None:
-    """Ranks of the other expert share a parameter with the first one's."""
+@pytest.mark.parametrize("width", [200, 512])
+def test_a_change_of_one_rank_raises_on_the_ranks_of_its_expert(width: int) -> None:
+    """Also where its blocks are not cut, and on all ranks if the shared parameter's blocks are: no rank waits."""
+    rank = dist.get_rank()
+    shared = nn.Parameter(distribute(values((8, width), 0), mesh_of((4,)), (Shard(1),)))
+    expert = nn.Parameter(distribute(values((8, 202 if width == 512 else 512), 1), _meshes()[rank // 2], (Shard(1),)))
+    optimizer = shardopt.AdamW8bit([expert], min_quantized_numel=0)
+    optimizer.add_param_group({"params": [shared]})
+    for step in range(2):
+        for param in (shared, expert):
+            param.grad = distribute(values(tuple(param.shape), 9 + step), param.device_mesh, param.placements)
+        if step == 1 and rank == 1:
+            optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
+        if step == 0 or (rank >= 2 and width == 512):
+            optimizer.step()
+        else:
+            named = "stochastic_rounding_seed" if rank < 2 else "parameters of which this rank holds no part"
+            with pytest.raises(RuntimeError, match=f"got ranks that differ in {named}"):
+                optimizer.step()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_a_nan_in_one_expert_raises_on_all_ranks(leave_out: bool) -> None:
+    """Ranks of the other expert, or without one, share a parameter with the first one's."""
     pair = dist.get_rank() // 2
     shared = nn.Parameter(distribute(values((8, 64), 0), mesh_of((4,)), (Shard(0),)))
     expert = nn.Parameter(distribute(values((8, 64), 1 + pair), _meshes()[pair], (Shard(0),)))
-    optimizer = shardopt.AdamW8bit([shared, expert], min_quantized_numel=0, nonfinite="raise")
+    params = (shared,) if leave_out and pair == 1 else (shared, expert)
+    optimizer = shardopt.AdamW8bit(params, min_quantized_numel=0, nonfinite="raise")
     for step in range(3):
-        for param in (shared, expert):
+        for param in params:
             gradient = values(tuple(param.shape), 9 + step)
             if step == 1 and param is expert and pair == 0:
                 gradient[0, 0] = math.nan
@@ -348,4 +372,4 @@ def test_a_nan_in_one_expert_raises_on_all_ranks() -> None:
                 optimizer.step()
         else:
             optimizer.step()
-    assert [int(optimizer.state[param]["step"]) for param in (shared, expert)] == [2, 2]
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2] * len(params)

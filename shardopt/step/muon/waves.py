@@ -136,7 +136,7 @@ class Waves:
         for device, matrices in by_device.items():
             for matrix in matrices:
                 self._begins.setdefault((matrix.tensor, matrix.part), []).append(matrix.first)
-            for wave in waves_of(matrices, min(memory), device.type, by_number=len(inputs) == 1):
+            for wave in waves_of(matrices, min(memory), device.type, by_number=plan.single):
                 slices = {(m.tensor, m.part): m.spec for m in wave.matrices}
                 flat = [(tensor, s) for (tensor, _), s in slices.items() if isinstance(s.shard, FlatShard)]
                 planned = _Planned(wave, FlatCuts(plan, flat, device), plan)
