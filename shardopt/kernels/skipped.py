@@ -11,8 +11,8 @@ from torch import Tensor
 class SkippedElements:
     """How many gradient elements an optimizer's kernels have skipped.
 
-    Kernels on a CUDA device count in the device's memory. Once per step the host asks for the count as it is then, in a
-    stream of its own: no kernel waits for the copy, nor the copy for kernels, whose elements come with the next one.
+    Kernels on a CUDA device count in the device's memory. Once per step the host copies the count in a stream of its
+    own, without waiting for kernels in flight: elements that they skip appear in a later copy.
     """
 
     def __init__(self) -> None:

@@ -130,8 +130,8 @@ class Counted(NamedTuple):
         numbers: their numbers among all ranks of the job.
         before: the numbers of the ranks below this one, among these or not, that hold copies of this rank's part.
         reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
-        notes: for ranks that are not in reach; None if the whole job is, or if the parameter is none that a rank may
-            have without holding any of it.
+        notes: messages through the store, for ranks that hold no element of the parameter and are in no group of these
+            ranks. None if there are no such ranks.
     """
 
     ranks: Exchange | None

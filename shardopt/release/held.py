@@ -28,7 +28,7 @@ from shardopt.state.host_memory import demand_memory
 from shardopt.state.names import named
 from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
-from shardopt.step.gradient_norm import Shares, holders_of
+from shardopt.step.gradient_norm import Shares
 from shardopt.step.over_all import OverAll
 
 _ARRIVAL = -1  # goes before all steps
@@ -332,7 +332,7 @@ def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list
     offloaded = {param: residency.of(param).offload == "step" for param in params}
     by_holders: dict[Exchange, list[Tensor]] = {}
     for param in params:
-        if (holders := holders_of(shard_of(param))) is not None:
+        if (holders := _holders_of(shard_of(param))) is not None:
             by_holders.setdefault(holders, []).append(param)
     for holders, shared in by_holders.items():
         stays = torch.tensor([not offloaded[param] for param in shared], dtype=torch.int32, device=shared[0].device)
@@ -353,3 +353,11 @@ def _once_arrived(held: HostGradient, name: str, step: Callable[[], None]) -> Ca
 
 def _is_finite(words: Tensor) -> bool:
     return math.isfinite(_C.sum_value(words.numpy()))
+
+
+def _holders_of(shard: Shard) -> Exchange | None:
+    """The ranks that hold the parts of a shard's parameter; None where this rank has all of it."""
+    ranks = shard.parts
+    if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
+        return None
+    return ranks

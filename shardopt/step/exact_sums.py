@@ -41,8 +41,8 @@ class ExactSums:
     """The sums of all parameters of a step whose rule needs some.
 
     The kernels add whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up the sums
-    of parameters that these ranks share; all of these sums take part in every step, with or without gradients. A sum
-    over all parameters is there once per set of ranks, and filled where no larger set has the ranks.
+    of parameters that these ranks share; all of these sums take part in every step, with or without gradients. Each
+    set's message has room for one sum over all parameters; a part that several sets hold is added to the largest one's.
 
     Args:
         plan: the ranks' plan.

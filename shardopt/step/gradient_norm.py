@@ -15,7 +15,7 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
-from shardopt.layout import Counted, Exchange, FlatBuffer, Shard, shard_of
+from shardopt.layout import Counted, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
 from shardopt.step.over_all import OverAll
 
@@ -228,14 +228,6 @@ def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
     if isinstance(shard, FlatBuffer):
         return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
     return [(0, shard.rows * shard.cols, shard.counted())]
-
-
-def holders_of(shard: Shard) -> Exchange | None:
-    """The ranks that hold the parts of a shard's parameter; None where this rank has all of it."""
-    ranks = shard.parts
-    if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
-        return None
-    return ranks
 
 
 def _unreadable(params: Sequence[Tensor]) -> RuntimeError:

@@ -16,7 +16,7 @@ _REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
 
 
 class OverAll:
-    """The messages by which such sums reach all ranks.
+    """The messages by which sums over all parameters reach all ranks.
 
     Ranks that hold a parameter exchange one message, which also carries the sums of parameters that only some of
     these ranks hold: ranks that leave those parameters out need not know of them.
@@ -33,7 +33,7 @@ class OverAll:
         #: The ranks of each message, in the parameters' order.
         self.messages = [counted for counted in largest if not any(counted.numbers < other for other in sets)]
         everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
-        #: Whether ranks of one message do not get another one's sums, of parameters that they hold no copies of.
+        #: Whether a rank takes part in two messages while another rank takes part in only one of them.
         self.is_bridge = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
         self._home: dict[Counted | None, Counted] = {
             counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own

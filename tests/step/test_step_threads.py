@@ -86,3 +86,37 @@ def test_a_step_that_cannot_begin_changes_nothing() -> None:
         assert_same(everything(optimizer), before)
     assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [3] * 5
     assert_same(everything(optimizer), everything(expected))
+
+
+_FIRST_STEPS = """
+import os
+import sys
+import threading
+
+import torch
+
+import shardopt
+
+
+def first_step():
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones(8)
+    optimizer = shardopt.AdamW8bit([param])
+    together.wait()
+    optimizer.step()
+
+
+sys.setswitchinterval(1e-6)
+together = threading.Barrier(8)
+threads = [threading.Thread(target=first_step, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(timeout=30)
+os._exit(any(thread.is_alive() for thread in threads))
+"""
+
+
+def test_threads_take_the_first_steps_of_a_process_at_once(programs: Programs, tmp_path: Path) -> None:
+    """What reads tensors is found in the first step; a lock for that was held while another thread had the GIL."""
+    programs.run(_FIRST_STEPS, tmp_path)
