@@ -106,7 +106,6 @@ class Muon(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     default_normalize: Literal["rows"] | None = None
 
     def __init__(

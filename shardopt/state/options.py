@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
+from shardopt.removed import explained
 from shardopt.state.warn import warn_user
 
 if sys.version_info >= (3, 11):
@@ -132,6 +133,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
             + (f"; did you mean {', '.join(close)}?" if close else "")
+            + explained(unknown)
         )
     return {**DEFAULTS, **options}
 

@@ -19,7 +19,7 @@ MAX_LINES = 600  # a hint: a file is long when a reader would divide it
 
 #: From the bottom up. Rooms in one line may import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("shardopt._C",),
+    ("shardopt._C", "shardopt.removed"),
     ("shardopt.kernels",),
     ("shardopt.codec",),
     ("shardopt.layout",),

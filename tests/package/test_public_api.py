@@ -114,14 +114,11 @@ PRESETS = {f"{name}8bit": name for name in OPTIMIZERS} | {f"{name}4bit": name fo
 OTHERS = (
     "GradientRelease",
     "MemoryReport",
-    "cast_model",
-    "check_numerics",
     "clip_grad_norm_",
-    "is_norm",
     "memory_report",
 )
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
-OTHERS += ("muon_groups", "qk_clip_", "register", "release_gradients")
+OTHERS += ("muon_groups", "register", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "fp32",
