@@ -56,7 +56,7 @@ def __getattr__(name: str) -> object:
     if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
     # "from shardopt import ..." would replace an AttributeError, and its text.
-    is_from = name in _removed.REMOVED and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    is_from = name in _removed.NAMES and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_from else AttributeError)(
         f"module 'shardopt' has no attribute {name!r}{_removed.explained([name])}"
     )

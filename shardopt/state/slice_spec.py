@@ -70,7 +70,6 @@ class SliceSpec:
     codec: Codec
     moments: tuple[Moment, ...]
     weights: WeightFormat
-    exact_cut_blocks: bool
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
 
     @classmethod
@@ -87,7 +86,7 @@ class SliceSpec:
         check_repayment(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])
         row_grid = _row_grid(shard.global_shape, group)
-        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"], row_grid)
+        return cls(shard, grid, codec, moments, weights, row_grid)
 
     @property
     def relative(self) -> bool:

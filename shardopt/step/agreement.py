@@ -49,16 +49,13 @@ class Plan:
     Args:
         lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
-        silent: ranks among those of ``lines`` that exchange no message, and so compare only changes.
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
     """
 
-    def __init__(
-        self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int], silent: Container[Exchange] = ()
-    ) -> None:
-        self._lines, self._silent = lines, silent
+    def __init__(self, lines: Mapping[Exchange, Sequence[Line]], stepped: Container[int]) -> None:
+        self._lines = lines
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
 

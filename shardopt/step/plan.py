@@ -24,7 +24,6 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         inputs: one per parameter.
     """
     lines: dict[Exchange, list[Line]] = {}
-    sharing: dict[Exchange, bool] = {}  # by replicas: whether they share matrices
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
     is_bridge = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices).is_bridge
     stepped = set()
@@ -39,17 +38,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                 line.says["a mesh with all ranks that share parameters"] = not is_bridge
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
-            orthogonalized = groups[parameter.group].rule.orthogonalized
-            replicas = None if orthogonalized is None else slice_.spec.shard.replicas
-            if orthogonalized is not None and replicas is not None:
-                lines.setdefault(replicas.holders, []).append(_for_replicas(line, orthogonalized.share_replicas))
-                sharing[replicas.holders] = sharing.get(replicas.holders, False) or orthogonalized.share_replicas
-    return Plan(lines, stepped, silent={ranks for ranks, share in sharing.items() if not share})
-
-
-def _for_replicas(line: Line, share: bool) -> Line:
-    """The line that replicas compare: without shared matrices only that they share none."""
-    return line._replace(says={"share_replicas": share, **(line.says if share else {})}, is_held=line.is_held and share)
+    return Plan(lines, stepped)
 
 
 def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchange]:
@@ -81,10 +70,9 @@ def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: 
         says["place in the flat parameter"] = str((shard.partition and shard.partition.partition) or shard.cuts)
     if orthogonalized is not None:
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
-        says["orthogonalization"] = [str(orthogonalized.newton_schulz), orthogonalized.memory, scale]
+        says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-        says["share_replicas"] = orthogonalized.share_replicas
     is_sized = not is_flat and slice_.spec.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)

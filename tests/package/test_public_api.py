@@ -92,14 +92,11 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
     "Adam": {"cautious": False, "repay": None},
     "Lion": CAUTIOUS,
     "Muon": {
-        "ns_method": "standard",
         "algorithm": "muon",
         "normalize": None,
         "beta2": 0.95,
         "split": None,
         "betas": (0.9, 0.95),
-        "share_replicas": False,
-        "orthogonalize_memory": "512MiB",
     },
 }
 #: The arguments that are in param groups.
@@ -128,10 +125,8 @@ OPTIONS: dict[str, Any] = {
     "master_weight_bits": None,
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
-    "exact_cut_blocks": True,
     "offload": None,
     "device_state_budget": 0,
-    "pin_memory": True,
     "foreach": None,
     "fused": None,
     "capturable": False,
