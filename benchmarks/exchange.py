@@ -1,8 +1,8 @@
 """Cost of agreeing, among the ranks of FSDP1, on the scales of the blocks that their shards cut.
 
-Steps with ``exact_cut_blocks=True`` and ``False`` take turns on the same model; medians over the rounds of the slowest
-rank's time. After it, or without torchrun, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1
-and shardopt run as they would there, on tensors without data.
+Medians over the rounds of the slowest rank's time for a step, and of the time in its collectives. After it, or without
+torchrun, the same is counted for 70 billion parameters on 512 ranks: torch's FSDP1 and shardopt run as they would
+there, on tensors without data.
 
     torchrun --nproc_per_node 4 benchmarks/exchange.py --json
     python benchmarks/exchange.py
@@ -80,8 +80,7 @@ class Count:
 class Times:
     """Medians, in seconds."""
 
-    exact: float
-    not_exact: float
+    step: float
     collectives: float  # of the rank that waits least for the others
     collectives_waiting: float  # of the one that waits most
 
@@ -94,8 +93,8 @@ def shard(model: Decoder) -> nn.Module:
     return wrap(model)
 
 
-def make_optimizer(model: nn.Module, **options: Any) -> ShardedOptimizer:
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-5, **options)
+def make_optimizer(model: nn.Module) -> ShardedOptimizer:
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-5)
     optimizer.attach(model)
     return optimizer
 
@@ -149,28 +148,25 @@ class Stopwatch:
 
 
 def measure(model: nn.Module, rounds: int, expected: Count) -> Times:
-    """Steps both ways in turn, after two unmeasured rounds."""
-    optimizers = {exact: make_optimizer(model, exact_cut_blocks=exact) for exact in (True, False)}
+    """Steps, after two unmeasured rounds."""
+    optimizer = make_optimizer(model)
     set_gradients(model)
     watch = Stopwatch(RanksExchange, "all_reduce_max")
-    seconds: dict[str, list[float]] = {"exact": [], "not exact": [], "collectives": []}
+    steps, collectives = [], []
     for current in range(rounds + 2):
-        for exact, optimizer in optimizers.items():
-            watch.calls, watch.seconds = 0, 0.0
-            dist.barrier()
-            start = time.perf_counter()
-            optimizer.step()
-            took = time.perf_counter() - start
-            if current >= 2:  # the first step agrees on more
-                assert watch.calls == (expected.rounds if exact else 0), f"{watch.calls} collectives in a step"
-                seconds["exact" if exact else "not exact"].append(took)
-                if exact:
-                    seconds["collectives"].append(watch.seconds)
+        watch.calls, watch.seconds = 0, 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.step()
+        took = time.perf_counter() - start
+        if current >= 2:  # the first step agrees on more
+            assert watch.calls == expected.rounds, f"{watch.calls} collectives in a step"
+            steps.append(took)
+            collectives.append(watch.seconds)
     return Times(
-        exact=median(among_ranks(seconds["exact"])),
-        not_exact=median(among_ranks(seconds["not exact"])),
-        collectives=median(among_ranks(seconds["collectives"], dist.ReduceOp.MIN)),
-        collectives_waiting=median(among_ranks(seconds["collectives"])),
+        step=median(among_ranks(steps)),
+        collectives=median(among_ranks(collectives, dist.ReduceOp.MIN)),
+        collectives_waiting=median(among_ranks(collectives)),
     )
 
 
@@ -204,14 +200,14 @@ def main() -> None:
     if args.paper:
         counts += [count_on_paper(name, architecture) for name, architecture in ON_PAPER.items()]
     columns = [Column(""), Column("cut blocks", digits=0), Column("a round", "bytes", 0), Column("rounds", digits=0)]
-    columns += [Column(name, "ms", 1) for name in ("exact step", "not exact", "collectives", "collectives, longest")]
+    columns += [Column(name, "ms", 1) for name in ("step", "collectives", "collectives, longest")]
     columns += [Column("parameters", digits=0), Column("units", digits=0), Column("own cut blocks", digits=0)]
     columns += [Column("messages", digits=0), Column("sent", "bytes", 0), Column("sent, of gradients")]
     rows: list[list[Cell]] = []
     for c in counts:
-        taken: list[Cell] = [None] * 4
+        taken: list[Cell] = [None] * 3
         if times and c is counts[0]:
-            taken = [1e3 * x for x in (times.exact, times.not_exact, times.collectives, times.collectives_waiting)]
+            taken = [1e3 * x for x in (times.step, times.collectives, times.collectives_waiting)]
         sizes = c.parameters, c.units, c.own_cut_blocks, c.messages, c.sent_bytes, c.share
         rows.append([f"{c.ranks} ranks, {c.model}", c.cut_blocks, c.round_bytes, c.rounds, *taken, *sizes])
     notes = [

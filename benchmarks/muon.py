@@ -1,23 +1,19 @@
-"""Muon on shards: whose bits, how much the ranks send, how long a step takes, how much memory, and how exact it is.
+"""Muon on shards: whose bits, how much the ranks send, how long a step takes, and how exact it is.
 
-    python benchmarks/muon.py bits traffic memory direction gram
+    python benchmarks/muon.py bits traffic direction
     python benchmarks/muon.py time --rounds 7 --width 128 --layers 2
 
 Each part prints a table, and writes it with ``--json``; the ranks are processes that this one starts, with gloo.
 
-bits: whether the weights after some steps of Muon8bit on a small model of odd sizes, in several waves, are those of the
+bits: whether the weights after some steps of Muon8bit on a small model of odd sizes are those of the
 unsharded run, to the bit, on all ranks. The gradient of an element is the same in every way of sharding.
 traffic: the collectives that one step issues under FSDP2, and what they send from one rank to others, at most. Matrix
 products are left out, because sizes alone decide what is sent. With gloo, PyTorch replaces all-to-alls of DTensors
 by all-gathers.
 time: medians of the slowest rank's time, one thread per rank; then of one process. Optimizers take turns.
-memory: of two steps, what living storages of tensors take beside the optimizer's state, at most and afterwards; as seen
-by PyTorch's dispatcher, that is without what a single operation of PyTorch takes and gives back.
 direction: relative errors (Frobenius norm) of directions, orthogonalized in float32. Directions come from the momentum
 of random gradients, coded in every step; those of shardopt's codecs from its kernels, in bfloat16 as the optimizer has
 them: the line of fp32 shows what that alone does. The last line orthogonalizes the exact direction in bfloat16.
-gram: the Gram form of Newton-Schulz beside the plain one: multiplications, time (medians, in turn), and errors against
-float64 of random matrices and of steep ones, whose singular values fall evenly on a log scale to 1e-4.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,19 +28,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import results
 import shardopt
 from decoder import Architecture, Decoder
 from measuring import among_ranks, in_turn, on_ranks
-from muon_ranks import WAYS, Collectives, Live, Wrap, fsdp2, set_gradients, whole
+from muon_ranks import WAYS, Collectives, Wrap, fsdp2, set_gradients, whole
 from results import Cell, Column
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 
 ODD = Architecture(1, 130, 350, 65, 97, modern=True)
-ODD_WAVES: dict[str, Any] = {"orthogonalize_memory": "768KiB", "min_quantized_numel": 64}
 STEPS = 3
 REALISTIC = Architecture(4, 512, 1408, 256, 1024, modern=True)
 TORCHS = "torch.optim.Muon"
@@ -79,9 +72,9 @@ def run(way: str, wrap: Wrap) -> dict[str, Tensor]:
         params = list(model.parameters())
         groups = shardopt.muon_groups(model, lr=1e-2)
         if way == "ZeroRedundancy":
-            optimizer = ZeroRedundancyOptimizer(groups, shardopt.Muon8bit, **ODD_WAVES)
+            optimizer = ZeroRedundancyOptimizer(groups, shardopt.Muon8bit, min_quantized_numel=64)
         else:
-            optimizer = shardopt.Muon8bit(groups, **ODD_WAVES)
+            optimizer = shardopt.Muon8bit(groups, min_quantized_numel=64)
     start = [param.detach().clone() for param in params]
     for step in range(STEPS):
         set_gradients(params, start, step)
@@ -122,23 +115,19 @@ def report_bits(args: Namespace) -> None:
 # traffic
 
 
-def contenders(**options: Any) -> dict[str, Callable[[list[Tensor]], Optimizer]]:
-    return {
-        "shardopt.Muon8bit": lambda params: shardopt.Muon8bit(params, **options),
-        "shardopt.Muon fp32": lambda params: shardopt.Muon(params, **options),
-        TORCHS: lambda params: torch.optim.Muon(params),
-    }
+CONTENDERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "shardopt.Muon8bit": shardopt.Muon8bit,
+    "shardopt.Muon fp32": shardopt.Muon,
+    TORCHS: torch.optim.Muon,
+}
 
 
 def count() -> dict[str, list[float]]:
     """Bytes and collectives of a step, by optimizer, the greatest of any rank."""
-    makers = {f"{name}, 512MiB": maker for name, maker in contenders().items() if name == "shardopt.Muon8bit"}
-    makers["shardopt.Muon8bit, 24MiB"] = contenders(orthogonalize_memory="24MiB")["shardopt.Muon8bit"]
-    makers[TORCHS] = contenders()[TORCHS]
     found = {}
-    for name, maker in makers.items():
+    for name in ("shardopt.Muon8bit", TORCHS):
         params = matrices(fsdp2(make(REALISTIC)))
-        optimizer = maker(params)
+        optimizer = CONTENDERS[name](params)
         set_gradients(params, [param.detach() for param in params])
         with Collectives():
             optimizer.step()
@@ -168,7 +157,7 @@ def report_traffic(args: Namespace) -> None:
 def measure(architecture: Architecture, rounds: int, ranks: int) -> dict[str, float]:
     """Median seconds of a step by optimizer, after one unmeasured round."""
     steps: dict[str, Callable[[], Any]] = {}
-    for name, maker in contenders().items():
+    for name, maker in CONTENDERS.items():
         model = make(architecture)
         params = matrices(fsdp2(model) if ranks else model)
         set_gradients(params, [param.detach() for param in params])
@@ -183,65 +172,13 @@ def report_time(args: Namespace) -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         found[f"one process, {threads} thread{'s' * (threads > 1)}"] = measure(architecture, args.rounds, 0)
-    columns = [Column(""), *(Column(name, "ms", 1) for name in contenders()), Column("Muon8bit, to torch's", digits=2)]
+    columns = [Column(""), *(Column(name, "ms", 1) for name in CONTENDERS), Column("Muon8bit, to torch's", digits=2)]
     rows: list[list[Cell]] = []
     for case, medians in found.items():
         ours, *_, torchs = medians.values()
         rows.append([case, *(1e3 * taken for taken in medians.values()), ours / torchs])
     notes = [f"The matrices' step, medians of {args.rounds} rounds; ranks of one thread; {architecture}."]
     results.report(args.json, "muon_time", "Muon: time of a step on the CPU", columns, rows, notes=notes)
-
-
-# memory
-
-
-def peaks(architecture: Architecture, budgets: list[str], ranks: int) -> list[float]:
-    """Of each budget the peak of two steps and what is left after them, beside the state: the most of any rank."""
-    found = []
-    for budget in budgets:
-        model = make(architecture)
-        params = matrices(fsdp2(model) if ranks else model)
-        set_gradients(params, [param.detach() for param in params])
-        optimizer = shardopt.Muon8bit(params, orthogonalize_memory=budget)
-        with Live() as live:
-            optimizer.step()
-            optimizer.step()
-        state = state_bytes(optimizer)
-        found += [float(live.peak - state), float(live.taken - state)]
-    return among_ranks(found) if ranks else found
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """On this rank."""
-    tensors = (x for state in optimizer.state.values() for x in state.values())
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
-
-
-def report_memory(args: Namespace) -> None:
-    architecture = small(args.width, args.layers)
-    budgets = ["512KiB", "768KiB", "1MiB", "2MiB", "512MiB"]
-    shapes = [tuple(param.shape) for param in matrices(make(architecture))]
-    numel = sum(rows * cols for rows, cols in shapes)
-    newton_schulz = NewtonSchulz((QUINTIC,) * 5, 1e-7)
-    least = max(2 * rows * cols + newton_schulz.workspace(rows, cols, "cpu") for rows, cols in shapes)
-    found = {"one process": peaks(architecture, budgets, 0)}
-    found["FSDP2, 2 ranks, the most"] = on_ranks(2, peaks, architecture, budgets, 2)
-    rows: list[list[Cell]] = []
-    for case, numbers in found.items():
-        rows += [[f"{case}, peak", *numbers[::2]], [f"{case}, kept", *numbers[1::2]]]
-    states = []
-    for codec in ("log8", "companded8", "dynamic8", "fp32"):
-        params = matrices(make(architecture))
-        set_gradients(params, [param.detach() for param in params])
-        optimizer = shardopt.Muon(params, codec=codec, ns_steps=1)
-        optimizer.step()
-        states.append(f"{codec} {state_bytes(optimizer) / numel:.4f}")
-    notes = [
-        f"{architecture}. Directions of all matrices take {2 * numel:,} bytes, direction and workspace of the largest "
-        f"one {least:,}. State, bytes per parameter of a matrix: {', '.join(states)}."
-    ]
-    columns = [Column("orthogonalize_memory"), *(Column(budget, "bytes", 0) for budget in budgets)]
-    results.report(args.json, "muon_memory", "Muon: memory beside the state", columns, rows, notes=notes)
 
 
 # direction
@@ -323,66 +260,20 @@ def report_direction(args: Namespace) -> None:
     results.report(args.json, "muon_direction", title, columns, rows, notes=notes)
 
 
-# gram
-
-SHAPES = ((512, 512), (512, 1024), (512, 1408), (512, 2560), (512, 4096))
-
-
-def of_spectrum(rows: int, cols: int, decades: float | None) -> Tensor:
-    """A matrix whose singular values fall by so many decades, or a random one."""
-    generator = torch.Generator().manual_seed(0)
-    if decades is None:
-        return torch.randn(rows, cols, generator=generator)
-    left, right = (torch.linalg.qr(torch.randn(n, rows, generator=generator))[0] for n in (rows, cols))
-    return left * torch.logspace(0, -decades, rows) @ right.T
-
-
-def in_float64(newton_schulz: NewtonSchulz, matrix: Tensor) -> Tensor:
-    return newton_schulz(matrix.div_(matrix.norm()).double(), in_float32=False)
-
-
-def report_gram(args: Namespace) -> None:
-    forms = [NewtonSchulz((QUINTIC,) * 5, 1e-7, gram) for gram in (False, True)]
-    columns = [Column(""), Column("multiplications", digits=2), Column("time", digits=2)]
-    columns += [Column(f"{kind}: {form}", digits=4) for kind in ("random", "steep") for form in ("plain", "gram")]
-    rows: list[list[Cell]] = []
-    for height, width in SHAPES:
-        plain, gram = (form.flops(height, width) for form in forms)
-        off: list[float] = []
-        for decades in (None, 4.0):
-            matrix = of_spectrum(height, width, decades).bfloat16()
-            expected = in_float64(forms[0], matrix.clone())
-            off += [float((form(matrix.clone()) - expected).norm() / expected.norm()) for form in forms]
-        copy = matrix.clone()  # is overwritten
-        taken = in_turn(
-            {form: partial(form, copy) for form in forms},
-            args.rounds,
-            unmeasured=0,
-            before=lambda _, copy=copy, matrix=matrix: copy.copy_(matrix),
-        )
-        seconds = [statistics.median(of_form) for of_form in taken.values()]
-        rows.append([f"{height} x {width}", gram / plain, seconds[1] / seconds[0], *off])
-    title = "Muon: the Gram form in float16 beside the plain one in bfloat16, 5 steps"
-    notes = ["Relative errors against float64; time and multiplications over the plain form's."]
-    results.report(args.json, "muon_gram", title, columns, rows, threads=torch.get_num_threads(), notes=notes)
-
-
 PARTS: dict[str, Callable[[Namespace], None]] = {
     "bits": report_bits,
     "traffic": report_traffic,
     "time": report_time,
-    "memory": report_memory,
     "direction": report_direction,
-    "gram": report_gram,
 }
 
 
 def main() -> None:
     parser = results.parser(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=7, help="of time and gram")
-    parser.add_argument("--width", type=int, default=128, help="of the model in time and memory")
-    parser.add_argument("--layers", type=int, default=2, help="of the model in time and memory")
+    parser.add_argument("--rounds", type=int, default=7, help="of time")
+    parser.add_argument("--width", type=int, default=128, help="of the model in time")
+    parser.add_argument("--layers", type=int, default=2, help="of the model in time")
     args = parser.parse_args()
     for part in args.parts:
         PARTS[part](args)

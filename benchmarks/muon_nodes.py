@@ -3,7 +3,7 @@
     python benchmarks/muon_nodes.py [--json]
 
 Matrices go to owners by the code that steps; nothing is sent. Llama's matrices lie on FSDP2 over all ranks, and on HSDP
-whose shard groups are the nodes, where each replica computes all matrices, or with ``share_replicas=True`` its part.
+whose shard groups are the nodes, where each replica computes all matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import results
 from decoder import Architecture
 from results import Cell, Column
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
-from shardopt.layout import Division, Region, Replicas
+from shardopt.layout import Division, Region
 from shardopt.step.muon.matrices import BYTES, Matrix, waves_of
 
 NODE = 8
@@ -47,44 +47,36 @@ def shapes(kind: Architecture) -> Iterator[tuple[int, int]]:
         yield kind.hidden, kind.mlp
 
 
-def matrices(kind: Architecture, ranks: int, replicas: int) -> list[Matrix]:
+def matrices(kind: Architecture, ranks: int) -> list[Matrix]:
     """The matrices with rows divided among so many ranks, as FSDP2 divides them."""
-    group, across = Ranks("shards"), Replicas(cast(Any, Ranks("replicas")), replicas, cast(Any, Ranks("all")))
-    found = []
+    group, found = Ranks("shards"), []
     for number, (rows, cols) in enumerate(shapes(kind)):
         size = -(-rows // ranks)
         ends = [min(rank * size, rows) for rank in range(ranks + 1)]
         regions = tuple(Region(a * cols, b - a, cols, cols) for a, b in pairwise(ends))
         division = Division(cast(Any, group), regions)
-        shared = across if replicas > 1 else None
         found.append(
             Matrix(number, 0, cast(Any, None), rows, cols, 0, 0, division, regions, number, 0, 1.0, NEWTON_SCHULZ,
-                   None, shared, ((0, 0),) * ranks)
+                   None, ((0, 0),) * ranks)
         )  # fmt: skip
     return found
 
 
-def count(kind: Architecture, ranks: int, replicas: int, *, share: bool) -> tuple[float, float]:
-    """Bytes that all nodes receive from others in a step, and the most multiplications of a rank.
+def count(kind: Architecture, ranks: int) -> tuple[float, float]:
+    """Bytes that the nodes of a replica receive from others in a step, and the most multiplications of a rank.
 
     Args:
         kind: the model.
-        ranks: that divide a matrix.
-        replicas: groups of such ranks.
-        share: whether replicas share the matrices.
+        ranks: the number of ranks that divide a matrix.
     """
-    received, flops = 0.0, np.zeros(ranks * replicas)
-    for wave in waves_of(matrices(kind, ranks, replicas if share else 1), MEMORY, "cuda"):
+    received, flops = 0.0, np.zeros(ranks)
+    for wave in waves_of(matrices(kind, ranks), MEMORY, "cuda"):
         for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
             held = BYTES * np.array([matrix.space(rank) for rank in range(ranks)], np.float64)
             nodes = np.arange(ranks) // NODE
             # There and back, between the owner and the ranks on other nodes.
-            received += 2 * held[nodes != owner % ranks // NODE].sum() * (1 if share or replicas == 1 else replicas)
-            if share:  # the other replicas' ranks each get their part
-                received += (replicas - 1) * held.sum()
-                flops[owner] += matrix.flops
-            else:
-                flops[owner::ranks] += matrix.flops
+            received += 2 * held[nodes != owner // NODE].sum()
+            flops[owner] += matrix.flops
     return received, flops.max()
 
 
@@ -94,12 +86,8 @@ def main() -> None:
     def rows() -> Iterator[list[Cell]]:
         for name, (kind, nodes) in MODELS.items():
             numel = sum(a * b for a, b in shapes(kind))
-            for way, ranks, replicas, share in (
-                ("FSDP2", nodes * NODE, 1, False),
-                ("HSDP", NODE, nodes, False),
-                ("HSDP, shared", NODE, nodes, True),
-            ):
-                received, flops = count(kind, ranks, replicas, share=share)
+            for way, ranks in (("FSDP2", nodes * NODE), ("HSDP", NODE)):  # a node is a replica, and receives nothing
+                received, flops = count(kind, ranks)
                 peers = min(ranks - 1, 32)
                 yield [f"{name}: {way}", received / 1e9, received / nodes / 1e9, received / numel, flops / 1e12, peers]
 
@@ -113,7 +101,6 @@ def main() -> None:
     ]
     notes = [
         "Counted, not run: directions and results of a step, in bfloat16, for nodes of 8 GPUs. FSDP's traffic is more.",
-        "Shared results go to the other replicas by broadcasts along the mesh; all-to-alls stay in the shard group.",
     ]
     title = "Muon: bytes between nodes"
     results.report(arguments.json, "muon_nodes", title, columns, rows(), notes=notes, device="counted")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from decoder import Decoder
 from exchange import shard as fsdp1
@@ -124,34 +122,3 @@ def _sent(name: str, args: Any) -> float:
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor"):
         return float((ranks - 1) / ranks * args[name.startswith("_")].nbytes)
     raise RuntimeError(f"{name}: got a collective whose bytes are not counted, expected one of FSDP2's Muons")
-
-
-def _storages(tree: Any) -> set[UntypedStorage]:
-    return {x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor) and x.layout == torch.strided}
-
-
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that are made inside, as long as their storages live.
-
-    Attributes:
-        taken: bytes, now.
-        peak: at most.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.taken = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        known = _storages((args, kwargs))
-        made = func(*args, **(kwargs or {}))
-        for storage in _storages(made) - known:
-            self._count(storage.nbytes())
-            weakref.finalize(storage, self._count, -storage.nbytes())
-        return made
-
-    def _count(self, change: int) -> None:
-        self.taken += change
-        self.peak = max(self.peak, self.taken)

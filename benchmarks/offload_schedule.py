@@ -225,9 +225,7 @@ def train(
     device = Device(case.machine, SCALE, STEP_BYTES + (2 if micro_batches > 1 else 0), case.ranks)
     with stand_in(device, chunk_bytes):
         model = Model(case, device)
-        optimizer = shardopt.AdamW8bit(
-            model.parameters(), master_weight_bits=24, offload="step", min_quantized_numel=0, pin_memory=False
-        )
+        optimizer = shardopt.AdamW8bit(model.parameters(), master_weight_bits=24, offload="step", min_quantized_numel=0)
         release = shardopt.release_gradients(
             model, optimizer, overlap_forward=True, waiting_gradients=waiting, micro_batches=micro_batches
         )

@@ -281,7 +281,7 @@ def by_chunks(chunks: list[float], numel: int, rounds: int, dtype: torch.dtype, 
         params = [torch.nn.Parameter(torch.randn_like(gradient)) for gradient in gradients]
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
-        step = ours("log8", offload=offload, pin_memory=False, **options)(params).step
+        step = ours("log8", offload=offload, **options)(params).step
         step()  # makes its chunks, of this size
         steps["no offload" if chunk is None else f"chunks of {chunk:g} MiB"] = step
     seconds = in_turn(steps, rounds, clock=clock)

@@ -24,13 +24,9 @@ if not dist.is_initialized():
 rank, local_rank = dist.get_rank(), dist.get_node_local_rank(fallback_rank=0)
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
-model = shardopt.cast_model(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), torch.bfloat16).to(device)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(device)
 for layer in model.model.layers:
-    for module in layer.modules():  # norms stay in float32, and a unit of FSDP2 has one dtype
-        if shardopt.is_norm("", module):
-            fully_shard(module)
     fully_shard(layer)
-fully_shard(model.model.norm)
 fully_shard(model)
 groups = shardopt.param_groups(model, no_decay=("*norm*",))
 optimizer = shardopt.AdamW8bit(groups, lr=1e-3, weight_decay=0.01, master_weight_bits=24)

@@ -16,6 +16,7 @@ except ModuleNotFoundError as _error:  # an extension that is there and cannot b
     ) from None
 
 from shardopt import optim as _optim
+from shardopt import removed as _removed
 from shardopt import sharding as _sharding  # noqa: F401  registers the kinds of shards
 from shardopt.clients.names import register
 from shardopt.optim import *  # noqa: F403  all optimizers
@@ -24,8 +25,7 @@ from shardopt.optim.muon_groups import muon_groups
 from shardopt.optim.param_groups import ParamGroups, param_groups
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.release.gradient_release import GradientRelease, release_gradients
-from shardopt.report import MemoryReport, cast_model, check_numerics, is_norm, memory_report
-from shardopt.sharding.qk_clip import qk_clip_
+from shardopt.report import MemoryReport, memory_report
 from shardopt.wrapper import quantize_state
 
 if _typing.TYPE_CHECKING:  # see __getattr__
@@ -40,14 +40,10 @@ __all__ = [
     "MemoryReport",
     "ParamGroups",
     "StableEmbedding",
-    "cast_model",
-    "check_numerics",
     "clip_grad_norm_",
-    "is_norm",
     "memory_report",
     "muon_groups",
     "param_groups",
-    "qk_clip_",
     "quantize_state",
     "register",
     "release_gradients",
@@ -59,4 +55,8 @@ def __getattr__(name: str) -> object:
     """Imports these packages when first used: torch.distributed.checkpoint takes half a second."""
     if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
-    raise AttributeError(f"module 'shardopt' has no attribute {name!r}")
+    # "from shardopt import ..." would replace an AttributeError, and its text.
+    is_from = name in _removed.NAMES and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if is_from else AttributeError)(
+        f"module 'shardopt' has no attribute {name!r}{_removed.explained([name])}"
+    )

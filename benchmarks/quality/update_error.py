@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quality.rounding import Rounded, rounded
 from shardopt import optim
 from shardopt.checkpoint.convert.portable import lazy_tensors
 from shardopt.checkpoint.convert.recoding import add_states, checked, of_names, reading
@@ -39,7 +40,7 @@ from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
 from shardopt.checkpoint.summary import summarize
 from shardopt.checkpoint.wording import line, named
-from shardopt.codec import CODECS, Moment, Rounded
+from shardopt.codec import CODECS, Moment
 from shardopt.layout import Shard
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper import entries as of_entries
@@ -167,12 +168,12 @@ def _of_parameter(state: State, options: dict[str, Any]) -> UpdateError | None:
     update = _Update.of(state.form, options)
     fine = torch.zeros(1 << (_FINE_BITS - 1), dtype=torch.int64, device="cpu")
     squares, at_floor, numel = 0.0, 0, math.prod(state.form.shard.global_shape)
-    for rounded in _blocks(state):
-        values, errors = update.of_blocks(rounded)
+    for moments in _blocks(state):
+        values, errors = update.of_blocks(moments)
         squares += float(values.square().sum())
         bits = errors.clamp(max=torch.finfo(torch.float32).max).float().view(torch.int32)
         fine += torch.bincount(bits.flatten() >> _FINE_BITS, minlength=len(fine))
-        at_floor += update.at_floor(rounded)
+        at_floor += update.at_floor(moments)
     scale = math.sqrt(squares / max(numel, 1))
     if scale == 0:
         return None
@@ -184,11 +185,9 @@ def _of_parameter(state: State, options: dict[str, Any]) -> UpdateError | None:
 
 def _blocks(state: State) -> Iterator[dict[str, Rounded]]:
     """The moments by name, some blocks at a time."""
-    names = [moment.name for moment in state.form.moments]
     for first, end in ranges(state.form.shard.global_shape, _PIECE_NUMEL):
         entries = state.read(first, end)
-        for rounded in part_of_form(state.form, first, end).rounded(entries):
-            yield dict(zip(names, rounded, strict=True))
+        yield from rounded(part_of_form(state.form, first, end), entries)
 
 
 @dataclass(frozen=True)
@@ -226,33 +225,33 @@ class _Update:
         along = self.along.name if self.along.signed else self._name_of_root(self.along)
         return along if self.divisor is None else f"{along} / ({self._name_of_root(self.divisor)} + eps)"
 
-    def of_blocks(self, rounded: Mapping[str, Rounded]) -> tuple[Tensor, Tensor]:
+    def of_blocks(self, moments: Mapping[str, Rounded]) -> tuple[Tensor, Tensor]:
         """The magnitudes of updates, and how far rounding may have moved the updates: float64.
 
         An element whose second moment is zero never had a gradient: it has no update and no error.
         """
         if not self.along.signed:
-            root, least = self._root(self.along, rounded)
+            root, least = self._root(self.along, moments)
             return root, root - least
-        value, error = rounded[self.along.name].value.double().abs(), rounded[self.along.name].error.double()
+        value, error = moments[self.along.name].value.double().abs(), moments[self.along.name].error.double()
         if self.divisor is None:
             return value, error
-        root, least = self._root(self.divisor, rounded)
+        root, least = self._root(self.divisor, moments)
         update = value / (root + self.eps)
         largest = (value + error) / (least + self.eps)  # farther away than the least
         return torch.where(root > 0, update, 0), torch.where(root > 0, largest - update, 0)
 
-    def at_floor(self, rounded: Mapping[str, Rounded]) -> int:
+    def at_floor(self, moments: Mapping[str, Rounded]) -> int:
         """Elements whose second moment may be anything below what is stored."""
         of = self.along if self.divisor is None else self.divisor
-        return int(rounded[of.name].at_floor.sum())
+        return int(moments[of.name].at_floor.sum())
 
     def _name_of_root(self, moment: Moment) -> str:
         return moment.name if moment.magnitude else f"sqrt({moment.name})"
 
-    def _root(self, moment: Moment, rounded: Mapping[str, Rounded]) -> tuple[Tensor, Tensor]:
+    def _root(self, moment: Moment, moments: Mapping[str, Rounded]) -> tuple[Tensor, Tensor]:
         """The root of an unsigned moment, and the least that it may have been before rounding: float64."""
-        value, error = rounded[moment.name].value.double(), rounded[moment.name].error.double()
+        value, error = moments[moment.name].value.double(), moments[moment.name].error.double()
         if moment.magnitude or moment.has_root(self.form.codec):
             return value, value - error
         return value.sqrt(), (value - error).sqrt()

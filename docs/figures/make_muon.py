@@ -44,7 +44,7 @@ def owners() -> dict[str, int]:
         matrices.append(
             Matrix(
                 number, 0, cast(Any, None), rows, cols, 0, 0, Division(ranks, regions), regions, number, 0, 1.0,
-                newton_schulz, None, None, of_rows,
+                newton_schulz, None, of_rows,
             )
         )  # fmt: skip
     (wave,) = waves_of(matrices, 1 << 30, "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,15 +13,12 @@ from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.quantized_owner import QuantizedOwner
-from shardopt.checkpoint.ranks import on_every_rank
 from shardopt.kernels.memory import check_storage
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
 from shardopt.report.memory import owner_of
-from shardopt.state.flat_encoding import encode_flat, shared_blocks
-from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
@@ -195,30 +191,3 @@ def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
     """
     owner = owner_for(optimizer)
     return chunks_to_save(model, owner, items_of(model, owner))
-
-
-def with_common_scales(items: Sequence[Item]) -> list[Item]:
-    """Encodes anew the cut blocks whose fragments have scales of their own, and returns other items unchanged.
-
-    All ranks must call this, and none of them within :func:`on_every_rank`: this function has a collective of its own,
-    before which the ranks agree on whether all of them reach the collective.
-    """
-
-    def with_fragments() -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
-        cut: dict[int, tuple[SliceSpec, list[Tensor] | None]] = {}
-        for index, item in enumerate(items):
-            if item.spec is None or item.spec.exact_cut_blocks:
-                continue
-            exact = replace(item.spec, exact_cut_blocks=True)
-            if shared_blocks(exact):
-                cut[index] = exact, item.spec.decode(item.state) if item.state else None
-        return cut
-
-    cut = on_every_rank(with_fragments)
-    specs, values = [spec for spec, _ in cut.values()], [moments for _, moments in cut.values()]
-    encoded = on_every_rank(lambda: encode_flat(specs, values))
-    common = list(items)
-    for index, spec, state in zip(cut, specs, encoded, strict=True):
-        if state is not None:
-            common[index] = replace(common[index], spec=spec, state={**common[index].state, **state})
-    return common

@@ -11,11 +11,13 @@ from torch import Tensor
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
+from shardopt.removed import OPTIONS
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 
 #: Options of the run, which a loading optimizer keeps; other options are loaded. ``repay`` is among them because codec
-#: and weights, which a load may convert, decide whether it is possible.
-OF_THE_RUN = frozenset(["exact_cut_blocks", "foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT])
+#: and weights, which a load may convert, decide whether it is possible. Options of earlier
+#: versions are ignored.
+OF_THE_RUN = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
 
 #: Keys that are not saved. DeepSpeed's ``moe`` and ``name`` tell how experts are divided in the run.
 _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])

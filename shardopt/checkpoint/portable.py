@@ -33,7 +33,6 @@ from shardopt.checkpoint.contents import (
     model_key,
     names_by_group,
     owner_for,
-    with_common_scales,
 )
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.folder import Folder, PathLike
@@ -361,5 +360,4 @@ def _to_save(
 
     with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
         owner, items = ranks.agree(lambda: read(bare, own))
-        common = with_common_scales(items)
-        return ranks.agree(lambda: described(bare, owner, common))
+        return ranks.agree(lambda: described(bare, owner, items))

@@ -61,7 +61,7 @@ class EntriesState(SliceSpec):
         """The state of a slice, with the names of its quantized entries and the other entries."""
         moments = tuple(entries.moment(name) for name in sorted(quantized))
         spec = SliceSpec.of(shard, dtype, options, moments)
-        return cls(spec.shard, spec.grid, spec.codec, spec.moments, spec.weights, spec.exact_cut_blocks, kept=kept)
+        return cls(spec.shard, spec.grid, spec.codec, spec.moments, spec.weights, kept=kept)
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:

@@ -9,7 +9,7 @@ from shardopt.codec.companded16 import Companded16
 from shardopt.codec.dynamic8 import Dynamic8
 from shardopt.codec.log4 import Log4
 from shardopt.codec.log8 import Log8
-from shardopt.codec.moments import Decoded, Moment, Rounded, decode_moments, encode_moments, rounded_moments
+from shardopt.codec.moments import Decoded, Moment, decode_moments, encode_moments
 from shardopt.codec.plain import BFloat16, Float32
 
 __all__ = [
@@ -18,11 +18,9 @@ __all__ = [
     "Coded",
     "Decoded",
     "Moment",
-    "Rounded",
     "decode_moments",
     "encode_moments",
     "get_codec",
-    "rounded_moments",
 ]
 
 CODECS: dict[str, Codec] = {

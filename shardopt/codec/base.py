@@ -107,37 +107,6 @@ class Codec(ABC):
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The float32 values of ``codes``: the argument of :meth:`encode`, to the codec's precision."""
 
-    def neighbours(self, codes: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        """The codes of the next smaller and of the next larger value; the code itself if there is no such value.
-
-        Zero of an unsigned moment is no neighbour of other codes: only zero has the code of zero. This method is for
-        signed codes in two's complement, and unsigned codes in the order of their values; other codecs override it.
-        """
-        whole = torch.int8 if self.code_dtype == torch.uint8 else torch.int16
-        q, most = codes.view(whole).int(), torch.iinfo(whole).max
-        if signed:
-            q = q.clamp(min=-most)  # the least code decodes like the code above it
-            below, above = (q - 1).clamp(min=-most), (q + 1).clamp(max=most)
-        else:
-            q = q & (2 * most + 1)
-            below, above = torch.where(q > 1, q - 1, q), torch.where(q > 0, q + 1, q).clamp(max=2 * most + 1)
-        return below.to(whole).view(self.code_dtype), above.to(whole).view(self.code_dtype)
-
-    def rounding(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """How far rounding may have moved numbers that :meth:`encode` was given, in float32.
-
-        Half the larger of the distances to the two neighbouring values; the full distance in a codec that rounds at
-        random. Roots below the least code are farther away, see :meth:`at_floor`.
-        """
-        below, above = self.neighbours(codes, signed=signed)
-        low, x, high = (self.decode(c, scales, signed=signed) for c in (below, codes, above))
-        farther = torch.maximum(x - low, high - x)
-        return farther if self.random else farther / 2
-
-    def at_floor(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Where an unsigned moment has the least code above zero, to which all smaller numbers are raised."""
-        return codes == 1
-
     def largest_codes(self, like: Tensor) -> Tensor:
         """Codes of a blockwise codec that stand for the largest number of an unsigned moment: all bits set."""
         return torch.full_like(like, 255 if self.code_dtype == torch.uint8 else -1, dtype=self.code_dtype)

@@ -114,11 +114,5 @@ class Dynamic8(Codec):
             q = torch.where(x > 0, index.clamp(min=1), index)
         return q.to(torch.uint8)
 
-    def neighbours(self, codes: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        if not signed:
-            return super().neighbours(codes, signed=False)
-        q = codes.int()
-        return (q - 1).clamp(min=0).to(torch.uint8), (q + 1).clamp(max=255).to(torch.uint8)
-
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         return self._maps[signed][0].to(codes.device)[codes.int()] * scales

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, units_in
-from shardopt.codec.logarithmic import are_sound_roots, measure_roots, reach_floor
+from shardopt.codec.logarithmic import are_sound_roots, measure_roots
 from shardopt.kernels.numeric import bits, float_from_bits, fma, reciprocal, round_fma, round_to_int
 
 _LEVELS = 17
@@ -101,18 +101,6 @@ class Log4(Codec):
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         return float_from_bits(torch.where(q > 0, top - (_LEVELS - q) * step, 0))
 
-    def neighbours(self, codes: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        c, q = _split(codes)
-        if not signed:
-            below, above = torch.where(q > 1, q - 1, q), torch.where(q > 0, q + 1, q).clamp(max=_LEVELS)
-            return _byte(c, below), _byte(c, above)
-        c = torch.where(c > _MAGNITUDES, c - _SIGNED, c)
-        below, above = (c - 1).clamp(min=-_MAGNITUDES), (c + 1).clamp(max=_MAGNITUDES)
-        return _byte(below % _SIGNED, q), _byte(above % _SIGNED, q)
-
-    def at_floor(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return (_split(codes)[1] == 1) & reach_floor(scales, _LEVELS - 1, _MAX_RANGE)
-
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         if signed:
             return super().is_sound(codes, scales, signed=True)
@@ -124,8 +112,3 @@ def _split(codes: Tensor) -> tuple[Tensor, Tensor]:
     byte = codes.int()
     c = (byte - 1).clamp(min=0) // _LEVELS
     return c, byte - _LEVELS * c
-
-
-def _byte(c: Tensor, q: Tensor) -> Tensor:
-    """The inverse of :func:`_split`."""
-    return torch.where(q > 0, _LEVELS * c + q, 0).to(torch.uint8)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
-from shardopt.codec.logarithmic import are_sound_roots, measure_roots, reach_floor
+from shardopt.codec.logarithmic import are_sound_roots, measure_roots
 from shardopt.kernels.numeric import bits, float32, float_from_bits, fma, reciprocal, round_fma
 
 _LEVELS = 254
@@ -68,9 +68,6 @@ class Log8(Codec):
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         q = codes.int()
         return float_from_bits(torch.where(q > 0, top - (255 - q) * step, 0))
-
-    def at_floor(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return (codes == 1) & reach_floor(scales, _LEVELS, _MAX_RANGE)
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         if signed:

@@ -27,20 +27,6 @@ def measure_roots(x: Tensor, steps: int, most: int) -> Tensor:
     return torch.stack([float_from_bits(high), step.float()], dim=-1)
 
 
-def reach_floor(scales: Tensor, steps: int, most: int) -> Tensor:
-    """Whether the roots of a block span the largest range, so that smaller ones were raised to the least code.
-
-    Args:
-        scales: as :func:`measure_roots` gives them.
-        steps: as there.
-        most: as there.
-
-    Returns:
-        bool, ``(..., 1)``.
-    """
-    return scales[..., 1:] == -(-most // steps)
-
-
 def are_sound_roots(codes: Tensor, scales: Tensor, steps: int, most: int) -> bool:
     """Whether all codes decode to finite roots above zero, and in blocks of zeros to zero.
 

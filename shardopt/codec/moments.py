@@ -73,20 +73,6 @@ class Decoded(NamedTuple):
     roots: list[Tensor]
 
 
-class Rounded(NamedTuple):
-    """A moment as stored, and how far rounding may have moved it.
-
-    Attributes:
-        value: the decoded moment, or its root where the moment ``has_root``: float32.
-        error: the most that rounding moved the value by, see :meth:`Codec.rounding`: float32.
-        at_floor: where all smaller values have this code, too, see :meth:`Codec.at_floor`: bool.
-    """
-
-    value: Tensor
-    error: Tensor
-    at_floor: Tensor
-
-
 def encode_moments(
     codec: Codec,
     moments: Sequence[Moment],
@@ -147,28 +133,6 @@ def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Code
             x = x * x
         values[moment.name] = x
     return Decoded([values[moment.name] for moment in moments], roots)
-
-
-def rounded_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> list[Rounded]:
-    """Moments with the most that rounding may have changed.
-
-    A moment in units of the root beside it was divided by the stored root: the root's error does not add to its own.
-    """
-    rounded: dict[str, Rounded] = {}
-    stored_root: Tensor | None = None
-    for moment, (codes, scales) in _unsigned_first(moments, coded):
-        moment_codec = moment.codec(codec)
-        x = moment_codec.decode(codes, codes if scales is None else scales, signed=moment.signed)
-        error, at_floor = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-        if scales is not None:
-            error = moment_codec.rounding(codes, scales, signed=moment.signed)
-            at_floor = at_floor if moment.signed else moment_codec.at_floor(codes, scales)
-        if codec.relative and not moment.signed and stored_root is None:
-            stored_root = x
-        elif stored_root is not None and moment.is_relative(codec):
-            x, error = x * stored_root, error * stored_root
-        rounded[moment.name] = Rounded(x, error, at_floor)
-    return [rounded[moment.name] for moment in moments]
 
 
 def _unsigned_first(moments: Sequence[Moment], values: Sequence[_T]) -> list[tuple[Moment, _T]]:

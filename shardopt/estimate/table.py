@@ -126,9 +126,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if any(setup.backend == "fsdp2" for setup in released):
         lines.append("Released gradients with fsdp2: those of the largest unit are counted.")
     if any(issubclass(OPTIMIZERS[setup.optimizer], Muon) for setup in setups):
-        lines.append(
-            "Muon: a step takes orthogonalize_memory on top, 512 MiB by default, or what the largest matrices need."
-        )
+        lines.append("Muon: a step takes 512 MiB on top, or what the largest matrices need.")
     if _are_ordered(rows):
         lines.append(
             "Ordered gradients: the most float32 sums that wait between backward passes are counted; in the last pass "

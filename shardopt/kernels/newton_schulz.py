@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,28 +30,22 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (1.875, -1.25, 0.375),
 )
 
-#: Steps that share one Gram matrix: with more, errors of rounding grow (https://tridao.me/blog/2026/gram-newton-schulz).
-_FIRST_GRAM, _FURTHER_GRAMS = 2, 3
-
 
 @dataclass(frozen=True)
 class NewtonSchulz:
     """The iteration on one matrix: a sequence of calls that depends on the matrix's shape alone.
 
-    All matrices are bfloat16, or float16 in the Gram form, and products are summed in float32, unless PyTorch allows a
-    GPU to sum in less (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has equal
-    bits on all ranks if the device's type and the versions of PyTorch and its libraries are equal.
+    All matrices are bfloat16, and products are summed in float32, unless PyTorch allows a GPU to sum in less
+    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has equal bits on all ranks if
+    the device's type and the versions of PyTorch and its libraries are equal.
 
     Attributes:
         coefficients: a, b, c of ``aX + (b XX' + c (XX')^2) X``, one triple per step.
         eps: the least norm that the matrix is divided by.
-        gram: whether to iterate on XX' alone, and multiply X by the result of several steps, if that takes fewer
-            multiplications: for matrices that are far from square.
     """
 
     coefficients: tuple[Coefficients, ...]
     eps: float
-    gram: bool = False
 
     def __call__(self, matrix: Tensor, *, in_float32: bool | None = None) -> Tensor:
         """Orthogonalizes a matrix.
@@ -70,10 +63,7 @@ class NewtonSchulz:
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             x.div_(x.norm().clamp(min=self.eps))
             in_float32 = kind == "cpu" if in_float32 is None else in_float32
-            if self._takes_gram(*x.shape):
-                x = self._by_gram(x, in_float32)
-            else:
-                x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
+            x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
         return x.T if is_tall else x
 
     def _in_bfloat16(self, x: Tensor) -> Tensor:
@@ -87,77 +77,26 @@ class NewtonSchulz:
         result = torch.empty_like(x)
         gram, polynomial = x.new_empty(2, len(x), len(x))
         for a, b, c in self.coefficients:
-            _round(torch.mm(x, x.T, out=gram), torch.bfloat16)
+            _round(torch.mm(x, x.T, out=gram))
             # Not addmm: MKL rounds its factors otherwise with another number of threads.
             torch.mm(gram, gram, out=polynomial).mul_(c)
-            _round(polynomial.add_(gram.mul_(b)), torch.bfloat16)
+            _round(polynomial.add_(gram.mul_(b)))
             torch.mm(polynomial, x, out=result)
-            _round(result.add_(x.mul_(a)), torch.bfloat16)
+            _round(result.add_(x.mul_(a)))
             x, result = result, x
         return x.bfloat16()
-
-    def _by_gram(self, x: Tensor, in_float32: bool) -> Tensor:
-        """Factors of X from some steps on XX' at a time: ``(aI + Z) X`` has the Gram matrix ``(aI + Z) XX' (aI + Z)``.
-
-        Computes in float16, which rounds more finely than bfloat16 and whose range is enough here.
-        """
-
-        def rounded(product: Tensor) -> Tensor:
-            return _round(product, torch.float16) if in_float32 else product
-
-        def with_product(b: float, x: Tensor, c: float, left: Tensor, right: Tensor) -> Tensor:
-            """Returns ``b x + c left right``."""
-            if not in_float32:
-                return torch.addmm(x, left, right, beta=b, alpha=c)
-            return rounded((left @ right).mul_(c).add_(x * b))
-
-        x = x.float() if in_float32 else x.half()
-        for coefficients in self._coefficients_of_grams():
-            gram = rounded(x @ x.T)
-            factor = None
-            for number, (a, b, c) in enumerate(coefficients, 1):
-                z = with_product(b, gram, c, gram, gram)
-                if factor is None:
-                    factor = z.clone()
-                    factor.diagonal().add_(a)
-                    factor = rounded(factor)
-                else:
-                    factor = with_product(a, factor, 1.0, z, factor)
-                if number < len(coefficients):
-                    gram = with_product(a, gram, 1.0, z, gram)
-                    gram = with_product(a, gram, 1.0, z, gram)
-            assert factor is not None
-            x = rounded(factor @ x)
-        return x.bfloat16()
-
-    def _coefficients_of_grams(self) -> list[tuple[Coefficients, ...]]:
-        ends = [0, *range(_FIRST_GRAM, len(self.coefficients), _FURTHER_GRAMS), len(self.coefficients)]
-        return [self.coefficients[start:end] for start, end in pairwise(ends)]
-
-    def _takes_gram(self, rows: int, cols: int) -> bool:
-        return self.gram and self._gram_flops(rows, cols) < self._plain_flops(rows, cols)
-
-    def _plain_flops(self, short: int, long: int) -> int:
-        return len(self.coefficients) * short * short * (2 * long + short)
-
-    def _gram_flops(self, short: int, long: int) -> int:
-        steps, grams = len(self.coefficients), len(self._coefficients_of_grams())
-        return 2 * grams * short * short * long + (4 * steps - 3 * grams) * short**3
 
     def flops(self, rows: int, cols: int) -> int:
         """Multiplications of the iteration on a matrix."""
         short, long = min(rows, cols), max(rows, cols)
-        by_gram = self._takes_gram(short, long)
-        return self._gram_flops(short, long) if by_gram else self._plain_flops(short, long)
+        return len(self.coefficients) * short * short * (2 * long + short)
 
     def workspace(self, rows: int, cols: int, device_type: str) -> int:
         """Bytes of memory for the iteration beside the matrix."""
         short, long = min(rows, cols), max(rows, cols)
-        if self._takes_gram(short, long):
-            return (10 * long + 18 * short) * short if device_type == "cpu" else (4 * long + 8 * short) * short
         return (10 * long + 10 * short) * short if device_type == "cpu" else (4 * long + 4 * short) * short
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds float32 to the values of ``dtype``, in place."""
-    return x.copy_(x.to(dtype))
+def _round(x: Tensor) -> Tensor:
+    """Rounds float32 to the values of bfloat16, in place."""
+    return x.copy_(x.bfloat16())

@@ -30,13 +30,12 @@ class CudaTransfers(Transfers):
         nbytes: bytes of a slot.
         to_host: whether the kernels run on the CPU, to which parameters and gradients move. Otherwise the state moves
             to the device.
-        pin: whether slots on the CPU are page-locked.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool, pin: bool) -> None:
+    def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
         _refuse_capture()
         where = torch.device("cpu") if to_host else device
-        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host and pin)
+        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)
         super().__init__([CudaSlot(empty()) for _ in range(SLOTS)])
         self._device = device
         self._to_host = to_host
@@ -152,7 +151,7 @@ def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
     if error != 0:
         raise MemoryError(
             f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, expected a "
-            "system that lets so much be locked; offload less with device_state_budget, or use pin_memory=False"
+            "system that lets so much be locked; offload less with device_state_budget"
         )
     _finalize(owner, partial(_unpin, memory, index))
 

@@ -1,7 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region, Replicas
+from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region
 from shardopt.layout.engines import Engines, engines_of, register_engines
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
@@ -45,7 +45,6 @@ __all__ = [
     "Ranks",
     "Rectangle",
     "Region",
-    "Replicas",
     "Segment",
     "Shard",
     "UnknownShardError",

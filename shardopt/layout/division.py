@@ -170,20 +170,6 @@ class Copies(NamedTuple):
     size: int
 
 
-class Replicas(NamedTuple):
-    """Groups of ranks that divide a parameter alike, each by itself, and may share the work on it.
-
-    Attributes:
-        ranks: the ranks that hold the same part of the parameter: one of each group, in the groups' order.
-        size: the number of groups.
-        holders: all ranks of all groups.
-    """
-
-    ranks: Ranks
-    size: int
-    holders: Exchange
-
-
 def ranges(ends: Sequence[int]) -> Iterator[Region]:
     """The regions of ranks whose ranges of a parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
     for start, end in pairwise(ends):

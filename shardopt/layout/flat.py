@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division, Exchange, Ranks, Replicas, ranges
+from shardopt.layout.division import Counted, Division, Exchange, Ranks, ranges
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -44,10 +44,10 @@ class FlatShard(_AssignedShard):
         division: the same ranks with the range of each; None where this rank holds all.
 
     Attributes:
-        replicas: see :class:`Shard`.
+        replicas: the ranks that hold the same range; None if no other is known.
     """
 
-    replicas: Replicas | None = None
+    replicas: Ranks | None = None
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class FlatShard(_AssignedShard):
         counted = super().counted()
         if counted is None or self.replicas is None:
             return counted
-        copies, own = self.replicas.ranks.numbers, self.replicas.ranks.numbers[self.replicas.ranks.rank]
+        copies, own = self.replicas.numbers, self.replicas.numbers[self.replicas.rank]
         reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
         return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 

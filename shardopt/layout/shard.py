@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Replicas
+from shardopt.layout.division import Copies, Counted, Division, Exchange
 from shardopt.layout.partition import WHOLE, Placed
 from shardopt.layout.ranges import Positions, Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -190,11 +190,6 @@ class Shard:
                 f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule for matrices, "
                 f"expected {type(self).__name__}.division to say which ranks hold the rest; define it"
             )
-        return None
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """The groups of ranks that divide the parameter as this rank's does; None if no other is known."""
         return None
 
     @property

@@ -33,8 +33,6 @@ class Adagrad(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

@@ -62,7 +62,6 @@ class AdamW(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     optional_moments = (_LARGEST,)
 
     def __init__(

@@ -35,8 +35,6 @@ class Adamax(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

@@ -47,7 +47,6 @@ class Adan(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     beta_count = 3
 
     def __init__(

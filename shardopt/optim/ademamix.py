@@ -49,7 +49,6 @@ class AdEMAMix(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     beta_count = 3
 
     def __init__(

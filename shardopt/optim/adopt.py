@@ -36,8 +36,6 @@ class ADOPT(AdamKin):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

@@ -20,6 +20,7 @@ from shardopt.layout.numbers import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
+from shardopt.removed import OPTIONS, explained
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
@@ -102,6 +103,8 @@ class ShardedOptimizer(OptimizerInterface):
                 raise ValueError(
                     f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
                 )
+            if said := explained(param_group.keys() & OPTIONS.keys()):
+                raise ValueError(f"got a param group with options that shardopt does not have{said}")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -160,7 +163,7 @@ class ShardedOptimizer(OptimizerInterface):
     def offload(self) -> None:
         """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
 
-        The host's memory is page-locked (unless ``pin_memory=False``) and kept for the next time. Copies are
+        The host's memory is page-locked and kept for the next time. Copies are
         asynchronous: later work on the device goes on beside them, and PyTorch's allocator has the state's memory back
         when they are complete. Step counts, 4 bytes per parameter, stay. State dicts and checkpoints are saved and
         loaded as ever, and loading leaves the state in the host's memory. Where it is there already (parameters on the

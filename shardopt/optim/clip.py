@@ -91,8 +91,8 @@ def clip_grad_norm_(
         total, coefficient = norm.clip(float(max_norm), largest=largest, kept=kept)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
-                f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; look for the "
-                "cause with shardopt.check_numerics, or pass error_if_nonfinite=False"
+                f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; the "
+                "option nonfinite='raise' names the parameter, or pass error_if_nonfinite=False"
             )
         if optimizers:
             for scaled in optimizers:

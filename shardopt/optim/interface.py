@@ -21,9 +21,6 @@ class OptimizerInterface(Optimizer, ABC):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
 
-    #: Whether an update is about as large as the learning rate, whatever the gradients' scale.
-    updates_by_lr = False
-
     #: The codec where the options name none.
     default_codec = DEFAULTS["codec"]
 

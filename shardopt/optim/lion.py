@@ -36,8 +36,6 @@ class Lion(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

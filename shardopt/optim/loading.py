@@ -18,6 +18,7 @@ from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, 
 from shardopt.layout.names import bare_name
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
+from shardopt.removed import OPTIONS
 from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.flat_encoding import encode_flat_moments
 from shardopt.state.names import listed_name
@@ -33,7 +34,7 @@ HELD = "held_elements"
 PACKED_MOMENTS = "packed_moments"
 
 #: Keys in a state dict's param groups that no param group of an optimizer gets.
-_KEPT = frozenset([HELD, PACKED_MOMENTS, *PLACEMENT])
+_KEPT = frozenset([HELD, PACKED_MOMENTS, *PLACEMENT, *OPTIONS])
 
 
 @dataclass
@@ -381,6 +382,11 @@ def _merged_group(optimizer: OptimizerInterface, group: Mapping[str, Any], saved
                 f"got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the optimizer with "
                 f"{option}={saved[option]!r}, or go through state_dict(dequantize=True)"
             )
+    if saved.get(HELD) and saved.get("exact_cut_blocks") is False:
+        raise ValueError(
+            "got state of flat shards saved with exact_cut_blocks=False by an earlier version, expected one scale per "
+            "block; save a portable checkpoint with that version, and load that"
+        )
     rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     merged = {**rest, **{key: value for key, value in saved.items() if key not in _KEPT}}
     make_plain(merged)

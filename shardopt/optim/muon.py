@@ -17,7 +17,7 @@ from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, bytes_of, check_flag, check_number, is_whole
+from shardopt.state.options import Options, Unpack, check_flag, check_number, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -59,7 +59,8 @@ class Muon(ShardedOptimizer):
 
     Every matrix is computed whole on one rank, by the same calls whatever the sharding: under FSDP, tensor parallel and
     ZeRO each element of its bfloat16 direction is sent there and back once. Matrices go in waves, and the next wave
-    travels while one is computed. Ranks that hold copies (DistributedDataParallel) divide the matrices if the groups
+    travels while one is computed; directions and intermediate matrices take at most 512 MiB at a time, or what the
+    largest parameters need. Ranks that hold copies (DistributedDataParallel) divide the matrices if the groups
     were made from the wrapped model, or after ``attach(model)``; otherwise each rank computes all of them. Results have
     the same bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and of
     its libraries for multiplying matrices.
@@ -80,8 +81,6 @@ class Muon(ShardedOptimizer):
         eps: the least norm that a matrix is divided by; in groups for AdamW the number added to the root of the second
             moment, by default 1e-8.
         ns_steps: how many steps the iteration has.
-        ns_method: "standard", or "gram" for an iteration on XX' in float16 if that takes fewer multiplications: for
-            5 steps, if one dimension is more than 1.5 times the other.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
             decay carry over; "spectral_norm" for ``sqrt(m / n)``.
@@ -93,12 +92,6 @@ class Muon(ShardedOptimizer):
         split: divides a parameter into several matrices: the rows of each, as ``(4096, 1024, 1024)`` for fused queries,
             keys and values; or "each" for stacks of three dimensions or more, such as experts.
         betas: decay rates of AdamW and Lion.
-        share_replicas: whether replicas (HSDP, HYBRID_SHARD of FSDP1, or any parameter that is replicated along one
-            dimension of its mesh and sharded along others) each compute some of the matrices and exchange the results.
-            All replicas must then step together, with equal gradients. Otherwise each replica computes all matrices.
-        orthogonalize_memory: bytes for directions and intermediate matrices at a time: a whole number, or a text such
-            as "512MiB". The largest parameters get more if they need it: three may be in memory at a time, one that
-            arrives, one that is computed and one that returns.
         **options: see :class:`shardopt.state.options.Options`. ``offload="step"`` is not possible.
 
     Raises:
@@ -106,7 +99,6 @@ class Muon(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     default_normalize: Literal["rows"] | None = None
 
     def __init__(
@@ -121,14 +113,11 @@ class Muon(ShardedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_norm"] | None = None,
         *,
-        ns_method: Literal["standard", "gram"] = "standard",
         algorithm: Algorithm = "muon",
         normalize: Literal["rows"] | None = None,
         beta2: float = 0.95,
         split: Split = None,
         betas: tuple[float, float] = (0.9, 0.95),
-        share_replicas: bool = False,
-        orthogonalize_memory: int | str = "512MiB",
         **options: Unpack[Options],
     ) -> None:
         defaults = {
@@ -140,14 +129,11 @@ class Muon(ShardedOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "ns_method": ns_method,
             "algorithm": algorithm,
             "normalize": self.default_normalize if normalize is None else normalize,
             "beta2": beta2,
             "split": split,
             "betas": betas,
-            "share_replicas": share_replicas,
-            "orthogonalize_memory": orthogonalize_memory,
         }
         super().__init__(params, defaults, options)
         if isinstance(params, ParamGroups):
@@ -173,12 +159,9 @@ class Muon(ShardedOptimizer):
         return _muon(
             _triples(group["ns_coefficients"], group["ns_steps"]),
             group["eps"],
-            group["ns_method"] == "gram",
             group["adjust_lr_fn"] or "original",
             group["split"] if group["split"] in (None, "each") else tuple(group["split"]),
-            bytes_of(group["orthogonalize_memory"]),
             group["beta2"] if group["normalize"] == "rows" else None,
-            group["share_replicas"],
         )
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
@@ -191,7 +174,6 @@ class Muon(ShardedOptimizer):
         super().check_group(group)
         check_number(group, "momentum", most=1.0)  # an average of gradients
         check_flag(group, "nesterov")
-        check_flag(group, "share_replicas")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
@@ -212,14 +194,8 @@ class Muon(ShardedOptimizer):
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
         check_number(group, "beta2", most=1.0)
-        if group["ns_method"] not in ("standard", "gram"):
-            raise ValueError(f"ns_method: got {group['ns_method']!r}, expected 'standard' or 'gram'")
         _triples(group["ns_coefficients"], 1)
         _check_split(group["split"])
-        try:
-            bytes_of(group["orthogonalize_memory"])
-        except ValueError as error:
-            raise ValueError(f"orthogonalize_memory: {error}") from None
         if group["offload"] == "step":
             raise ValueError(
                 "offload: got 'step' for Muon, which multiplies matrices where the parameters are, expected None or "
@@ -258,14 +234,10 @@ class NorMuon8bit(NorMuon):
 
 @lru_cache(maxsize=1024)
 def _muon(
-    coefficients: tuple[Coefficients, ...], eps: float, gram: bool, adjust_lr_fn: str, split: Split, memory: int,
-    row_decay: float | None, share_replicas: bool,
-) -> Rule:  # fmt: skip
-    newton_schulz = NewtonSchulz(coefficients, eps, gram)
-    orthogonalized = Orthogonalized(
-        newton_schulz, split, _SCALES[adjust_lr_fn], memory, apply="muon_apply", row_decay=row_decay,
-        share_replicas=share_replicas,
-    )  # fmt: skip
+    coefficients: tuple[Coefficients, ...], eps: float, adjust_lr_fn: str, split: Split, row_decay: float | None
+) -> Rule:
+    newton_schulz = NewtonSchulz(coefficients, eps)
+    orthogonalized = Orthogonalized(newton_schulz, split, _SCALES[adjust_lr_fn], "muon_apply", row_decay)
     return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
 
 

@@ -43,8 +43,6 @@ class NAdam(AdamKin):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

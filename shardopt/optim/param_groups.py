@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
 from shardopt.layout.names import all_parameter_names
-from shardopt.optim.u_mup import KindPatterns, UMup
 from shardopt.state.options import DEFAULTS, make_plain
+
+if TYPE_CHECKING:
+    from shardopt.unit.u_mup import KindPatterns, UMup
 
 _Options = dict[str, Any]
 _Patterns = Sequence[tuple[str, Mapping[str, Any]]]
@@ -215,6 +217,8 @@ def _rule(
     decay = 0.0 if weight_decay is None else weight_decay
     if not 0 <= decay < math.inf:
         raise ValueError(f"weight_decay: got {decay!r}, expected a number that is not negative")
+    from shardopt.unit.u_mup import UMup  # here, as shardopt.unit is imported where it is used
+
     return _Rule(UMup(model, kinds or {}), lr, decay)
 
 

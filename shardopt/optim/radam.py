@@ -35,8 +35,6 @@ class RAdam(AdamKin):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True  # but for the first five steps
-
     def __init__(
         self,
         params: ParamsT,

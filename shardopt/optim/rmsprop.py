@@ -48,7 +48,6 @@ class RMSprop(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
     optional_moments = (_MEAN, _BUFFER)
 
     def __init__(

@@ -40,8 +40,6 @@ class StableAdamW(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    updates_by_lr = True
-
     def __init__(
         self,
         params: ParamsT,

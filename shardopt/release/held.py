@@ -70,8 +70,7 @@ class HeldParameters(ReleasedParameters):
         locals_ = [shard.local(param) for param, shard in zip(held, shards, strict=True)]
         likes = [self._like(local, local.dtype) for local in locals_]
         demand_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
-        pins = all(group["pin_memory"] for group in optimizer.param_groups)
-        self._pin = next((param.device for param in held if param.device.type == "cuda"), None) if pins else None
+        self._pin = next((param.device for param in held if param.device.type == "cuda"), None)
         self._gradients = {
             param: HostGradient(memory, shard.counted())
             for param, memory, shard in zip(held, memory_for(likes, pin=self._pin), shards, strict=True)

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, Division, LocalBlocks, Region, Replicas, Shard
+from shardopt.layout import BlockGrid, Counted, Division, LocalBlocks, Region, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
 from shardopt.sharding.exchange import RanksExchange, StoreNotes, joint_group, moved_to, own_device
@@ -129,19 +129,6 @@ class DTensorShard(Shard):
         group = joint_group(sorted(coordinates)) if len(mesh_dims) > 1 else self._mesh.get_group(mesh_dims[0])
         regions = [self._region_at(coordinates[rank]) for rank in get_process_group_ranks(group)]
         return Division(RanksExchange((group,), self._device), tuple(regions))
-
-    @cached_property
-    def replicas(self) -> Replicas | None:  # type: ignore[override]
-        dims = [
-            d for d, placement in enumerate(self._placements) if placement.is_replicate() and self._mesh.size(d) > 1
-        ]
-        if len(dims) != 1 or self.division is None:
-            return None
-        along = self._mesh.mesh.movedim(dims[0], -1).reshape(-1, self._mesh.size(dims[0]))
-        if not bool((along.diff() > 0).all()):  # the ranks' places in their groups are not those in the mesh
-            return None
-        holders = self._along([*dims, *(d for d, placement in enumerate(self._placements) if d not in dims)])
-        return Replicas(self._along(dims), self._mesh.size(dims[0]), holders)
 
     def _region_at(self, coordinate: tuple[int, ...]) -> Region:
         shape, indices = self.global_shape, self._indices_at(self.global_shape, coordinate)

@@ -22,7 +22,6 @@ from torch.nn import Module
 from shardopt.layout import (
     FlatBuffer,
     FlatShard,
-    Replicas,
     Segment,
     Shard,
     UnknownShardError,
@@ -96,7 +95,7 @@ def _assign_unit(
     names: dict[tuple[int, str], tuple[int, str]],
     prefixes: dict[int, list[str]],
     known_params: int | None,
-    replicas: Replicas | None,
+    replicas: RanksExchange | None,
 ) -> None:
     flat = handle.flat_param
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
@@ -152,15 +151,15 @@ def _whole(shape: tuple[int, ...]) -> FlatShard:
     return FlatShard(shape, 0, torch.Size(shape).numel())
 
 
-def _replicas(unit: Any) -> Replicas | None:
-    """The replicas of HYBRID_SHARD, where all groups have their ranks in evenly spaced order."""
+def _replicas(unit: Any) -> RanksExchange | None:
+    """The ranks of HYBRID_SHARD that hold the same shard, where all groups have ranks in evenly spaced order."""
     across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
     if across is None or not handle.uses_sharded_strategy or across.size() == 1:
         return None
     ranks, within = (RanksExchange((group,), handle.device) for group in (across, handle.process_group))
     if even_steps(ranks.numbers) is None or even_steps(within.numbers) is None:
         return None
-    return Replicas(ranks, across.size(), RanksExchange((across, handle.process_group), handle.device))
+    return ranks
 
 
 def _ranges(handle: Any) -> list[FlatShard]:

@@ -24,7 +24,7 @@ from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
 from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
-from shardopt.state.packed import check_packable, is_packed, pack, words_of
+from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
@@ -185,13 +185,11 @@ def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
         flattened: whether torch is to flatten the state dict.
 
     Raises:
-        RuntimeError: the optimizer is of quantize_state, the state dict is to be flattened, or ranks do not agree on
-            the scales of cut blocks.
+        RuntimeError: the optimizer is of quantize_state, or the state dict is to be flattened.
     """
     if not _has_flat_shards(optimizer):
         return
-    owner = owner_of(optimizer)
-    if isinstance(owner, QuantizedState):
+    if isinstance(owner_of(optimizer), QuantizedState):
         raise RuntimeError(
             "got an optimizer of quantize_state for torch's optim_state_dict of FSDP1, which carries state of the "
             "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer), or one of shardopt's "
@@ -202,8 +200,6 @@ def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
             "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch could "
             "not load it again: it looks for the optimizer's entries, and they are packed; leave the option out"
         )
-    for name, _, spec in _flat_specs(owner).values() if isinstance(owner, ShardedOptimizer) else ():
-        check_packable(spec, name)
 
 
 def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:

@@ -19,7 +19,7 @@ def shared_blocks(spec: SliceSpec) -> list[int]:
     shard = spec.shard
     if not isinstance(shard, FlatShard) or shard.exchange is None:
         return []
-    return shard.cut_blocks(spec.grid) if spec.codec.blockwise and spec.exact_cut_blocks else []
+    return shard.cut_blocks(spec.grid) if spec.codec.blockwise else []
 
 
 def encode_flat(

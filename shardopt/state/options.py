@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
+from shardopt.removed import explained
 from shardopt.state.warn import warn_user
 
 if sys.version_info >= (3, 11):
@@ -52,16 +53,11 @@ class Options(TypedDict, total=False):
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
             the optimizer and the element's in the parameter, not on the shard or device.
         stochastic_rounding_seed: seed of that noise, and of log4's, the same on all ranks.
-        exact_cut_blocks: flat shards (FSDP1, ZeRO) begin and end within blocks. If True, the owners of such a block
-            agree on its scales by a small collective per step, and results do not depend on the number of ranks. False
-            leaves the collective out: each fragment gets a scale of its own.
         offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
         device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
             fit, in order: a whole number, or a text such as "2GiB"; the same in all param groups that offload.
-        pin_memory: with ``offload``, whether the host's memory is page-locked. Copies overlap only if it is; the same
-            in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
         capturable: ignored like ``foreach``.
@@ -76,10 +72,8 @@ class Options(TypedDict, total=False):
     master_weight_bits: int | None
     stochastic_rounding: bool
     stochastic_rounding_seed: int
-    exact_cut_blocks: bool
     offload: Literal["state", "step"] | None
     device_state_budget: int | str
-    pin_memory: bool
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -95,10 +89,8 @@ DEFAULTS: Options = {
     "master_weight_bits": None,
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
-    "exact_cut_blocks": True,
     "offload": None,
     "device_state_budget": 0,
-    "pin_memory": True,
     "foreach": None,
     "fused": None,
     "capturable": False,
@@ -109,10 +101,10 @@ DEFAULTS: Options = {
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
 #: Options of the state's place, which depends on the machine: an optimizer keeps its own when it loads.
-PLACEMENT = ("offload", "device_state_budget", "pin_memory")
+PLACEMENT = ("offload", "device_state_budget")
 
 #: Options that the tables of a step depend on.
-TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed", "exact_cut_blocks")
+TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
 def is_own(options: Container[str]) -> bool:
@@ -132,6 +124,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
             + (f"; did you mean {', '.join(close)}?" if close else "")
+            + explained(unknown)
         )
     return {**DEFAULTS, **options}
 
@@ -154,9 +147,7 @@ def check_options(group: Mapping[str, Any]) -> None:
     if group["nonfinite"] not in ("skip", "raise", "propagate"):
         raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
     _check_weight_options(group)
-    for name in ("maximize", "exact_cut_blocks", "pin_memory"):
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
+    check_flag(group, "maximize")
     if group["offload"] not in (None, "state", "step"):
         raise ValueError(f"offload: got {group['offload']!r}, expected None, 'state' or 'step'")
     try:

@@ -45,20 +45,6 @@ def words_of(specs: Iterable[TensorState]) -> int:
     return max((_Layout(slice_.spec).words for spec in specs for slice_ in spec.slices), default=0)
 
 
-def check_packable(spec: TensorState, name: str) -> None:
-    """Checks that ranks agree on the scales of the blocks that they share.
-
-    Raises:
-        RuntimeError: each rank has scales of its own for its part of a block, and other ranks have other parts.
-    """
-    for slice_ in spec.slices:
-        if not slice_.spec.exact_cut_blocks and _Layout(slice_.spec).cuts_scales:
-            raise RuntimeError(
-                f"{name}: got exact_cut_blocks=False for torch's optim_state_dict of FSDP1, expected True, as each "
-                "rank has scales of its own for its part of a block; leave exact_cut_blocks out"
-            )
-
-
 def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
     """The state in ``words`` entries of float32, of the local tensor's shape, beside ``step`` and ``packed_exact``."""
     shape = spec.shard.local_shape
@@ -170,11 +156,6 @@ class _Layout:
     def numel(self) -> int:
         """Elements on this rank."""
         return math.prod(self.spec.shard.local_shape)
-
-    @property
-    def cuts_scales(self) -> bool:
-        """Whether several ranks have scales of one block."""
-        return any(blocks.cut for blocks in self.blocks if blocks.grid == self.spec.grid)
 
     def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
         """Writes the slice's state to bytes: uint8, ``(words, numel, 4)``."""

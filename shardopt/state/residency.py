@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
 Offload = Literal["state", "step"] | None
-_T = TypeVar("_T")
 
 MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 
@@ -149,7 +148,6 @@ class StateResidency:
         self._taken = 0  # of the budget
         # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
         self._foreseen, self._taken_then = 0, 0
-        self._pins = False
         self._transfers: dict[tuple[torch.device, str], Transfers] = {}
         self._sleep = Sleep()
         self.settled = True
@@ -178,8 +176,7 @@ class StateResidency:
             MemoryError: there is not enough. Nothing was moved.
         """
         if not self.asleep:
-            pins = all(group["pin_memory"] for group in self._optimizer.param_groups)
-            self._sleep.begin(self._stateful(), pin=pins)
+            self._sleep.begin(self._stateful())
             self.settled = False
 
     def wake(self) -> None:
@@ -241,7 +238,7 @@ class StateResidency:
 
                 if offload == "step":
                     warn_of_one_thread(ranks_here())
-                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step", pin=self._pins)
+                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
         return self._transfers[key]
 
     @property
@@ -274,7 +271,7 @@ class StateResidency:
             added: the last param group, if the others are checked already; None: all.
 
         Raises:
-            ValueError: param groups that offload differ in an option that they must share.
+            ValueError: param groups that offload differ in their budget, which they must share.
             MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
@@ -282,8 +279,7 @@ class StateResidency:
         if added is not None:  # checks this group alone, so that making an optimizer of many groups stays linear
             first = next((group for group in groups if group["offload"] is not None), added)
             groups, before, taken = [first, added], self._foreseen, self._taken_then
-        _shared("pin_memory", groups, bool)
-        budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
+        budget = Budget(_shared_budget(groups), taken)
         choices = self._choose(groups if added is None else [added], budget)
         new = sum(_bytes(choice.entries) for choice in choices if choice.offload is not None)
         if new:
@@ -344,7 +340,6 @@ class StateResidency:
     def _decide(self) -> None:
         """Decides for all parameters without a place, and lets go of parameters that the optimizer no longer has."""
         groups = self._optimizer.param_groups
-        pins = bool(_shared("pin_memory", groups, bool))
         listed = {param for group in groups for param in group["params"]}
         decisions = {
             param: decision
@@ -355,38 +350,33 @@ class StateResidency:
         if len(decisions) < len(self._decisions):
             self.synchronize()  # copies to memory that is let go may be under way
         taken = sum(decision.in_budget for decision in decisions.values())
-        budget = Budget(_shared("device_state_budget", groups, bytes_of) or 0, taken)
+        budget = Budget(_shared_budget(groups), taken)
         choices = self._choose(groups, budget)
         moved = {choice.param: choice.entries for choice in choices if choice.offload == "state"}
         gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
-        homes = make_homes(list(moved.values()), pin=gpu if pins else None) if moved else []
+        homes = make_homes(list(moved.values()), pin=gpu) if moved else []
         home_of = dict(zip(moved, homes, strict=True))
         for param, offload, _, in_budget in choices:
             where = Residency.of(offload, param.device)
             decisions[param] = _Decision(param.device, where, in_budget, home_of.get(param, {}))
-        self._decisions, self._pins, self._taken = decisions, pins, budget.taken
+        self._decisions, self._taken = decisions, budget.taken
         self._foreseen, self._taken_then = 0, budget.taken
 
 
-def _shared(option: str, groups: Iterable[Mapping[str, Any]], meaning: Callable[[Any], _T]) -> _T | None:
-    """Value of an option that all offloading param groups share; None without such groups.
-
-    Args:
-        option: the option's name.
-        groups: the param groups.
-        meaning: converts a value to a canonical one, as equal values may be written differently.
+def _shared_budget(groups: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes that param groups which offload may keep on the device together; 0 without such groups.
 
     Raises:
-        ValueError: values differ.
+        ValueError: param groups name different ones.
     """
-    given = [group[option] for group in groups if group["offload"] is not None]
-    values = {meaning(value) for value in given}
+    given = [group["device_state_budget"] for group in groups if group["offload"] is not None]
+    values = {bytes_of(value) for value in given}
     if len(values) > 1:
         raise ValueError(
-            f"{option}: got {', '.join(map(repr, given))} in the param groups that offload, expected one value, as "
-            f"they share the memory; give {option} to the optimizer, not to param groups"
+            f"device_state_budget: got {', '.join(map(repr, given))} in the param groups that offload, expected one "
+            "value, as they share the memory; give device_state_budget to the optimizer, not to param groups"
         )
-    return next(iter(values), None)
+    return next(iter(values), 0)
 
 
 def ranks_here() -> int:

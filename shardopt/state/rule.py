@@ -23,20 +23,19 @@ class Orthogonalized:
         newton_schulz: orthogonalizes a matrix.
         split: the matrices of a parameter.
         scale: gives a factor of the learning rate for the shape of a matrix.
-        memory: bytes that directions and intermediate results may take on a device at a time.
         apply: name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
         row_decay: decay rate of the second moments by which the rows of a result are normalized; None to leave rows as
             they are.
-        share_replicas: whether groups of ranks that divide a parameter alike share its matrices.
+        memory: bytes that directions and intermediate results may take on a device at a time, unless a parameter needs
+            more.
     """
 
     newton_schulz: NewtonSchulz
     split: Split
     scale: Callable[[int, int], float]
-    memory: int
     apply: str
     row_decay: float | None = None
-    share_replicas: bool = False
+    memory: int = 512 << 20
 
 
 @dataclass(frozen=True)

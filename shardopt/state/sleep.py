@@ -54,12 +54,11 @@ class Sleep:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._arriving: dict[torch.device, torch.cuda.Event] = {}  # the ends of copies to devices
 
-    def begin(self, tensors: Sequence[Stateful], *, pin: bool) -> None:
+    def begin(self, tensors: Sequence[Stateful]) -> None:
         """Copies the state of all parameters to the host's memory, and lets go of the device's.
 
         Args:
             tensors: all parameters with state.
-            pin: whether the memory is page-locked if the machine has a GPU.
 
         Raises:
             MemoryError: the host has too little memory. Nothing was moved.
@@ -72,7 +71,7 @@ class Sleep:
             likes = [
                 {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in of.items()} for of in entries
             ]
-            self._beds = make_homes(likes, pin=gpu if pin else None) if any(formats) else [{} for _ in formats]
+            self._beds = make_homes(likes, pin=gpu) if any(formats) else [{} for _ in formats]
         self._follow(tensors)
         for tensor, of, beds in zip(tensors, entries, self._beds, strict=True):
             for key, bed in beds.items():

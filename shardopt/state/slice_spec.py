@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.codec import Codec, Coded, Moment, Rounded, decode_moments, encode_moments, get_codec, rounded_moments
+from shardopt.codec import Codec, Coded, Moment, decode_moments, encode_moments, get_codec
 from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
@@ -70,7 +70,6 @@ class SliceSpec:
     codec: Codec
     moments: tuple[Moment, ...]
     weights: WeightFormat
-    exact_cut_blocks: bool
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
 
     @classmethod
@@ -87,7 +86,7 @@ class SliceSpec:
         check_repayment(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])
         row_grid = _row_grid(shard.global_shape, group)
-        return cls(shard, grid, codec, moments, weights, group["exact_cut_blocks"], row_grid)
+        return cls(shard, grid, codec, moments, weights, row_grid)
 
     @property
     def relative(self) -> bool:
@@ -230,18 +229,11 @@ class SliceSpec:
         if not self.codec.blockwise:
             return decode_moments(self.codec, self.moments, local).values
         moments = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
-        for rectangle, coded in self._blocks_of(local):
+        for rectangle, coded in self.blocks_of(local):
             lead = rectangle.first_col % self.grid.block_size
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
                 _matrix(x, rectangle).copy_(from_blocks(values, lead + rectangle.cols)[:, lead:])
         return [x.view(self.shard.local_shape) for x in moments]
-
-    def rounded(self, state: Mapping[str, Tensor]) -> Iterator[list[Rounded]]:
-        """The moments of a state with the most that rounding may have changed: 2-D, some rows at a time."""
-        for rectangle, coded in self._blocks_of([self.local_coded(state, moment) for moment in self.moments]):
-            lead = rectangle.first_col % self.grid.block_size
-            moments = rounded_moments(self.codec, self.moments, coded)
-            yield [Rounded(*(from_blocks(x, lead + rectangle.cols)[:, lead:] for x in rounded)) for rounded in moments]
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
@@ -282,7 +274,7 @@ class SliceSpec:
     def check_moments(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the moments' values; see :meth:`check_local`."""
         local = [self.local_coded(state, moment) for moment in self.moments]
-        blocks = (coded for _, coded in self._blocks_of(local)) if self.codec.blockwise else iter([local])
+        blocks = (coded for _, coded in self.blocks_of(local)) if self.codec.blockwise else iter([local])
         for coded in blocks:
             for moment, (codes, scales) in zip(self.moments, coded, strict=True):
                 if not moment.codec(self.codec).is_sound(
@@ -336,7 +328,7 @@ class SliceSpec:
                 state[self.scales_name(moment)] = scales
         return state
 
-    def _blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Rectangle, list[Coded]]]:
+    def blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Rectangle, list[Coded]]]:
         """Codes and scales in blocks ``(rows, blocks, block_size)``, rectangle by rectangle."""
         size = self.grid.block_size
         for rectangle in self._rectangles():

@@ -51,7 +51,6 @@ class Plan:
     Args:
         lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
-        silent: ranks among those of ``lines`` that exchange no message, and so compare only changes.
         listening: ranks that send a message with only a roll in a step in which they exchange no data.
         single: whether the step is of one parameter, whose gradient is complete.
 
@@ -65,12 +64,11 @@ class Plan:
         self,
         lines: Mapping[Exchange, Sequence[Line]],
         stepped: Container[int],
-        silent: Container[Exchange] = (),
         listening: Iterable[Exchange] = (),
         *,
         single: bool = False,
     ) -> None:
-        self._lines, self._silent, self.single = lines, silent, single
+        self._lines, self.single = lines, single
         self.listening = sorted(listening, key=order_of)
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)

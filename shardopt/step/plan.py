@@ -25,7 +25,6 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
     lines: dict[Exchange, list[Line]] = {}
-    sharing: dict[Exchange, bool] = {}  # by replicas: whether they share matrices
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
     is_bridge = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices).is_bridge
     listening: dict[Exchange, bool] = {}
@@ -44,18 +43,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                 is_quiet = ranks == slice_.spec.shard.row_owners and not isinstance(slice_.spec.shard, FlatShard)
                 is_quiet = is_quiet and not single and parameter.device.type == "cpu"
                 listening[ranks] = listening.get(ranks, True) and is_quiet
-            orthogonalized = groups[parameter.group].rule.orthogonalized
-            replicas = None if orthogonalized is None else slice_.spec.shard.replicas
-            if orthogonalized is not None and replicas is not None:
-                lines.setdefault(replicas.holders, []).append(_for_replicas(line, orthogonalized.share_replicas))
-                sharing[replicas.holders] = sharing.get(replicas.holders, False) or orthogonalized.share_replicas
-    silent = {ranks for ranks, share in sharing.items() if not share}
-    return Plan(lines, stepped, silent, [ranks for ranks, is_quiet in listening.items() if is_quiet], single=single)
-
-
-def _for_replicas(line: Line, share: bool) -> Line:
-    """The line that replicas compare: without shared matrices only that they share none."""
-    return line._replace(says={"share_replicas": share, **(line.says if share else {})}, is_held=line.is_held and share)
+    return Plan(lines, stepped, [ranks for ranks, is_quiet in listening.items() if is_quiet], single=single)
 
 
 def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchange]:
@@ -87,10 +75,9 @@ def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: 
         says["place in the flat parameter"] = str((shard.partition and shard.partition.partition) or shard.cuts)
     if orthogonalized is not None:
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
-        says["orthogonalization"] = [str(orthogonalized.newton_schulz), orthogonalized.memory, scale]
+        says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-        says["share_replicas"] = orthogonalized.share_replicas
     is_sized = not is_flat and slice_.spec.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)

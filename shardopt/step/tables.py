@@ -27,7 +27,7 @@ from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
-from shardopt.step.muon.waves import Meeting, Waves, WaveStep, openings_of, run_waves
+from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
 
@@ -202,17 +202,11 @@ class StepTables:
             or any(wave.communicates for wave in waves)
         )
 
-    @property
-    def _meetings(self) -> list[Meeting]:
-        return [waves[0].meeting for waves in self._wave_steps.values() if waves and waves[0].meeting is not None]
-
     def openings(self) -> list[Opening]:
         """The shapes of the first messages of a step, after which the ranks know whether their plans differ."""
         return [*self._listening, *self._first_openings()]
 
     def _first_openings(self) -> list[Opening]:
-        for meeting in self._meetings:
-            return meeting.openings()
         for sums in self._sums.values():
             if of_sums := sums.openings():
                 return of_sums
@@ -238,8 +232,6 @@ class StepTables:
             for number, opening in enumerate(self._listening):
                 if opening.ranks not in told and not opening.say(changed=False):
                     raise_difference(self.plan, self.openings()[number:])
-            for meeting in self._meetings:  # first: other messages reach this rank's replica alone
-                meeting.run()
             for device in self._sums:
                 self._add_up(device)
             if self._has_totals:

@@ -68,7 +68,6 @@ _OPTIONS = [
     ("codec", "fp32"),
     ("block_size", 64),
     ("min_quantized_numel", 10**9),
-    ("exact_cut_blocks", False),
     ("order", None),
     ("gradient", None),
 ]

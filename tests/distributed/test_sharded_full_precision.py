@@ -1,4 +1,4 @@
-"""Weights in full precision, cast models and the check of the learning rate on shards."""
+"""Weights in full precision, on shards."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
-import shardopt
-from helpers import RULES
-from ranks.models import WAYS, loss_of, make_batch, make_net, named_parameters
-from ranks.pool import Pool
+from ranks.models import WAYS, make_net, named_parameters
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same, in_full
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
@@ -100,69 +96,3 @@ def test_weights_sharded_otherwise_are_refused() -> None:
     weights = {param: x.full_tensor() for param, x in optimizer.full_precision_parameters().items()}
     with pytest.raises(ValueError, match=r"expected .* placed \(Shard\(dim=0\),\)"):
         optimizer.load_full_precision_parameters(weights)
-
-
-def _cast_and_sharded() -> list[float]:
-    model = shardopt.cast_model(make_net(), torch.bfloat16)
-    for layer in (model.up, model.norm, model):  # the norm, which stays float32, is a unit of its own
-        fully_shard(layer)
-    with pytest.raises(RuntimeError, match="cast the model before sharding it"):
-        shardopt.cast_model(model)
-    optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64, master_weight_bits=24)
-    losses = []
-    for _ in range(6):
-        loss = loss_of(model, make_batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert {param.dtype for name, param in model.named_parameters() if "norm" in name} == {torch.float32}
-    return losses
-
-
-def test_cast_models_train(ranks: Pool) -> None:
-    for losses in ranks.run(2, _cast_and_sharded):
-        assert losses[-1] < losses[0]
-
-
-@pytest.mark.ranks(1)
-def test_models_in_ddp_are_not_cast() -> None:
-    model = WAYS["ddp"](make_net())
-    for outer in (model, nn.Sequential(model)):
-        with pytest.raises(RuntimeError, match=r"in DistributedDataParallel, .*cast the model before wrapping it"):
-            shardopt.cast_model(outer)
-        assert {param.dtype for param in model.parameters()} == {torch.float32}
-        assert not any(module._forward_hooks for module in model.modules())
-
-
-def _unmoved(way: str) -> dict[str, int]:
-    """How many weights of this rank, by parameter, such a learning rate does not move."""
-    model = WAYS[way](make_net(torch.bfloat16))
-    optimizer = make_optimizer(way, model)
-    with pytest.warns(RuntimeWarning, match="too small to move"):
-        shares = shardopt.check_numerics(optimizer, lr=1e-4)
-    numel = {f"parameter {place} of param group 0": own.numel() for place, own in enumerate(_local(optimizer))}
-    return {name: round(share * numel[name]) for name, share in shares.items()}
-
-
-@pytest.mark.ranks(2)
-def test_the_check_reads_the_rates_of_a_zero_redundancy_optimizer() -> None:
-    """A schedule changes the rates of the outer optimizer."""
-    optimizer = make_optimizer("zero", WAYS["zero"](make_net(torch.bfloat16)), lr=1.0)
-    assert not shardopt.check_numerics(optimizer)
-    optimizer.param_groups[0]["lr"] = 1e-4
-    with pytest.warns(RuntimeWarning, match="too small to move"):
-        shardopt.check_numerics(optimizer)
-
-
-def _local(optimizer: Any) -> list[Tensor]:
-    return [shard_of(p).local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
-
-
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1", "zero"])
-def test_the_check_looks_at_shards(ranks: Pool, way: str) -> None:
-    (whole,) = ranks.run(1, _unmoved, "single")
-    found: dict[str, int] = {}
-    for own in ranks.run(3, _unmoved, way):
-        found = {name: found.get(name, 0) + own.get(name, 0) for name in found | own}
-    assert found == whole

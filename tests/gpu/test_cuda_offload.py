@@ -209,15 +209,6 @@ def test_a_refused_lock_leaves_no_error_behind() -> None:
 
 
 @needs_gpu
-def test_without_locked_memory() -> None:
-    """Shows that offload works without pinned memory."""
-    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state", pin_memory=False)
-    step_on(optimizer, params, gradients(1, BF16, SHAPES))
-    optimizer.synchronize()
-    assert not any(value.is_pinned() for s in optimizer.state.values() for key, value in s.items() if key != "step")
-
-
-@needs_gpu
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_sleep(codec: str) -> None:
     """Shows that state leaves the memory of a busy device, which is used by others at once, and comes back."""

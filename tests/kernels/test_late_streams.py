@@ -86,7 +86,6 @@ MUON: dict[str, Scenario] = {
     "muon": steps(rule="muon"),
     "normuon": steps(rule="normuon"),
     "normuon offload": steps(rule="normuon", offload="state"),
-    "normuon pageable": steps(rule="normuon", offload="state", pin_memory=False),
     "normuon scaled": partial(device_scalars, rule="normuon", offload="state"),
 }
 

@@ -19,7 +19,7 @@ MANY = {
     "gradient_clipping": 0.25,
     "optimizer": {
         "type": "AdamW8bit",
-        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "block_size": 64, "exact_cut_blocks": False},
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "block_size": 64, "maximize": False},
     },
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "overlap_comm": False},

@@ -28,22 +28,9 @@ from shardopt.step.muon.matrices import padded
 
 def test_waves_change_nothing() -> None:
     """Nor what is in memory: all matrices at once, some, or one parameter at a time."""
-    expected = advance(make(codec="log8", orthogonalize_memory="1GiB"), range(STEPS))
-    for memory in (1, 60_000, "100KiB"):
-        assert_equal(advance(make(codec="log8", orthogonalize_memory=memory), range(STEPS)), expected)
-
-
-def test_different_memory_in_groups() -> None:
-    """The least counts; the groups' other options stay their own."""
-    groups = [
-        {"params": start()[:3], "orthogonalize_memory": 1},
-        {"params": start()[3:], "orthogonalize_memory": "1GiB", "nesterov": False},
-    ]
-    optimizer = advance(shardopt.Muon8bit(groups, **OPTIONS), range(STEPS))
-    for group in groups:
-        del group["orthogonalize_memory"]
-    groups = [{"params": start()[:3]}, {"params": start()[3:], "nesterov": False}]
-    assert_equal(optimizer, advance(shardopt.Muon8bit(groups, **OPTIONS), range(STEPS)))
+    expected = advance(make(codec="log8"), range(STEPS))
+    for memory in (1, 60_000, 100_000):
+        assert_equal(advance(make(codec="log8", memory=memory), range(STEPS)), expected)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +47,6 @@ def test_different_memory_in_groups() -> None:
         ("eps", 100.0),
         ("adjust_lr_fn", "match_rms_adamw"),
         ("split", (1, 39)),
-        ("orthogonalize_memory", 1),
         ("maximize", True),
         ("nonfinite", "propagate"),
     ],
@@ -80,7 +66,7 @@ def test_options_may_change_between_steps(option: str, value: Any) -> None:
     before = everything(optimizer)
     assert_equal(advance(optimizer, range(2, 4)), advance(other, range(2, 4)))
     unchanged = advance(make(shapes=shapes), range(4))
-    if option not in ("orthogonalize_memory", "nonfinite"):
+    if option != "nonfinite":
         assert any(not torch.equal(x, y) for x, y in zip(params_of(optimizer), params_of(unchanged), strict=True))
     assert any(not torch.equal(value, everything(optimizer)[name]) for name, value in before.items())
 
@@ -282,20 +268,15 @@ def test_memory_is_kept_to(memory: int) -> None:
     """Directions and what is computed of them: more than half of what is allowed, and never more."""
     shapes = ((100, 130), (260, 100)) * 10  # 780,000 bytes of directions
     for normalize in (None, "rows"):
-        optimizer = make(shapes=shapes, orthogonalize_memory=memory, normalize=normalize)
+        optimizer = make(shapes=shapes, memory=memory, normalize=normalize)
         assert memory / 2 < _most_bytes(optimizer) <= memory
 
 
 def test_a_parameter_that_needs_more_is_by_itself() -> None:
     shapes = ((100, 130),) * 6
-    one, least = (_most_bytes(make(shapes=some, orthogonalize_memory=1)) for some in (shapes[:1], shapes))
+    one, least = (_most_bytes(make(shapes=some, memory=1)) for some in (shapes[:1], shapes))
     # The one that is computed, the direction that comes next, and the one that was computed before.
     assert one < least <= one + 2 * 2 * padded(100 * 130)
-    groups = [
-        {"params": [param], "orthogonalize_memory": m}
-        for param, m in zip(start(shapes=shapes), (1, "1GiB") * 3, strict=True)
-    ]
-    assert _most_bytes(shardopt.Muon8bit(groups, **OPTIONS)) == least
 
 
 def test_polar_express_is_for_more_steps_than_it_has() -> None:

@@ -33,7 +33,7 @@ def _strided(strided: bool, **options: Any) -> ShardedOptimizer:
     [
         {},
         {"codec": "fp32"},
-        {"orthogonalize_memory": 1},
+        {"memory": 1},
         {"dtype": torch.bfloat16, "master_weight_bits": 24},
         {"dtype": torch.bfloat16, "stochastic_rounding": True},
     ],
@@ -78,7 +78,7 @@ def test_storage_at_odd_offsets() -> None:
     assert_equal(got, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "fp32"}, {"orthogonalize_memory": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"codec": "fp32"}, {"memory": 1}], ids=str)
 @pytest.mark.parametrize("format", ["fp32", "bf16 24", "bf16 stochastic"])
 def test_offloaded_state(format: str, options: dict[str, Any]) -> None:
     """In chunks that are smaller than a parameter, with copies that come as late as they may."""

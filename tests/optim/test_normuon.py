@@ -259,7 +259,7 @@ def test_normalized_from_now_on_is_refused() -> None:
     assert_same(everything(optimizer), before)
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "fp32"}, {"orthogonalize_memory": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"codec": "fp32"}, {"memory": 1}], ids=str)
 def test_offloaded_state(options: dict[str, Any]) -> None:
     expected = advance(normuon(**options), range(STEPS))
     with offload_from_cpu(4096, late_transfers("state")):

@@ -107,7 +107,7 @@ def test_step(rule: str, codec: str) -> None:
 @pytest.mark.parametrize("offload", [None, "state", "step"])
 def test_offload(offload: str | None, options: dict[str, Any]) -> None:
     with offload_from_cpu():
-        found = _run("adamw", "log8", META, offload=offload, pin_memory=False, **options)
+        found = _run("adamw", "log8", META, offload=offload, **options)
     assert_same(found, _run("adamw", "log8", torch.device("cpu"), **options))
 
 

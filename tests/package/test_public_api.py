@@ -92,14 +92,11 @@ BY_KEYWORD: dict[str, dict[str, Any]] = {
     "Adam": {"cautious": False, "repay": None},
     "Lion": CAUTIOUS,
     "Muon": {
-        "ns_method": "standard",
         "algorithm": "muon",
         "normalize": None,
         "beta2": 0.95,
         "split": None,
         "betas": (0.9, 0.95),
-        "share_replicas": False,
-        "orthogonalize_memory": "512MiB",
     },
 }
 #: The arguments that are in param groups.
@@ -114,14 +111,11 @@ PRESETS = {f"{name}8bit": name for name in OPTIMIZERS} | {f"{name}4bit": name fo
 OTHERS = (
     "GradientRelease",
     "MemoryReport",
-    "cast_model",
-    "check_numerics",
     "clip_grad_norm_",
-    "is_norm",
     "memory_report",
 )
 OTHERS += ("ParamGroups", "ShardedOptimizer", "StableEmbedding", "param_groups", "quantize_state")
-OTHERS += ("muon_groups", "qk_clip_", "register", "release_gradients")
+OTHERS += ("muon_groups", "register", "release_gradients")
 OPTIONS: dict[str, Any] = {
     "maximize": False,
     "codec": "fp32",
@@ -131,10 +125,8 @@ OPTIONS: dict[str, Any] = {
     "master_weight_bits": None,
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
-    "exact_cut_blocks": True,
     "offload": None,
     "device_state_budget": 0,
-    "pin_memory": True,
     "foreach": None,
     "fused": None,
     "capturable": False,

@@ -198,11 +198,11 @@ def test_budget(offload: str) -> None:
             assert got[1]._internals.residency.of(param).offload == (None if stays else offload), (budget, size)
 
 
-def test_loading_keeps_the_shared_options() -> None:
-    saved, own = (make("state", device_state_budget=size, pin_memory=pin) for size, pin in ((0, True), ("1GiB", False)))
+def test_loading_keeps_the_budget() -> None:
+    saved, own = (make("state", device_state_budget=size) for size in (0, "1GiB"))
     run(*saved, steps=1)
     own[1].load_state_dict(saved[1].state_dict())
-    assert {(group["device_state_budget"], group["pin_memory"]) for group in own[1].param_groups} == {("1GiB", False)}
+    assert {group["device_state_budget"] for group in own[1].param_groups} == {"1GiB"}
     own[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
 
 

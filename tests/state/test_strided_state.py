@@ -79,7 +79,3 @@ def test_reports() -> None:
     """Numbers are those of the contiguous copies."""
     (_, got), (_, expected) = (trained(channels_last=c, dtype=BF16) for c in (True, False))
     assert shardopt.memory_report(got) == shardopt.memory_report(expected)
-    with pytest.warns(RuntimeWarning, match="too small"):
-        actual = shardopt.check_numerics(got, lr=1e-6)
-    with pytest.warns(RuntimeWarning, match="too small"):
-        assert shardopt.check_numerics(expected, lr=1e-6) == actual

@@ -39,7 +39,7 @@ def matrix(rows: int, cols: int, ranks: int = 1, **changed: Any) -> Matrix:
     division = Division(cast(Any, Group("all", 0)), regions) if ranks > 1 else None
     given = {"tensor": 0, "part": 0, "spec": None, "start": 0, "first": 0, "number": 0, "group": 0, "scale": 1.0}
     own = {"rows": rows, "cols": cols, "division": division, "regions": regions, "newton_schulz": NEWTON_SCHULZ}
-    of_rows = {"row_decay": None, "replicas": None, "row_ranges": ((0, 0),) * len(changed.get("regions", regions))}
+    of_rows = {"row_decay": None, "row_ranges": ((0, 0),) * len(changed.get("regions", regions))}
     return Matrix(**{**given, **own, **of_rows, **changed})
 
 

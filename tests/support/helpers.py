@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from shardopt.kernels.weights import noise_key
 from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
+from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, SliceSpec
 from shardopt.state.tensor_state import tensor_state_of
 from shardopt.step.muon.matrices import matrix_shapes
@@ -114,7 +116,7 @@ RULES: dict[str, RuleCase] = {
 class MuonCase(RuleCase):
     """Muon for all parameters of two dimensions or more, and AdamW for the others."""
 
-    def make(self, params: Any, **options: Any) -> ShardedOptimizer:
+    def make(self, params: Any, memory: int | None = None, **options: Any) -> ShardedOptimizer:
         groups: list[dict[str, Any]] = []
         for given in params:
             group = given if isinstance(given, dict) else {"params": [given]}
@@ -123,15 +125,36 @@ class MuonCase(RuleCase):
                 if not groups or groups[-1] != {**group, "params": groups[-1]["params"], "algorithm": algorithm}:
                     groups.append({**group, "params": [], "algorithm": algorithm})
                 groups[-1]["params"].append(param)
-        return super().make(groups, **options)
+        return limited(super().make(groups, **options), memory)
+
+
+class WavesCase(MuonCase):
+    """Muon in several waves."""
+
+    def make(self, params: Any, memory: int | None = 100_000, **options: Any) -> ShardedOptimizer:
+        return super().make(params, memory, **options)
+
+
+def limited(optimizer: ShardedOptimizer, memory: int | None) -> ShardedOptimizer:
+    """Muon whose directions and intermediate results take at most so many bytes at a time; None: as many as usual."""
+    original = optimizer.rule
+
+    def rule(group: Mapping[str, Any]) -> Rule:
+        found = original(group)
+        if memory is None or found.orthogonalized is None:
+            return found
+        return replace(found, orthogonalized=replace(found.orthogonalized, memory=memory))
+
+    optimizer.rule = rule  # type: ignore[method-assign]
+    return optimizer
 
 
 #: Rules that treat parameters as matrices, beside those of single elements.
 CASES: dict[str, RuleCase] = {
     **RULES,
     "muon": MuonCase(shardopt.Muon8bit, {"lr": 1e-2}),
-    "muon_in_waves": MuonCase(shardopt.Muon8bit, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
-    "normuon": MuonCase(shardopt.NorMuon8bit, {"lr": 1e-2, "orthogonalize_memory": 100_000}),
+    "muon_in_waves": WavesCase(shardopt.Muon8bit, {"lr": 1e-2}),
+    "normuon": WavesCase(shardopt.NorMuon8bit, {"lr": 1e-2}),
 }
 
 #: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.

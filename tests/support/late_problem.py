@@ -50,7 +50,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Options of offload, on the device."""
-    offload = ("offload", "device_state_budget", "pin_memory")
+    offload = ("offload", "device_state_budget")
     return {key: value for key, value in options.items() if device.type == "cuda" or key not in offload}
 
 
@@ -411,7 +411,6 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "offload step": steps(offload="step"),
         "few chunks": steps(offload="state", chunk=30000),
         "offload a part": steps(offload="state", device_state_budget=4000),
-        "pageable": steps(offload="state", pin_memory=False),
         "strided": steps(strided=True),
         "strided state": steps(strided=True, offload="state"),
         "strided step": steps(strided=True, offload="step"),
@@ -436,7 +435,6 @@ def scenarios(tmp_path: Path) -> dict[str, Scenario]:
         "held": held(),
         "held in parts": held(micro_batches=2, chunk=8192),
         "held in one piece": held(micro_batches=2, chunk=1 << 20),
-        "held, pageable": held(micro_batches=2, pin_memory=False),
         "held, read": held(reads=True),
         "held, largest": held(norm_type=math.inf),
         "held beside others": held(micro_batches=2, device_state_budget=9000),

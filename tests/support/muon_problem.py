@@ -12,6 +12,7 @@ import shardopt
 from helpers import (
     Shape,
     everything,
+    limited,
     with_gradient,
 )
 from ranks.layouts import values
@@ -44,8 +45,10 @@ def advance(optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype |
     return optimizer
 
 
-def make(dtype: torch.dtype = torch.float32, shapes: tuple[Shape, ...] = SHAPES, **options: Any) -> ShardedOptimizer:
-    return shardopt.Muon8bit(start(dtype, shapes), **{**OPTIONS, **options})
+def make(
+    dtype: torch.dtype = torch.float32, shapes: tuple[Shape, ...] = SHAPES, memory: int | None = None, **options: Any
+) -> ShardedOptimizer:
+    return limited(shardopt.Muon8bit(start(dtype, shapes), **{**OPTIONS, **options}), memory)
 
 
 def assert_equal(*optimizers: torch.optim.Optimizer) -> None:

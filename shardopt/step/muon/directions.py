@@ -42,13 +42,13 @@ class Directions:
                 at += roll.numel
             self.first.append(at)
             at += matrix.space(matrix.rank)
-        while roll is not None and len(chunks) < wave.workers:
+        while roll is not None and len(chunks) < len(wave.matrices[0].regions):
             chunks.append(at)
             at += roll.numel
         self._numel = at
         self._transport: _Transport | None = None
         if division is not None and roll is not None:
-            kind = _Copies if division.is_copied and wave.replicas is None else _Parts
+            kind = _Copies if division.is_copied else _Parts
             self._transport = kind(wave, self.first, [*chunks, at], roll)
         self._held = torch.empty(0, device="cpu")
 
@@ -214,8 +214,7 @@ class _Transport(ABC):
     Args:
         wave: the matrices.
         first: offsets of the matrices' elements on this rank.
-        chunks: offsets of the directions for each owner, of all replicas, which begin with a roll, and the end of the
-            last.
+        chunks: offsets of the directions for each owner, which begin with a roll, and the end of the last.
         roll: this rank's roll.
     """
 
@@ -234,17 +233,12 @@ class _Transport(ABC):
     def _owned_by(self, rank: int) -> Iterator[tuple[Matrix, int]]:
         """The matrices of an owner, and the offsets of their elements on this rank."""
         for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
-            if owner == self._wave.first_owner + rank:
+            if owner == rank:
                 yield matrix, first
 
     def _chunk(self, owner: int) -> slice:
-        """The place of the roll and of this rank's elements of an owner's matrices; of this rank's replica's owner."""
-        at = self._wave.first_owner + owner
-        return slice(self._chunks[at], self._chunks[at + 1])
-
-    def _of_replica(self, replica: int) -> slice:
-        """The place of the rolls and of this rank's elements of a replica's matrices."""
-        return slice(self._chunks[replica * self._size], self._chunks[(replica + 1) * self._size])
+        """The place of the roll and of this rank's elements of an owner's matrices."""
+        return slice(self._chunks[owner], self._chunks[owner + 1])
 
     def _wait(self) -> None:
         for wait in self._waits:
@@ -327,15 +321,10 @@ class _Parts(_Transport):
     def form(self) -> Journey:
         return Journey(self._ranks, False, self._chunks, self._rolls, self._received)
 
-    @property
-    def _own(self) -> Tensor:
-        """The elements of the matrices that this rank's replica computes."""
-        return self._there[self._of_replica(self._wave.first_owner // self._size)]
-
     def send(self, held: Tensor) -> None:
         super().send(held)
         self._gathered = self._there.new_empty(sum(self._received))
-        self._waits = [self._ranks.all_to_all(self._gathered, self._own, self._received, self._sent)]
+        self._waits = [self._ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
         self._wait()
@@ -352,14 +341,9 @@ class _Parts(_Transport):
             for piece in pieces:
                 _view(self._gathered, piece.first, piece.region).copy_(piece.region.of(whole, matrix.start))
                 piece.row_moments(matrix, self._gathered).copy_(row_moments[slice(*matrix.row_ranges[piece.rank])])
-        self._waits = [self._ranks.all_to_all(self._own, self._gathered, self._sent, self._received)]
+        self._waits = [self._ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
 
     def receive(self, held: Tensor) -> None:
-        replicas = self._wave.replicas
-        if replicas is not None:
-            self._wait()
-            for replica in range(replicas.size):
-                self._waits.append(replicas.ranks.broadcast(self._there[self._of_replica(replica)], replica))
         super().receive(held)
         self._gathered = torch.empty(0, device="cpu")
 

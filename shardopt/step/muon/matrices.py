@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.newton_schulz import NewtonSchulz
-from shardopt.layout import Division, FlatShard, Region, Replicas
+from shardopt.layout import Division, FlatShard, Region
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
@@ -47,7 +47,6 @@ class Matrix:
         scale: factor of the learning rate.
         newton_schulz: orthogonalizes the matrix.
         row_decay: decay rate of the second moments of the rows; None if rows are not normalized.
-        replicas: the groups of ranks that share the matrices; None where each group computes all.
         row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
     """
 
@@ -65,7 +64,6 @@ class Matrix:
     scale: float
     newton_schulz: NewtonSchulz
     row_decay: float | None
-    replicas: Replicas | None
     row_ranges: tuple[tuple[int, int], ...]
 
     @property
@@ -164,7 +162,6 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
                 scale=orthogonalized.scale(rows, cols),
                 newton_schulz=orthogonalized.newton_schulz,
                 row_decay=orthogonalized.row_decay,
-                replicas=shard.replicas if orthogonalized.share_replicas else None,
                 row_ranges=tuple(
                     (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part.spec, start, rows, cols)
                     for region in regions
@@ -222,26 +219,11 @@ class Wave(NamedTuple):
 
     Attributes:
         matrices: in the order of their directions in memory: by owner.
-        owners: the rank that computes each matrix: ``ranks * replica + rank`` where replicas share the matrices.
+        owners: the rank that computes each matrix.
     """
 
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """The groups of ranks that share the matrices, the same for all of them."""
-        return self.matrices[0].replicas
-
-    @property
-    def first_owner(self) -> int:
-        """The number of this rank's group's first rank among the owners."""
-        return 0 if self.replicas is None else self.replicas.ranks.rank * len(self.matrices[0].regions)
-
-    @property
-    def workers(self) -> int:
-        """How many ranks may be owners."""
-        return len(self.matrices[0].regions) * (1 if self.replicas is None else self.replicas.size)
 
     @property
     def division(self) -> Division | None:
@@ -264,8 +246,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
         division = matrix.division
-        replicas = matrix.replicas and matrix.replicas.ranks
-        alike.setdefault((division and (division.ranks, division.is_copied), replicas), []).append(matrix)
+        alike.setdefault(division and (division.ranks, division.is_copied), []).append(matrix)
     return [
         wave
         for some in alike.values()
@@ -276,14 +257,13 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
 def _waves_of_ranks(matrices: Sequence[Matrix], memory: int, by_number: bool) -> Iterator[Wave]:
     """The waves of matrices that the same ranks divide, whose directions may take ``memory`` bytes."""
     ranks = len(matrices[0].regions)
-    size = Wave(tuple(matrices), ()).workers
     costliest_first = sorted(range(len(matrices)), key=lambda index: -matrices[index].flops)
-    loads, owner_of = [0] * size, {}
+    loads, owner_of = [0] * ranks, {}
     for index in costliest_first:
         matrix = matrices[index]
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * size >> 32
-        owner = min(range(size), key=lambda rank: (loads[rank], (rank - first) % size))
+        first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
+        owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
         loads[owner] += matrix.flops
         owner_of[index] = owner
     limit = memory // LIVE_WAVES
@@ -293,7 +273,7 @@ def _waves_of_ranks(matrices: Sequence[Matrix], memory: int, by_number: bool) ->
     wave: list[int] = []
     taken = np.zeros(ranks, np.int64)
     for indices in slices.values():
-        more = sum(_memory(matrices[index], owner_of[index] % ranks) for index in indices)
+        more = sum(_memory(matrices[index], owner_of[index]) for index in indices)
         if wave and (taken + more).max() > limit:
             yield _wave(matrices, wave, owner_of)
             wave, taken = [], np.zeros(ranks, np.int64)

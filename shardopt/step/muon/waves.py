@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import Transfers
-from shardopt.layout import Exchange, FlatShard
+from shardopt.layout import FlatShard
 from shardopt.state.residency import StateResidency
-from shardopt.step.agreement import Opening, Plan, Reduction, Roll
+from shardopt.step.agreement import Opening, Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.group_tables import GroupTables
@@ -60,57 +59,6 @@ class _Planned:
         return WaveStep(self.wave, device, passes, blocks, self._plan, of_rows)
 
 
-class Meeting:
-    """Rolls of all ranks whose replicas share matrices, before all other messages of a step.
-
-    Within a wave a rank hears from its own replica alone, and would wait for others whose plans have changed.
-
-    Args:
-        plan: the ranks' plan.
-        matrices: all of the device.
-        device: the parameters' device.
-    """
-
-    def __init__(self, plan: Plan, matrices: Sequence[Matrix], device: torch.device) -> None:
-        self._device = device
-        indices: dict[Exchange, dict[int, None]] = {}
-        for matrix in matrices:
-            if matrix.replicas is not None:
-                indices.setdefault(matrix.replicas.holders, {})[matrix.tensor] = None
-        self._messages = {
-            ranks: torch.zeros((1 + len(of_ranks), 2), dtype=torch.int32, device=device)
-            for ranks, of_ranks in indices.items()
-        }
-        self._rolls = [Roll(plan, ranks, x, list(indices[ranks])) for ranks, x in self._messages.items()]
-
-    def __bool__(self) -> bool:
-        return bool(self._rolls)
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """Tensors that live from step to step."""
-        return [*self._messages.values(), *(roll.own for roll in self._rolls)]
-
-    def openings(self) -> list[Opening]:
-        """The shapes of the messages."""
-        return [Reduction(ranks, x.numel(), x.dtype) for ranks, x in self._messages.items()]
-
-    def step(self) -> None:
-        """Takes this step's rolls from the plan, which knows the gradients."""
-        for roll in self._rolls:
-            roll.step()
-
-    def run(self) -> None:
-        """Exchanges the rolls; raises RuntimeError if they differ."""
-        if self._device.type == "cuda":
-            use_in_current_stream(self._device, self.memory)
-        for roll, (ranks, message) in zip(self._rolls, self._messages.items(), strict=True):
-            roll.enter()
-            ranks.all_reduce_max(message)
-        for roll in self._rolls:
-            roll.check()
-
-
 class Waves:
     """The waves of a step, and the rows of their parameters.
 
@@ -129,7 +77,6 @@ class Waves:
                 by_device.setdefault(parameter.device, []).extend(matrices_of(index, parameter, orthogonalized))
                 memory.append(orthogonalized.memory)
         self._waves: dict[torch.device, list[_Planned]] = {}
-        self._meetings = {device: Meeting(plan, matrices, device) for device, matrices in by_device.items()}
         # By the indices of parameter and slice: offsets of its matrices in the local tensor, and its cut blocks.
         self._begins: dict[tuple[int, int], list[int]] = {}
         self._cuts: dict[tuple[int, int], FlatCuts] = {}
@@ -177,11 +124,7 @@ class Waves:
             stepped: the indices of the parameters with a gradient.
             cuts: the parameters with column shards that cut blocks.
         """
-        steps = [planned.step(device, stepped, cuts) for planned in self._waves.get(device, [])]
-        if steps and self._meetings[device]:
-            steps[0].meeting = self._meetings[device]
-            steps[0].meeting.step()
-        return steps
+        return [planned.step(device, stepped, cuts) for planned in self._waves.get(device, [])]
 
 
 class WaveStep:
@@ -205,7 +148,6 @@ class WaveStep:
         plan: Plan,
         normalized: Sequence[tuple[int, int]],
     ) -> None:
-        self.meeting: Meeting | None = None
         self._normalized = normalized
         self._row_moments: RowMoments = {}
         self._found_inf: Tensor | None = None
@@ -229,8 +171,7 @@ class WaveStep:
     @property
     def memory(self) -> list[Tensor]:
         """Tensors that live from step to step and are no state."""
-        of_meeting = [] if self.meeting is None else self.meeting.memory
-        return [*self._directions.memory, *self.cuts.memory, *of_meeting]
+        return [*self._directions.memory, *self.cuts.memory]
 
     @property
     def communicates(self) -> bool:

@@ -33,7 +33,6 @@ _DIFFERENCES: tuple[tuple[str, Any], ...] = (
     ("block_size", 32),
     ("min_quantized_numel", 5000),
     ("min_quantized_numel", 10**9),
-    ("exact_cut_blocks", False),
     ("order", None),
     ("gradient", None),
     ("gradient", None),

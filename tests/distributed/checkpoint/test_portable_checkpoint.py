@@ -17,10 +17,8 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.contents import items_of, owner_for
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.staging import Stager
-from shardopt.state.slice_spec import SliceSpec
 
 STEPS = 2
 
@@ -135,70 +133,6 @@ def _load_momentum(way: str, path: Path, options: dict[str, Any]) -> None:
 def test_momentum_comes_with_the_checkpoint(ranks: Pool, tmp_path: Path, way: str, options: dict[str, Any]) -> None:
     ranks.run(1, _save, "single", tmp_path, "momentum", options)
     ranks.run(2, _load_momentum, way, tmp_path, options)
-
-
-def _fragments(model: nn.Module, optimizer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """This rank's parts of the momentum, decoded; which elements are in cut blocks; and their blocks' scales."""
-    found = {}
-    for item in items_of(model, owner_for(optimizer)):
-        spec, shard = item.spec, item.shard
-        if spec is not None and item.state and spec.codec.blockwise:
-            numbers = torch.tensor([spec.grid.block_of(e) for e in range(shard.start, shard.end)])
-            cut = torch.isin(numbers, torch.tensor(shard.cut_blocks(spec.grid)))
-            scales = item.state["exp_avg_scales"][(numbers - shard.blocks(spec.grid)[0]).long()]
-            found[item.name] = (spec.decode(item.state)[0], cut, scales)
-    return found
-
-
-def _save_inexact_and_load(way: str, path: Path) -> int:
-    """How many elements moved: none but in cut blocks, and by no more than half a space between codes."""
-    model, optimizer = trained(way, STEPS, "lion", codec="companded8", exact_cut_blocks=False)
-    before = _fragments(model, optimizer)
-    shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
-    shardopt.checkpoint.load(path, model, optimizer)
-    moved = 0
-    for name, (now, cut, scales) in _fragments(model, optimizer).items():
-        old = before[name][0]
-        assert torch.equal(now[~cut], old[~cut]), name
-        # In units of the scale values are y = t / (2 - t), t in steps of 1/127: spaces of at most 2/127, at the top.
-        rounding = 2.0**-22 * scales
-        assert ((now - old).abs() <= scales / 127 + rounding).all(), name
-        moved += int((now != old).sum())
-    return moved
-
-
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_fragments_with_scales_of_their_own_get_common_ones(ranks: Pool, tmp_path: Path, way: str) -> None:
-    assert sum(ranks.run(3, _save_inexact_and_load, way, tmp_path)) > 0
-    ranks.run(2, _continue_exactly, tmp_path)
-
-
-def _save_where_one_cannot_decode(path: Path) -> tuple[str, str]:
-    """Rank 1 fails before the collective in which cut blocks get common scales; then it does not."""
-    model, optimizer = trained("fsdp1 flat", STEPS, "lion", codec="companded8", exact_cut_blocks=False)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(SliceSpec, "decode", _out_of_memory)
-        try:
-            shardopt.checkpoint.save(path, model, optimizer)
-        except RuntimeError as error:
-            failed = type(error).__name__, str(error)
-    shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
-    return failed
-
-
-def test_a_rank_that_fails_leaves_no_other_in_a_collective(ranks: Pool, tmp_path: Path) -> None:
-    told, own = ranks.run(2, _save_where_one_cannot_decode, tmp_path, timeout=60)
-    assert own == ("OutOfMemoryError", "CUDA out of memory")
-    assert told[0] == "CheckpointError"
-    assert "got an error on rank 1" in told[1]
-    ranks.run(2, _continue_exactly, tmp_path)
-
-
-def _continue_exactly(path: Path) -> None:
-    model, optimizer = _fresh("fsdp", "lion", {"codec": "companded8"})
-    shardopt.checkpoint.load(path, model, optimizer)
-    step_with(model, optimizer, STEPS)
 
 
 def _save_while_training(way: str, path: Path) -> None:

@@ -431,15 +431,8 @@ def test_what_is_refused(orig: bool, steps: int) -> None:
     model, optimizer = _made(orig, steps)
     flatten = StateDictOptions(flatten_optimizer_state_dict=True)
     wrapped = shardopt.quantize_state(torch.optim.AdamW(model.parameters()), min_quantized_numel=64)
-    fragments = shardopt.AdamW8bit(model.parameters(), **SMALL, exact_cut_blocks=False)
     cases: list[tuple[str, Any, Callable[[], object]]] = [
         ("leave the option out", optimizer, lambda: get_optimizer_state_dict(model, optimizer, options=flatten)),
-        ("leave exact_cut_blocks out", fragments, lambda: get_optimizer_state_dict(model, fragments)),
-        (
-            "leave exact_cut_blocks out",
-            fragments,
-            lambda: FullyShardedDataParallel.optim_state_dict(model, fragments),
-        ),
         (SAVE, wrapped, lambda: FullyShardedDataParallel.optim_state_dict(model, wrapped)),
         (SAVE, wrapped, lambda: get_optimizer_state_dict(model, wrapped)),
     ]

@@ -73,18 +73,13 @@ def test_messages_to_few_ranks_at_a_time(ranks: Pool, world_size: int, most: int
     ranks.run(world_size, _in_rounds, most)
 
 
-def test_gram_as_single(ranks: Pool) -> None:
-    for way in ("fsdp columns", "fsdp1"):
-        ranks.run(3, _as_single, way, "muon_in_waves", {"ns_method": "gram"})
-
-
 # Steps that lack something --------------------------------------------------------------------------------------------
 
 
 def _without(way: str, names: tuple[str, ...], steps: tuple[int, ...]) -> None:
     """In some steps some parameters have no gradient anywhere."""
     models = [WAYS[way](make_net()), make_net()]
-    optimizers = [of_groups(model, orthogonalize_memory=100_000) for model in models]
+    optimizers = [of_groups(model, memory=100_000) for model in models]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             set_gradients(model, step)

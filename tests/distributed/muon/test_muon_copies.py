@@ -152,7 +152,7 @@ def _ddp(how: str, options: dict[str, Any]) -> list[Shape]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"orthogonalize_memory": 1}, {"normalize": "rows"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory": 1}, {"normalize": "rows"}], ids=str)
 def test_ddp_shares_the_work(ranks: Pool, world_size: int, options: dict[str, Any]) -> None:
     computed = ranks.run(world_size, _ddp, "groups", options)
     assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})

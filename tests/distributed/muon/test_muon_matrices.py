@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardopt
-from helpers import Shape
+from helpers import Shape, limited
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
 from ranks.layouts import COLUMN, ROW, SCATTERED, WHOLE, Layout, distribute, layouts, shard, values
@@ -85,9 +85,9 @@ def _splits(normalize: Any) -> None:
         params = values(shape, index), shard(values(shape, index), Layout(shape, on, placements, torch.float32))
         for groups, param in zip((whole, sharded), params, strict=True):
             groups.append({"params": [nn.Parameter(param)], "split": split})
-    options = {"adjust_lr_fn": "spectral_norm", "orthogonalize_memory": 100_000, "lr": 0.02, **SMALL}
+    options = {"adjust_lr_fn": "spectral_norm", "lr": 0.02, **SMALL}
     options["normalize"] = normalize
-    optimizers = [shardopt.Muon8bit(groups, **options) for groups in (whole, sharded)]
+    optimizers = [limited(shardopt.Muon8bit(groups, **options), 100_000) for groups in (whole, sharded)]
     for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
         for index, group in enumerate(groups):
             (param,) = group["params"]

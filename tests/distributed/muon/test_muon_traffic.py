@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
-from helpers import Shape
+from helpers import Shape, limited
 from live_bytes import LiveBytes
 from ranks.collectives import counted_collectives
 from ranks.models import WAYS, make_net, set_gradients
@@ -38,12 +38,12 @@ def _of_step(model: nn.Module, optimizer: ShardedOptimizer) -> tuple[Counter[str
     return counts, nbytes
 
 
-def _equal_matrices(memory: str | int, mesh: bool) -> tuple[Counter[str], dict[str, int], int]:
+def _equal_matrices(memory: int | None, mesh: bool) -> tuple[Counter[str], dict[str, int], int]:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     size = dist.get_world_size()
     names = ("replicas", "shards")
     fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names) if mesh else None)
-    optimizer = shardopt.Muon8bit(model.parameters(), orthogonalize_memory=memory, **SMALL)
+    optimizer = limited(shardopt.Muon8bit(model.parameters(), **SMALL), memory)
     return *_of_step(model, optimizer), 8 * 64 * 64
 
 
@@ -51,7 +51,7 @@ def _equal_matrices(memory: str | int, mesh: bool) -> tuple[Counter[str], dict[s
 def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool) -> None:
     """By two exchanges, 4 bytes in all, and nothing else: also where other ranks have copies of the shards."""
     shards = world_size // 2 if hybrid else world_size
-    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, "1GiB", hybrid):
+    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, None, hybrid):
         assert counts == {"alltoall_base": 2}
         assert nbytes == {"alltoall_base": 4 * numel // shards + 2 * shards * ROLL}
 
@@ -106,10 +106,7 @@ def _most_bytes(way: str, pairs: int, memory: int) -> int:
     model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for outputs, inputs in shapes))
     if way == "fsdp":
         fully_shard(model)
-    optimizer = shardopt.Muon8bit(
-        shardopt.muon_groups(DistributedDataParallel(model) if way == "ddp" else model),
-        orthogonalize_memory=memory, **SMALL,
-    )  # fmt: skip
+    optimizer = of_groups(DistributedDataParallel(model) if way == "ddp" else model, memory)
     for step in range(2):
         set_gradients(model, step)
         with LiveBytes() as live:

@@ -76,7 +76,7 @@ def test_rules_and_codecs(deepspeed_ranks: Pool, stage: int, kind: str, params: 
     deepspeed_ranks.run(3, runs_as_whole, twins(config(stage, kind, zero=zero, params=params)))
 
 
-MUON = {"adamw_lr": 3e-3, "orthogonalize_memory": 100_000, "no_decay": ("*.bias",)}
+MUON = {"adamw_lr": 3e-3, "no_decay": ("*.bias",)}
 
 
 def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -87,15 +87,14 @@ def _muon_engine(kind: str, stage: int, zero: Zero, by_config: bool, steps: int)
     if by_config:
         return stepped_engine(config(stage, kind, zero=zero, params=MUON), steps)
     model = make_net()
-    params = {"orthogonalize_memory": MUON["orthogonalize_memory"]}
-    settings = config(stage, kind, zero=zero, params=params)
+    settings = config(stage, kind, zero=zero)
     return stepped_engine(settings, steps, model, model_parameters=_muon_groups(model))
 
 
 def _muon_whole(kind: str, steps: int) -> tuple[nn.Module, Any]:
     model = make_net()
     make = getattr(shardopt, kind)
-    optimizer = make(_muon_groups(model), **HYPER, orthogonalize_memory=MUON["orthogonalize_memory"])
+    optimizer = make(_muon_groups(model), **HYPER)
     for step in range(steps):
         step_whole(model, optimizer, step)
     return model, optimizer

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 import shardopt
-from helpers import Shape
+from helpers import Shape, limited
 from ranks.runs import SMALL
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.optim import ShardedOptimizer
@@ -20,9 +20,9 @@ from shardopt.optim import ShardedOptimizer
 MATRICES: Counter[Shape] = Counter([(192, 66), (66, 192), (70, 198), (1, 70)])
 
 
-def of_groups(model: nn.Module, **options: Any) -> ShardedOptimizer:
-    """Muon with the groups of :func:`shardopt.muon_groups`."""
-    return shardopt.Muon8bit(shardopt.muon_groups(model), **{**SMALL, **options})
+def of_groups(model: nn.Module, memory: int | None = None, **options: Any) -> ShardedOptimizer:
+    """Muon with the groups of :func:`shardopt.muon_groups`, in waves of so much memory."""
+    return limited(shardopt.Muon8bit(shardopt.muon_groups(model), **{**SMALL, **options}), memory)
 
 
 @contextmanager

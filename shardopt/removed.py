@@ -1,0 +1,30 @@
+"""Names and options that earlier versions had, each with what to use in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_CAST = "cast the parameters yourself, in five lines (docs/options.md, section Casting a model)"
+
+NAMES = {
+    "cast_model": _CAST,
+    "is_norm": _CAST,
+    "check_numerics": "compare weights before and after an update of the learning rate (docs/troubleshooting.md)",
+    "qk_clip_": "multiply the weights of queries and keys in place, after the step, from your own kernel's logits",
+    "convert": "load the file with torch.load, torch.distributed.checkpoint or safetensors and pass its state to "
+    "shardopt.checkpoint.import_state; shardopt.checkpoint.load(convert=True) changes codec and block size",
+}
+
+OPTIONS = {
+    "exact_cut_blocks": "ranks always agree on the scales of blocks that they share; leave the option out",
+    "ns_method": "the Newton-Schulz iteration is always the standard one; leave the option out",
+    "orthogonalize_memory": "it is always 512 MiB; leave the option out",
+    "pin_memory": "the host's memory is always pinned for parameters on a GPU; leave the option out",
+    "share_replicas": "every replica computes all of its matrices; leave the option out",
+}
+
+
+def explained(names: Iterable[str]) -> str:
+    """For each of these names and options that was removed, what to use instead: the end of an error's message."""
+    table = {**NAMES, **OPTIONS}
+    return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

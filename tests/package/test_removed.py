@@ -1,0 +1,80 @@
+"""Removed names and options end with a sentence that says what to use instead; old state loads without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from shardopt.optim import Muon
+from shardopt.removed import NAMES, OPTIONS
+
+#: As earlier versions saved them in param groups, some with other values than the default.
+SAVED: dict[str, Any] = {
+    "exact_cut_blocks": True,
+    "ns_method": "gram",
+    "orthogonalize_memory": "64MiB",
+    "pin_memory": False,
+    "share_replicas": True,
+}
+
+
+def trained(steps: int = 1) -> tuple[nn.Module, Muon]:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = shardopt.Muon8bit(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name: str) -> None:
+    assert not hasattr(shardopt, name)
+    said = f"; {name} was removed: {NAMES[name]}"
+    with pytest.raises(AttributeError) as attribute:
+        getattr(shardopt, name)
+    with pytest.raises(ImportError) as imported:
+        exec(f"from shardopt import {name}", {})
+    assert str(attribute.value).endswith(said)
+    assert str(imported.value).endswith(said)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    model, optimizer = trained(0)
+    said = f"; {name} was removed: {OPTIONS[name]}"
+    with pytest.raises(TypeError) as argument:
+        shardopt.Muon(model.parameters(), **{name: SAVED[name]})
+    with pytest.raises(ValueError) as option:  # noqa: PT011  the end of the message is compared
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 64))], name: SAVED[name]})
+    assert str(argument.value).endswith(said)
+    assert str(option.value).endswith(said)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_old_state_loads(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0].update(SAVED)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    state_dict = optimizer.state_dict()
+    (by_state_dict, first), (by_checkpoint, second) = trained(0), trained(0)
+    first.load_state_dict(state_dict)
+    shardopt.checkpoint.load(tmp_path, by_checkpoint, second)
+    for own, loaded in ((by_state_dict, first), (by_checkpoint, second)):
+        assert not loaded.param_groups[0].keys() & OPTIONS.keys()
+        codes = [o.state[m.weight]["momentum_buffer_codes"] for m, o in ((model, optimizer), (own, loaded))]
+        assert torch.equal(*codes)
+
+
+def test_flat_state_with_other_scales_is_refused() -> None:
+    model, optimizer = trained()
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0].update(exact_cut_blocks=False, held_elements=[[[0, 4096]]])
+    with pytest.raises(ValueError, match="got state of flat shards saved with exact_cut_blocks=False by an earlier"):
+        optimizer.load_state_dict(state_dict)
+    assert model.weight in optimizer.state
