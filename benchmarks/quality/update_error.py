@@ -2,8 +2,8 @@
 
     python benchmarks/quality/update_error.py FOLDER [--plot codes.png]
 
-State is read and decoded in pieces: memory does not grow with the checkpoint. Takes about 15 s per 100 million elements
-on one core. The plot has histograms of codes of 8 bits, too, by value.
+Reads the state of one parameter at a time. Takes about 15 s per 100 million elements on one core. The plot has
+histograms of codes of 8 bits, too, by value.
 """
 
 from __future__ import annotations
@@ -12,50 +12,37 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from results import print_row
 from shardopt import optim
-from shardopt.checkpoint.convert.portable import lazy_tensors
-from shardopt.checkpoint.convert.recoding import add_states, checked, of_names, reading
-from shardopt.checkpoint.convert.stream import (
-    Checkpoint,
-    LazyTensor,
-    State,
-    part_of_form,
-    ranges,
-    state_of_tensors,
-)
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.groups import checked_groups, options_by_name
-from shardopt.checkpoint.index import load_index
-from shardopt.checkpoint.inspect_command import table
+from shardopt.checkpoint.index import Index, StoredTensor, load_index
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.location import folder_at
-from shardopt.checkpoint.owner import is_of_quantize_state
-from shardopt.checkpoint.summary import summarize
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.wording import line, named
 from shardopt.codec import CODECS, Moment, Rounded
 from shardopt.layout import Shard
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.wrapper import entries as of_entries
-from shardopt.wrapper.coding import coded_names
-from shardopt.wrapper.entries import Entries
-from shardopt.wrapper.loading import UNSIGNED, codec_name
 
 #: Bins of :attr:`UpdateError.histogram`: 4 per octave from 2^-40 on, up to 2^24.
 BINS_PER_OCTAVE, FIRST_OCTAVE, BINS = 4, -40, 256
 
-_PIECE_NUMEL = 1 << 18  # decoded at a time, which takes about 90 MiB
 _FINE_BITS = 16  # of float32's 32, the lower ones, that fine bins leave out: 128 bins per octave
 
 #: Moments that are divided by the root of another one, and these other ones: a rule has the first that it keeps.
 _DIVIDED = ("exp_avg", "exp_avg_fast")
 _DIVISORS = ("max_exp_avg_sq", "exp_avg_sq", "exp_inf")
+
+#: Entries with codes of moments that are never below zero.
+UNSIGNED = {f"{name}_codes" for name in (*_DIVISORS, "square_avg", "sum")}
 
 
 @dataclass(frozen=True)
@@ -71,6 +58,7 @@ class UpdateError:
             zero. Their errors may be larger than the figures say.
         histogram: int64, ``(BINS,)``: elements by their error; those beyond an end are in the bin there.
         exact: elements without error, which are not in the histogram.
+        codes: int64, ``(256,)``: how often each code of 8 bits occurs, by entry.
     """
 
     codec: str
@@ -80,6 +68,14 @@ class UpdateError:
     at_floor: float
     histogram: Tensor
     exact: int
+    codes: dict[str, Tensor]
+
+
+class _State(NamedTuple):
+    """The state of a parameter: its form, and its entries."""
+
+    form: SliceSpec
+    entries: dict[str, Tensor]
 
 
 def update_errors(path: PathLike) -> tuple[dict[str, UpdateError], list[str]]:
@@ -102,68 +98,62 @@ def update_errors(path: PathLike) -> tuple[dict[str, UpdateError], list[str]]:
     groups = checked_groups(str(folder), index.header.get("param_groups", []))
     if not groups:
         return {}, []
+    kind = index.header.get("optimizer")
+    if kind not in optim.__all__:
+        return {}, [f"no update errors: got the state of {named(kind)}, expected that of an optimizer of shardopt"]
     found: dict[str, UpdateError] = {}
     problems: list[str] = []
-    options = options_by_name(groups)
-    with ExitStack() as closing:
-        tensors = lazy_tensors(folder, index, closing)
+    options, stored = options_by_name(groups), _stored_entries(index)
+    for name in stored.keys() & options.keys():
         try:
-            states = _states(Checkpoint(str(folder), index.header.get("optimizer"), list(groups)), tensors, options)
-        except CheckpointError as error:
-            return {}, [f"no update errors: {line(error)}"]
-        for name, state in states.items():
-            if not state.form.codec.blockwise:
-                continue
-            try:
-                of_parameter = _of_parameter(state, options[name])
-            except CheckpointError as error:
-                problems.append(f"no update errors of {named(name)}: {line(error)}")
-                continue
-            if of_parameter is not None:
-                found[name] = of_parameter
+            state = _read(folder, index, name, stored[name], options[name])
+        except ValueError as error:
+            problems.append(f"no update errors of {named(name)}: {line(error)}")
+            continue
+        of_parameter = _of_parameter(state, options[name]) if state.form.codec.blockwise else None
+        if of_parameter is not None:
+            found[name] = of_parameter
     return found, problems
 
 
-def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dict[str, Any]) -> dict[str, State]:
-    """The states of parameters. Reading them checks them."""
-    entries = of_names(tensors)
-    checkpoint.tensors = {key: tensor for key, tensor in tensors.items() if key.startswith("model.")}
-    if not is_of_quantize_state(checkpoint.optimizer):
-        if checkpoint.optimizer not in optim.__all__:
-            raise CheckpointError(
-                f"{checkpoint.path}: got the state of {named(checkpoint.optimizer)}, expected that of an optimizer of "
-                "shardopt, whose moments are known; measure another checkpoint"
-            )
-        add_states(checkpoint, entries)
-        return checkpoint.states
-    states = {}
-    for name, of_name in entries.items():
-        quantized = coded_names(of_name)
-        if name in options and quantized:
-            with reading(f"{checkpoint.path}: {named(name)}"):
-                form = _form_of_quantize_state(checkpoint.parameter(name).shape, of_name, quantized, options[name])
-            coded = {key: of_name[key] for key in form.moment_entries}
-            states[name] = checked(state_of_tensors(form, torch.zeros((), device="cpu"), coded), name, checkpoint.path)
-    return states
+def _stored_entries(index: Index) -> dict[str, dict[str, StoredTensor]]:
+    """The state entries of a checkpoint by parameter and name."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for key, stored in index.tensors.items():
+        name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer."):
+            found.setdefault(name, {})[entry] = stored
+    return found
 
 
-def _form_of_quantize_state(
-    shape: tuple[int, ...], entries: Mapping[str, LazyTensor], quantized: Sequence[str], options: Mapping[str, Any]
-) -> SliceSpec:
-    own = Entries({}, options[UNSIGNED], ())
-    coding = own.with_options({"codec": codec_name(options["codec"]), "block_size": options["block_size"]})
-    form = SliceSpec.of(Shard(shape, shape), torch.float32, coding, tuple(map(own.moment, quantized)))
-    for key, entry in form.moment_entries.items():
-        found = entries[key]
-        if (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            raise ValueError(
-                f"got {named(key)} of {found.dtype} and shape {found.shape}, expected {entry.dtype} and {entry.shape}; "
-                "load another checkpoint"
-            )
-    return form
+def _read(
+    folder: Folder, index: Index, name: str, stored: Mapping[str, StoredTensor], options: Mapping[str, Any]
+) -> _State:
+    """The state of a parameter.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or was replaced.
+        ValueError: the options, which may have any values, are not those of such state, or it has values of no state.
+    """
+    weights = index.tensors[f"model.{name}"]
+    try:
+        optimizer = getattr(optim, index.header["optimizer"])([torch.empty(1, 1, device="meta")])
+        as_tuples = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        group = {**optimizer.param_groups[0], **as_tuples, "repay": False}  # with it, state has the same entries
+        shard = Shard(weights.shape, weights.shape)
+        form = SliceSpec.of(shard, weights.dtype, group, optimizer.rule(group).moments)
+    except Exception as error:
+        raise ValueError(f"got options that no state has: {error}") from error
+    expected = {key: (entry.dtype, entry.shape) for key, entry in form.entries.items()}
+    if {key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()} != expected:
+        raise ValueError(f"got the entries {', '.join(sorted(stored))}, expected {expected}")
+    entries = {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in expected.items()}
+    read_tensors(folder, index, {f"optimizer.{name}.{key}": Chunks.whole(x) for key, x in entries.items()})
+    form.check_local(entries, name)
+    return _State(form, entries)
 
 
-def _of_parameter(state: State, options: dict[str, Any]) -> UpdateError | None:
+def _of_parameter(state: _State, options: dict[str, Any]) -> UpdateError | None:
     update = _Update.of(state.form, options)
     fine = torch.zeros(1 << (_FINE_BITS - 1), dtype=torch.int64, device="cpu")
     squares, at_floor, numel = 0.0, 0, math.prod(state.form.shard.global_shape)
@@ -178,17 +168,28 @@ def _of_parameter(state: State, options: dict[str, Any]) -> UpdateError | None:
         return None
     median, most = (_quantile(fine, percent) / scale for percent in (50, 99))
     return UpdateError(
-        state.form.codec.name, update.formula, median, most, at_floor / numel, _coarse(fine, scale), int(fine[0])
+        state.form.codec.name,
+        update.formula,
+        median,
+        most,
+        at_floor / numel,
+        _coarse(fine, scale),
+        int(fine[0]),
+        _code_counts(state),
     )
 
 
-def _blocks(state: State) -> Iterator[dict[str, Rounded]]:
+def _blocks(state: _State) -> Iterator[dict[str, Rounded]]:
     """The moments by name, some blocks at a time."""
     names = [moment.name for moment in state.form.moments]
-    for first, end in ranges(state.form.shard.global_shape, _PIECE_NUMEL):
-        entries = state.read(first, end)
-        for rounded in part_of_form(state.form, first, end).rounded(entries):
-            yield dict(zip(names, rounded, strict=True))
+    for rounded in state.form.rounded(state.entries):
+        yield dict(zip(names, rounded, strict=True))
+
+
+def _code_counts(state: _State) -> dict[str, Tensor]:
+    form = state.form
+    codes = {form.codes_name(moment): form.local_coded(state.entries, moment).codes for moment in form.moments}
+    return {key: torch.bincount(x.flatten(), minlength=256) for key, x in codes.items() if x.dtype == torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         errors, problems = update_errors(args.path)
         if args.plot:
-            plot(args.path, errors, args.plot)
+            plot(errors, args.plot)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
@@ -296,12 +297,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, of in errors.items()
     ]
     head = ["parameter", "codec", "update", "error of half the elements", "of 99%", "second moment at the floor"]
-    nothing = ["No errors of rounding to show: no state in codes that could be decoded, or updates of zero."]
-    print("\n".join([*(table(head, rows) if rows else nothing), *problems]))
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows] if rows else []:
+        print_row(row, widths)
+    if not rows:
+        print("No errors of rounding to show: no state in codes that could be decoded, or updates of zero.")
+    print(*problems, sep="\n")
     return 1 if problems else 0
 
 
-def plot(path: PathLike, errors: Mapping[str, UpdateError], target: str) -> None:
+def plot(errors: Mapping[str, UpdateError], target: str) -> None:
     """Draws how often each code occurs, a panel per entry and codec, and the errors of updates, a line per codec.
 
     Raises:
@@ -312,40 +317,30 @@ def plot(path: PathLike, errors: Mapping[str, UpdateError], target: str) -> None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    panels = _code_counts(path)
-    if not panels and not errors:
-        raise CheckpointError(f"{path}: got no state in codes to plot, expected some; leave out --plot")
-    count = len(panels) + bool(errors)
+    if not errors:
+        raise CheckpointError("got no state in codes to plot, expected some; leave out --plot")
+    panels: dict[tuple[str, str], Tensor] = {}
+    for each in errors.values():
+        for entry, counts in each.codes.items():
+            panels[entry, each.codec] = counts + panels.get((entry, each.codec), 0)
+    count = len(panels) + 1
     figure, axes = pyplot.subplots(count, squeeze=False, figsize=(8, 2.6 * count), layout="constrained")
     for axis, ((entry, codec), counts) in zip(axes[:, 0], panels.items(), strict=False):
         order = order_of_codes(entry, codec)
         axis.bar(range(256), (counts[order] / counts.sum()).tolist(), width=1.0)
         by_value = "" if order.tolist() == list(range(256)) else ", from the least value to the largest"
         axis.set(title=f"{entry}, {codec}", xlabel=f"code{by_value}", ylabel="share", xlim=(-1, 256))
-    if errors:
-        _draw_errors(axes[-1, 0], error_counts(errors))
+    _draw_errors(axes[-1, 0], error_counts(errors))
     figure.savefig(target)
     pyplot.close(figure)
-
-
-def _code_counts(path: PathLike) -> dict[tuple[str, str], Tensor]:
-    """How often each code of 8 bits occurs, by entry and codec."""
-    found: dict[tuple[str, str], Tensor] = {}
-    for each in summarize(path).parameters:
-        for key, values in each.values.items():
-            entry = key.rpartition(".")[2]
-            if entry.endswith("_codes") and each.state[entry].shape == each.shape:
-                found[entry, each.codec] = values.counts + found.get((entry, each.codec), 0)
-    return found
 
 
 def order_of_codes(entry: str, codec: str) -> Tensor:
     """The 256 codes of an entry, from the one of the least value to the one of the largest."""
     codes = torch.arange(256, device="cpu")
-    own = CODECS.get(codec_name(codec) or codec)
-    if own is None or own.shared or entry.removesuffix("_codes") in of_entries.UNSIGNED:
+    if CODECS[codec].shared or entry in UNSIGNED:
         return codes
-    return own.decode(codes.to(torch.uint8), torch.ones(1, device="cpu"), signed=True).argsort(stable=True)
+    return CODECS[codec].decode(codes.to(torch.uint8), torch.ones(1, device="cpu"), signed=True).argsort(stable=True)
 
 
 def error_counts(errors: Mapping[str, UpdateError]) -> dict[str, tuple[Tensor, int]]:
