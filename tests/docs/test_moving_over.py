@@ -179,27 +179,28 @@ def _matrices() -> nn.Module:
 
 
 def test_flashoptim_in_its_form(tmp_path: Path) -> None:
-    """A state dict made by hand: the package needs a GPU's compiler."""
+    """A state dict made by hand: the package quantizes on GPUs only."""
     states = {i: flashoptim_state(made_up(tuple(p.shape), i))[0] for i, p in enumerate(_matrices().parameters())}
     state_dict = {"state": states, "param_groups": [{"lr": 0.5, **GROUPS["flashoptim"], "params": [0, 1]}]}
     torch.save({"model": _matrices().state_dict(), "optimizer": state_dict}, tmp_path / "flashoptim.pt")
-    _assert_codes_of_flashoptim(tmp_path)
+    _assert_codes_of_flashoptim(tmp_path, "cpu")
 
 
-@needs("flashoptim", "triton")
+@pytest.mark.gpu
+@needs("flashoptim")
 def test_flashoptim(tmp_path: Path) -> None:
     import flashoptim
 
-    model = _matrices()
+    model = _matrices().cuda()
     theirs = flashoptim.FlashAdamW(model.parameters(), lr=1e-2)
     set_gradients(model, 0)
     theirs.step()
     torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "flashoptim.pt")
-    _assert_codes_of_flashoptim(tmp_path)
+    _assert_codes_of_flashoptim(tmp_path, "cuda")
 
 
-def _assert_codes_of_flashoptim(folder: Path) -> None:
-    names = run("FlashOptim", folder, model=_matrices())
+def _assert_codes_of_flashoptim(folder: Path, device: str) -> None:
+    names = run("FlashOptim", folder, model=_matrices().to(device))
     for entries, saved in zip(
         names["optimizer"].state.values(), names["saved"]["optimizer"]["state"].values(), strict=True
     ):
