@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from shardopt import doctor, program
-from shardopt.checkpoint import convert_command, inspect_command
+from shardopt.checkpoint import inspect_command
 from shardopt.estimate import cli
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (cli, inspect_command, convert_command, doctor, program):
+    for command in (cli, inspect_command, doctor, program):
         command.add_parser(commands)
     args = parser.parse_args(arguments)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
-from shardopt.checkpoint.peers import OTHERS, TORCH, package_of
+from shardopt.checkpoint.peers import package_of
 from shardopt.checkpoint.peers.base import Moments, Peer
-from shardopt.checkpoint.peers.coded import CodedMoment, ScaledMoment
+from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.codec import Moment
@@ -23,7 +23,7 @@ from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name
 from shardopt.state.agreement import agreeing, all_or_none
-from shardopt.state.loaded_entries import check_dense, check_moment, checked_step
+from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
@@ -34,7 +34,7 @@ from shardopt.state.tensor_state import TensorState, tensor_state_of
 _SHARED_OPTIONS = {"maximize"}
 
 
-#: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded, then encoded anew.
+#: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded and encoded again.
 #: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
 Outcome = Literal["exact", "requantized", "quantized", "as float32"]
 
@@ -69,11 +69,8 @@ class ImportReport:
         return "\n".join(lines)
 
 
-class _Source(NamedTuple):
-    """A param group of the source, with its states in the order of the optimizer's parameters."""
-
-    group: Mapping[str, Any]
-    states: list[Mapping[str, Any]]  # one per parameter; empty for a parameter without state
+#: A param group's options in a state dict, and the names and states of its parameters.
+_SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
 
 
 class _Imported(NamedTuple):
@@ -85,44 +82,30 @@ class _Imported(NamedTuple):
     step: Mapping[str, Any]  # empty if the source counts no steps
 
 
-class _Imports(NamedTuple):
-    """The content of an import.
-
-    Attributes:
-        package: the package of the source.
-        groups: param groups with the hyper-parameters that are taken over.
-        states: the states of parameters, by the parameters' numbers.
-        ignored: the entries and hyper-parameters that are left out, in words.
-    """
-
-    package: str
-    groups: list[dict[str, Any]]
-    states: dict[int, _Imported]
-    ignored: list[str]
-
-
 @without_autograd
 def import_state(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], *, names: Mapping[str, Tensor] | None = None
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Reads state of bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim (compressed
-    or not), the Muon of dion, and torch.optim, also in the form of
-    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; the Muon of Keller Jordan and of DeepSpeed is
-    as torch's. Copies codes and scales unchanged if the
-    optimizer's codec has the same codes and scales and no block crosses a row: from bitsandbytes and torchao with
-    ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from flashoptim with
-    ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to float32, and
-    encodes them anew if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and Adagrad, whose
-    map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here.
-    A second moment that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
+    Takes state of torch.optim, bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim
+    (compressed or not) and the Muon of dion; that of Keller Jordan and of DeepSpeed is as torch's. Also in the form of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. ``docs/moving_over.md`` shows how to read the
+    files of such runs.
+
+    Copies codes and scales unchanged if the optimizer's codec has the same ones and no block crosses a row: from
+    bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
+    flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
+    float32, and encodes them again if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and
+    Adagrad, whose map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here. A second moment
+    that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
     master weights: master weights begin with the parameters' values.
 
     A sharded optimizer (DTensor parameters) takes its part; all ranks call this with the same state dict, of whole
-    tensors. Needs, beside the new state, memory for a few float32 copies of one parameter's moments at a time.
+    tensors or of DTensors sharded as the parameters are. Besides the new state this needs memory for a few float32
+    copies of one parameter's moments; for the momenta of dion's Muon and torchao's 4-bit and fp8 state, of all.
 
     Args:
         optimizer: the optimizer, with the same param groups of the same parameters in the same order.
@@ -139,10 +122,10 @@ def import_state(
     """
     _check_not_flat(optimizer)
     exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
-    imports = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names))
+    package, groups, imported, ignored = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names or {}))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in imports.states.items():
+    for index, (name, spec, moments, step) in imported.items():
         entries, parameters[name] = _converted(spec, moments, name)
         of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
         if of_rows is not None:
@@ -150,54 +133,60 @@ def import_state(
         state[index] = {**entries, **step}
 
     def check_values() -> None:
-        for index, (name, spec, *_) in imports.states.items():
+        for index, (name, spec, *_) in imported.items():
             spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
-    optimizer.load_state_dict({"state": state, "param_groups": imports.groups})
-    return ImportReport(imports.package, parameters, tuple(imports.ignored))
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return ImportReport(package, parameters, tuple(ignored))
 
 
-def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None) -> _Imports:
-    """The content of the import, checked as far as one rank can."""
-    sources = list(_sources(optimizer, state_dict, names))
-    peer = _recognized([state for source in sources for state in source.states])
-    imports = _Imports(peer.name, [], {}, [])
-    known = {id(param): name for name, param in (names or {}).items()}
-    number, unwrapped = 0, []
-    for index, (group, source) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
-        taken, left_out = taken_hyper(optimizer, group, source.group, peer)
-        imports.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
-        ids = list(range(number, number + len(group["params"])))
-        number += len(ids)
-        imports.groups.append({**taken, "params": ids})
+def _read(
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor]
+) -> tuple[str, list[dict[str, Any]], dict[int, _Imported], list[str]]:
+    """What is to be imported, checked as far as one rank can.
+
+    Returns:
+        The package, the param groups with the hyper-parameters that are taken over, the parameters with state by their
+        numbers, and what is left out, in words.
+    """
+    sources = _sources(optimizer, state_dict, {id(param): name for name, param in names.items()})
+    peer = package_of([state for _, of_group in sources for _, state in of_group])
+    groups: list[dict[str, Any]] = []
+    imported: dict[int, _Imported] = {}
+    ignored: list[str] = []
+    unwrapped, first = [], 0
+    for index, (group, (saved, of_group)) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
+        taken, left_out = _taken_hyper(optimizer, group, saved, peer)
+        ignored += [f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items()]
+        numbers = range(first, first + len(of_group))
+        first = numbers.stop
+        groups.append({**taken, "params": [*numbers]})
         expected = _expected(optimizer.rule(group), peer)
-        for position, (param, state) in enumerate(zip(group["params"], source.states, strict=True)):
+        for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
             if not state:
                 continue
-            name = known.get(id(param)) or listed_name(group, index, position)
-            state = peer.unwrapped(state, source.group, name)
+            state = peer.unwrapped(state, saved, name)
             unwrapped.append(state)
             moments = peer.moments(state, expected, name)
             spec = tensor_state_of(param, group, expected)
-            _check_layout(spec, param, moments, name)
-            _check_floats(spec, moments, name)
+            _check_moments(spec, param, moments, name)
             checked_step(state, name)
             step = {"step": state["step"]} if "step" in state else {}
-            imports.states[ids[position]] = _Imported(name, spec, moments, step)
-            imports.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & state.keys()))
+            imported[number] = _Imported(name, spec, moments, step)
+            ignored += [f"{key} of {name}" for key in sorted(peer.extra & state.keys())]
     peer.check_together(unwrapped)
-    return imports
+    return peer.name, groups, imported, ignored
 
 
 def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
     """The moments of a rule.
 
     Raises:
-        ValueError: one is an average of other numbers than gradients, which no package has under its name.
+        ValueError: its ``exp_avg`` is no average of gradients, as that of other packages is.
     """
     for moment in rule.moments:
-        if moment.own_units:
+        if moment.name == "exp_avg" and moment.own_units:
             raise ValueError(
                 f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} in units of "
                 f"its own, as {rule.name} keeps it; begin with new state"
@@ -205,51 +194,33 @@ def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
     return rule.moments
 
 
-def _sources(
-    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor] | None
-) -> Iterator[_Source]:
-    """The source's param groups in the order of the optimizer's."""
+def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:
+    """The param groups of a state dict, with its parameters in the order of the optimizer's.
+
+    ``names`` has names by the parameters' ids. A parameter without state has an empty one.
+    """
     known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
     check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
     saved, groups = state_dict["param_groups"], optimizer.param_groups
-    are_named = names is not None and any(isinstance(key, str) for group in saved for key in group["params"])
-    known = {id(param): name for name, param in (names or {}).items()}
-    named = [[known.get(id(param)) for param in group["params"]] for group in groups]
-    saved = by_name(saved, [{"param_names": ours, **group} for ours, group in zip(named, groups, strict=True)])
-    for index, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
-        keys = list(saved_group["params"])
-        if are_named:
-            ours = [known.get(id(param), listed_name(group, index, at)) for at, param in enumerate(group["params"])]
-            if set(ours) != set(keys):
-                raise ValueError(
-                    f"param group {index}: got a state dict of {few(keys)}, expected {few(ours)}; make "
-                    "the optimizer with the same param groups, of the same model"
-                )
-            keys = ours
-        states = [_without_none(state_dict["state"].get(key, {})) for key in keys]
-        yield _Source({k: v for k, v in saved_group.items() if k not in ("params", "param_names")}, states)
-
-
-def _without_none(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in state.items() if value is not None}
-
-
-def _recognized(states: Sequence[Mapping[str, Any]]) -> Peer:
-    """Finds the package that wrote the state."""
-    given = [state for state in states if state]
-    for state in given:
-        if not any(peer.recognizes(state) for peer in (*OTHERS, TORCH)):
-            forms = "; ".join(f"{peer.name} has {peer.form}" for peer in (*OTHERS, TORCH))
+    are_named = names and any(isinstance(key, str) for group in saved for key in group["params"])
+    ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
+    sources: list[_SavedGroup] = []
+    for index, (saved_group, group) in enumerate(zip(by_name(saved, ours), groups, strict=True)):
+        listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
+        keys = listed if are_named else saved_group["params"]
+        if set(keys) != set(saved_group["params"]):
             raise ValueError(
-                f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
-                f"{forms}. Load shardopt's own with load_state_dict"
+                f"param group {index}: got a state dict of {few(saved_group['params'])}, expected {few(listed)}; make "
+                "the optimizer with the same param groups, of the same model"
             )
-    if not given:
-        raise ValueError("got no state at all, expected that of an optimizer which has taken a step")
-    return package_of(given)
+        states = [state_dict["state"].get(key, {}) for key in keys]
+        present = [{key: value for key, value in state.items() if value is not None} for state in states]
+        options = {key: value for key, value in saved_group.items() if key not in ("params", "param_names")}
+        sources.append((options, list(zip(listed, present, strict=True))))
+    return sources
 
 
-def taken_hyper(
+def _taken_hyper(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The hyper-parameters of a param group that are taken over, and those that are not."""
@@ -276,15 +247,18 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
-    """Checks that the moments are whole, or float DTensors sharded as the parameter is.
+def _check_moments(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
+    """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of those in floats.
 
     Raises:
-        ValueError: one is neither, or not of the parameter's shape.
+        ValueError: one is neither, or not of the parameter's shape; or floats are not finite, or below zero though the
+            moment is not signed.
     """
-    for key, value in moments.items():
-        tensor = _stored(value)
-        if not (is_dense(tensor) if isinstance(value, CodedMoment) else are_floats(tensor)):
+    for moment in spec.moments:
+        key, value = moment.name, moments[moment.name]
+        coded = isinstance(value, CodedMoment)
+        tensor = value.codes if isinstance(value, CodedMoment) else value
+        if not (is_dense(tensor) if coded else are_floats(tensor)):
             raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
         if tuple(tensor.shape) != spec.shard.global_shape:
             raise ValueError(
@@ -292,34 +266,14 @@ def _check_layout(spec: TensorState, param: Tensor, moments: Moments, name: str)
                 "optimizer the parameters of the saved run, in its order"
             )
         if isinstance(tensor, DTensor):
-            plain = tensor is value and type(tensor.to_local()) is Tensor
+            plain = not coded and type(tensor.to_local()) is Tensor
             if not (plain and isinstance(param, DTensor) and _placed(tensor) == _placed(param)):
                 raise ValueError(
                     f"{name}: got {key} as a DTensor on {_placed(tensor)}, expected whole tensors, or float moments "
                     "sharded as the parameter is; gather them with StateDictOptions(full_state_dict=True)"
                 )
-
-
-def _stored(moment: Tensor | CodedMoment | ScaledMoment) -> Tensor:
-    """The tensor of the parameter's shape that stands for a moment."""
-    if isinstance(moment, CodedMoment):
-        return moment.codes
-    return moment.floats if isinstance(moment, ScaledMoment) else moment
-
-
-def _check_floats(spec: TensorState, moments: Moments, name: str) -> None:
-    """Checks the values of moments in floats, this rank's part where they are DTensors.
-
-    Raises:
-        ValueError: one is not finite, or below zero though it is not signed.
-    """
-    for moment in spec.moments:
-        value = moments[moment.name]
-        if not isinstance(value, CodedMoment):
-            floats = _stored(value)
-            local = floats.to_local() if isinstance(floats, DTensor) else floats
-            check_dense(local, moment.name, name)
-            check_moment(local, moment.name, name, signed=moment.signed)
+        if not coded:
+            check_moment(tensor.to_local() if isinstance(tensor, DTensor) else tensor, key, name, signed=moment.signed)
 
 
 def _placed(tensor: DTensor) -> tuple[Any, ...]:
@@ -337,7 +291,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
     for moment in spec.moments:
-        if moment.name in coded and is_ours(first, moment, coded[moment.name]):
+        if moment.name in coded and _is_ours(first, moment, coded[moment.name]):
             taken |= _entries(first, moment, coded[moment.name])
     if all(first.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
@@ -351,7 +305,7 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     return spec.encode(in_parts), "as float32" if coded else "exact"
 
 
-def is_ours(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> bool:
+def _is_ours(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> bool:
     """Whether codes and scales of another package are those of a state of this form."""
     return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
 

@@ -291,19 +291,19 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
         return f"{path}: cannot be read: {error}"
     if not folder.exists():
         return (
-            f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path, or make a "
-            "folder of a file: shardopt convert"
+            f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path, or read "
+            "another program's file with torch.load or safetensors and give its state to import_state"
         )
     if any(map(_DATA_FILE.fullmatch, folder.names())):
         return f"{folder}: got data without {INDEX_NAME}: saving it was never finished; load another checkpoint"
     if ".metadata" in folder.names():
         return (
             f"{folder}: got a folder of torch.distributed.checkpoint, expected one of shardopt; load it with "
-            f"torch.distributed.checkpoint, or make one of it: shardopt convert {folder} TARGET"
+            "torch.distributed.checkpoint, and give another optimizer's state to import_state"
         )
     return (
         f"{folder}: there is no {INDEX_NAME} in it, expected the folder that shardopt.checkpoint.save was given; check "
-        "the path (step-1000 in place of the folder around it), or make one of another format: shardopt convert"
+        "the path (step-1000 in place of the folder around it)"
     )
 
 

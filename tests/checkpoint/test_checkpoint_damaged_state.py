@@ -1,4 +1,4 @@
-"""Checkpoints, files and imports with options or state that no step could go on from: refused, nothing is changed."""
+"""Checkpoints and imports with options or state that no step could go on from: refused, nothing is changed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from checkpoint_runs import Small, assert_refuses, step_with, trained
 from foreign_states import by_hand, params_of
 from helpers import CODEC_NAMES
 from ranks.snapshot import assert_same, snapshot
-from safetensors_files import save_by_library
 from shardopt.checkpoint import CheckpointError, import_state
-from shardopt.checkpoint.convert import convert
 from shardopt.optim import ShardedOptimizer
 
 NAN, INF = math.nan, math.inf
@@ -144,29 +142,6 @@ def test_weights_may_be_infinite(tmp_path: Path) -> None:
     other, fresh = trained(seed=7)
     shardopt.checkpoint.load(tmp_path, other, fresh)
     assert torch.equal(other.weight.isfinite(), model.weight.isfinite())
-
-
-#: A square hides the sign of its root.
-HIDDEN = ("scales of the second moment", True)
-
-
-@pytest.mark.parametrize(("name", "dequantize"), [(n, d) for n in DAMAGE for d in (False, True) if (n, d) != HIDDEN])
-def test_states_in_a_file(tmp_path: Path, name: str, dequantize: bool) -> None:
-    model, optimizer = trained()
-    parameter = damage(model, optimizer, name)
-    save_by_library(tmp_path / "run", model, optimizer, dequantize=dequantize)
-    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'run'}: {parameter}: got ")):
-        convert(tmp_path / "run", tmp_path / "converted")
-    assert not (tmp_path / "converted").exists()
-
-
-def test_hyper_parameters_in_a_file(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    optimizer.param_groups[0]["lr"] = NAN
-    save_by_library(tmp_path / "run", model, optimizer)
-    with pytest.raises(CheckpointError, match=r"run: .*lr: got nan"):
-        convert(tmp_path / "run", tmp_path / "converted")
-    assert not (tmp_path / "converted").exists()
 
 
 def wrapped(state_dict: dict[str, Any], index: int) -> dict[str, Any]:

@@ -241,6 +241,11 @@ def torch_optimizers() -> dict[str, tuple[Any, type[ShardedOptimizer], dict[str,
         "adamw": (torch.optim.AdamW, shardopt.AdamW8bit, {"lr": 0.1, "weight_decay": 0.1}),
         "adam": (torch.optim.Adam, shardopt.Adam8bit, {"lr": 0.1, "weight_decay": 0.1}),
         "sgd": (torch.optim.SGD, shardopt.SGD8bit, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+        "rmsprop": (torch.optim.RMSprop, shardopt.RMSprop8bit, {"lr": 0.1, "momentum": 0.9, "centered": True}),
+        "adagrad": (torch.optim.Adagrad, shardopt.Adagrad8bit, {"lr": 0.1, "lr_decay": 0.1}),
+        "adamax": (torch.optim.Adamax, shardopt.Adamax8bit, {"lr": 0.1, "betas": (0.8, 0.99)}),
+        "nadam": (torch.optim.NAdam, shardopt.NAdam8bit, {"lr": 0.1, "momentum_decay": 0.1}),
+        "radam": (torch.optim.RAdam, shardopt.RAdam8bit, {"lr": 0.1, "weight_decay": 0.1}),
     }
 
 
@@ -249,9 +254,9 @@ def test_torch(rule: str) -> None:
     theirs_class, ours_class, hyper = torch_optimizers()[rule]
     theirs = theirs_class(params_of(), **hyper)
     stepped(theirs)
-    other = ours_class(params_of(), **{"momentum": 0.5} if rule == "sgd" else {})
+    switches = {key: value for key, value in hyper.items() if key in ("momentum", "centered")}  # of moments
+    other, loaded = (ours_class(params_of(), **switches) for _ in range(2))
     report = import_state(other, theirs.state_dict())
-    loaded = ours_class(params_of(), **{"momentum": 0.5} if rule == "sgd" else {})
     loaded.load_state_dict(theirs.state_dict())
     assert_same(everything(other), everything(loaded))
     assert report.source == "torch.optim"

@@ -43,11 +43,19 @@ def wrong_state_dicts() -> dict[str, tuple[dict[str, Any], str]]:
     step(own, {"w": own.param_groups[0]["params"][0]}, {"w": torch.ones(64, 64)})
     ademamix = {"alpha": 5.0, "betas": (0.9, 0.999, 0.9999)}
     return {
-        "no state dict": ({"model": 1}, "got a state dict with model, expected state and param_groups"),
+        "no state dict": ({"model": 1}, "got a state dict with model, expected a state dict with state"),
         "other groups": (broken(lambda s: s["param_groups"][0]["params"].pop()), r"got a state dict with \[7\]"),
         "never stepped": (broken(lambda s: s["state"].clear()), "got no state at all"),
         "ours": ({**own.state_dict(), "param_groups": by_hand("torchao")[0]["param_groups"]}, "with load_state_dict"),
-        "Adagrad": (broken(lambda s: s["state"].update({3: {"step": 1, "sum": torch.ones(3)}})), "with step, sum"),
+        "another package": (
+            broken(lambda s: s["state"].update({3: {"step": 1, "ema": torch.ones(3)}})),
+            "with ema",
+        ),
+        "Adagrad": (
+            broken(lambda s: s["state"].update({3: {"step": 1, "sum": torch.ones(3)}})),
+            "group 0: got , expected the state",
+        ),
+        "a path": ("run/optimizer.pt", r"got a path, expected a state dict .*; read it with torch\.load, torch\.dist"),
         "two packages": (
             broken(lambda s: s["state"].update({0: flashoptim_state(made_up((16, 512), 0))[0]})),
             "got the state of bitsandbytes and flashoptim",

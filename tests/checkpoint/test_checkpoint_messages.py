@@ -102,10 +102,10 @@ def test_other_folders_are_told_the_way(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step-1000 in place of the folder around it"):
         shardopt.checkpoint.load(tmp_path / "run", model)
     (tmp_path / "run" / ".metadata").touch()
-    with pytest.raises(CheckpointError, match=r"a folder of torch\.distributed\.checkpoint.*shardopt convert"):
+    with pytest.raises(CheckpointError, match=r"a folder of torch\.distributed\.checkpoint.*import_state"):
         shardopt.checkpoint.load(tmp_path / "run", model)
     (tmp_path / "file.pt").touch()
-    with pytest.raises(CheckpointError, match=r"file\.pt: there is no such folder.*shardopt convert"):
+    with pytest.raises(CheckpointError, match=r"file\.pt: there is no such folder.*torch\.load"):
         shardopt.checkpoint.load(tmp_path / "file.pt", model)
 
 

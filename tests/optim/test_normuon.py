@@ -13,13 +13,11 @@ from torch.nn import Parameter
 
 import shardopt
 import shardopt.checkpoint
-from convert_runs import PIECE
 from helpers import Shape, everything
 from muon_problem import STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
-from shardopt.checkpoint.convert import convert
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 
 #: For 100 steps of formulas: wide, tall, square.
@@ -221,19 +219,17 @@ def test_replaced_state_is_seen() -> None:
 
 
 def test_conversion_keeps_second_moments(tmp_path: Path) -> None:
-    """Moments are encoded anew, by pieces of a stack that end within a matrix's row, too."""
     model = torch.nn.ParameterList([Parameter(values((2, 40, 301), 0)), Parameter(values((40, 130), 1))])
     groups = [{"params": [model[0]], "split": "each"}, {"params": [model[1]]}]
     optimizer = shardopt.NorMuon8bit(groups, lr=0.02)
     for param in model:
         param.grad = values(tuple(param.shape), 7)
     optimizer.step()
-    shardopt.checkpoint.save(tmp_path / "log8", model, optimizer)
-    convert(tmp_path / "log8", tmp_path / "dynamic8", codec="dynamic8", piece_numel=PIECE)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
     fresh = shardopt.NorMuon8bit(
         [{"params": [model[0]], "split": "each"}, {"params": [model[1]]}], lr=0.02, codec="dynamic8"
     )
-    shardopt.checkpoint.load(tmp_path / "dynamic8", model, fresh)
+    assert len(shardopt.checkpoint.load(tmp_path, model, fresh, convert=True).converted) == 2
     for param in model:
         taken, given = (each.state[param]["second_momentum_buffer"] for each in (fresh, optimizer))
         assert_same({"moments": taken}, {"moments": given})

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -142,36 +138,6 @@ def torchao_state(x: Moments) -> tuple[dict, list[Tensor]]:
     coded = dynamic(x.signed, True), dynamic(x.unsigned, False)
     moments = {"exp_avg": OptimState8bit(coded[0], True), "exp_avg_sq": OptimState8bit(coded[1], False)}
     return {**state, **moments}, [c.decoded for c in coded]
-
-
-class _Subclass(Tensor):
-    """A tensor subclass that torch.save writes as torchao's OptimState8bit."""
-
-    __module__, __qualname__ = "torchao.optim.subclass_8bit", "OptimState8bit"
-
-    @staticmethod
-    def __new__(cls, state: OptimState8bit) -> _Subclass:
-        return Tensor._make_wrapper_subclass(cls, state.codes.shape, dtype=torch.float32)
-
-    def __init__(self, state: OptimState8bit) -> None:
-        self.__dict__.update(vars(state))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(function)
-
-
-def save_torchao(content: dict[str, Any], path: Path) -> None:
-    """Saves a model and an optimizer with state of :func:`torchao_state` as torch.save does with torchao's subclass."""
-    module = ModuleType("torchao.optim.subclass_8bit")
-    module.OptimState8bit = _Subclass  # type: ignore[attr-defined]
-    modules = dict.fromkeys(("torchao", "torchao.optim", module.__name__), module)  # pickle imports the parents, too
-    states = {
-        index: {key: _Subclass(x) if isinstance(x, OptimState8bit) else x for key, x in state.items()}
-        for index, state in content["optimizer"]["state"].items()
-    }
-    with mock.patch.dict(sys.modules, modules):
-        torch.save({**content, "optimizer": {**content["optimizer"], "state": states}}, path)
 
 
 def flashoptim_state(x: Moments, bfloat16: bool = False) -> tuple[dict, list[Tensor]]:

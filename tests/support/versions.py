@@ -36,7 +36,7 @@ needs_fsdp1_on_some_ranks = pytest.mark.skipif(
     reason="PyTorch up to 2.11 waits for all ranks though the model is on some",
 )
 
-#: Whether the state dict of PyTorch's AdamW differs from Adam's; else `shardopt convert` is to be told which it is.
+#: Whether the state dict of PyTorch's AdamW differs from Adam's; else nothing tells which it is.
 adamw_names_itself = "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults
 
 #: Whether `full_tensor` gathers strided shards that `fully_shard` does not make, too: 2.6 and 2.11 raise for some.

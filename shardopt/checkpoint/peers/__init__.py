@@ -10,24 +10,32 @@ from shardopt.checkpoint.peers.bitsandbytes import Bitsandbytes
 from shardopt.checkpoint.peers.dion import Dion
 from shardopt.checkpoint.peers.flashoptim import Flashoptim
 from shardopt.checkpoint.peers.torchao import Torchao
+from shardopt.checkpoint.wording import few
 
-#: torch.optim, whose names other packages use, too.
-TORCH = Peer()
-
-#: The other packages. Each keeps the state of some parameters as torch.optim does.
-OTHERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion())
+#: torch.optim comes last: the other packages keep the state of some parameters as it does.
+PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer())
 
 
 def package_of(states: Collection[Mapping[str, Any]]) -> Peer:
-    """The package that wrote the states of an optimizer's parameters: torch.optim if no other's form is among them.
+    """The package that wrote the states of an optimizer's parameters, which have no entries that are None.
 
     Raises:
-        ValueError: there are forms of several packages.
+        ValueError: there is no state, or it is of no known package or of several.
     """
-    packages = [peer for peer in OTHERS if any(map(peer.recognizes, states))]
-    if len(packages) > 1:
+    given = [state for state in states if state]
+    if not given:
+        raise ValueError("got no state at all, expected that of an optimizer which has taken a step")
+    for state in given:
+        if not any(peer.recognizes(state) for peer in PEERS):
+            raise ValueError(
+                f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
+                f"{'; '.join(f'{peer.name} has {peer.form}' for peer in PEERS)}. Load shardopt's own with "
+                "load_state_dict"
+            )
+    found = [peer for peer in PEERS[:-1] if any(map(peer.recognizes, given))]
+    if len(found) > 1:
         raise ValueError(
-            f"got the state of {' and '.join(peer.name for peer in packages)}, expected that of one optimizer; save "
+            f"got the state of {' and '.join(peer.name for peer in found)}, expected that of one optimizer; save "
             "the state dict again"
         )
-    return packages[0] if packages else TORCH
+    return found[0] if found else PEERS[-1]

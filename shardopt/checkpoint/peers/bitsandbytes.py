@@ -38,14 +38,12 @@ class _Kind(NamedTuple):
 
     Attributes:
         words: its name, and how it is told from the others.
-        class_name: shardopt's class.
         fits: whether betas and eps are those of this kind.
         hyper: its hyper-parameters of :data:`_HYPER` under torch.optim's names, from a param group.
         places: of its moments.
     """
 
     words: str
-    class_name: str
     fits: Callable[[tuple[float, ...], float], bool]
     hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
     places: tuple[_Place, ...] = (_Place(1),)
@@ -74,36 +72,31 @@ def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
 #: The kinds, by the names of the moments that their optimizers have here.
 _KINDS: dict[tuple[str, ...], _Kind] = {
     ("exp_avg", "exp_avg_sq"): _Kind(
-        "Adam's (two betas)", "AdamW", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
+        "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
     ),
     ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
         "AdEMAMix's (three betas)",
-        "AdEMAMix",
         lambda betas, eps: len(betas) == 3,
         _ademamix,
         (_Place(1, half=0), _Place(1, half=1), _Place(2)),
     ),
     ("exp_avg",): _Kind(
         "Lion's (eps 0, betas[1] above 0)",
-        "Lion",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] > 0,
         lambda group: _some(group, "betas"),
     ),
     ("momentum_buffer",): _Kind(
         "that of SGD with momentum (eps 0, betas[1] 0)",
-        "SGD",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] == 0,
         _sgd,
     ),
     ("square_avg",): _Kind(
         "RMSprop's (eps and betas[0] above 0)",
-        "RMSprop",
         lambda betas, eps: len(betas) == 2 and eps > 0 and betas[0] > 0,
         _rmsprop,
     ),
     ("sum",): _Kind(
         "Adagrad's (betas 0)",
-        "Adagrad",
         lambda betas, eps: betas == (0, 0),
         lambda group: _some(group, "eps") | {"lr_decay": 0.0},
     ),
@@ -114,7 +107,6 @@ class Bitsandbytes(Peer):
     name = "bitsandbytes"
     form = f"state1, or {_WRAPPED} with it"
     extra = frozenset([_UPDATE_NORM, _GRADIENT_NORMS])
-    codec = "dynamic8"
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
@@ -135,27 +127,6 @@ class Bitsandbytes(Peer):
                 f"got state with {_UPDATE_NORM} and without codes, of LAMB or LARS in 32 bits, expected an optimizer "
                 "that does not limit the norm of its updates; begin with new state"
             )
-
-    def moment_names(
-        self, states: Collection[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, ...]:
-        has_two = any("state2" in state for state in states)
-        betas, eps = (groups[0].get(key, default) for key, default in (("betas", None), ("eps", 0)))
-        known = isinstance(betas, tuple | list) and all(isinstance(x, Real) for x in (*betas, eps))
-        fitting = [
-            names
-            for names, kind in _KINDS.items()
-            if known and ("exp_avg_sq" in names) == has_two and kind.fits(tuple(betas), eps)
-        ]
-        if len(fitting) != 1:
-            raise ValueError(
-                f"got state of bitsandbytes with betas={shown(betas)} and eps={shown(eps)}, expected those of one kind "
-                f"of optimizer, got {len(fitting)}; load it with shardopt.checkpoint.import_state"
-            )
-        return fitting[0]
-
-    def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
-        return _kind(moments).class_name
 
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
         places = _kind([moment.name for moment in expected]).places

@@ -45,22 +45,6 @@ class CodedMoment(NamedTuple):
         return aligned and self.block_size == grid.block_size
 
 
-class ScaledMoment(NamedTuple):
-    """A moment in floats of another scale.
-
-    Attributes:
-        floats: a float tensor of the parameter's shape.
-        factor: the moment is this multiple of the floats.
-    """
-
-    floats: Tensor
-    factor: float
-
-    def values(self) -> Tensor:
-        """The moment, in the dtype of the floats."""
-        return self.floats * self.factor
-
-
 def is_map(values: object) -> TypeGuard[Tensor]:
     """Whether a value has a number for each of 256 codes."""
     return are_floats(values) and values.shape == (256,)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.peers.base import Peer
-from shardopt.checkpoint.peers.coded import ScaledMoment
-from shardopt.checkpoint.wording import few, shown
+from shardopt.checkpoint.peers.structure import are_floats
+from shardopt.checkpoint.wording import shown
 
 _STEP = "step_dev"
 _ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
@@ -35,17 +35,8 @@ class Dion(Peer):
             raise ValueError(
                 f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again"
             )
-        # A sum of gradients; ours is their average.
-        return {**step, "momentum_buffer": ScaledMoment(state["momentum"], 1.0 - momentum)}
-
-    def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
-        algorithms = {group.get("algorithm") for group in groups}
-        if "muon" not in algorithms or not algorithms <= {"muon", "adamw", "lion"}:
-            raise ValueError(
-                f"got param groups with the algorithms {few(algorithms)}, expected muon, with adamw or lion; load it "
-                "with shardopt.checkpoint.import_state"
-            )
-        return "Muon"
+        total = state["momentum"]  # a sum of gradients; ours is their average
+        return {**step, "momentum_buffer": total * (1.0 - momentum) if are_floats(total) else total}
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         names = {"mu": "momentum", "epsilon": "eps"}

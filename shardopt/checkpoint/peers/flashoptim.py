@@ -8,7 +8,7 @@ form of low bits than ours.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,26 +27,9 @@ class Flashoptim(Peer):
     name = "flashoptim"
     form = f"exp_avg{_CODES} and exp_avg{_SCALES}"
     extra = frozenset([_LOW_BITS])
-    codec = "companded8"
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return any(key.endswith(_CODES) for key in state) or _LOW_BITS in state
-
-    def moment_names(
-        self, states: Collection[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, ...]:
-        names = {key.removesuffix(_CODES).removesuffix(_SCALES) for state in states for key in state}
-        return tuple(sorted(names - {"step"} - self.extra))
-
-    def class_name(self, moments: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> str:
-        if tuple(moments) == ("exp_avg",):
-            return "Lion"
-        if any(group.get("weight_decay") for group in groups):
-            raise ValueError(
-                "got weight_decay in the state of flashoptim, which does not say whether the decay is decoupled, "
-                "expected 0; name the class with --optimizer"
-            )
-        return super().class_name(moments, groups)
 
     def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
         coded = {key.removesuffix(_CODES) for key in state if key.endswith(_CODES)}

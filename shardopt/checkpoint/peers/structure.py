@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeGuard
@@ -28,9 +29,13 @@ def check_structure(state_dict: Any, hyper: AbstractSet[str]) -> None:
     states, groups = fields.get("state"), fields.get("param_groups")
     if not isinstance(states, Mapping) or not _is_list(groups):
         got = f"a state dict with {few(fields)}" if fields else type(state_dict).__name__
-        remedy = "its entry 'optimizer'" if "optimizer" in fields else "what an optimizer's state_dict() or "
-        remedy += "" if "optimizer" in fields else "get_optimizer_state_dict() gives, not flattened"
-        raise ValueError(f"got {got}, expected state and param_groups; pass {remedy}")
+        remedy = "pass what an optimizer's state_dict() or get_optimizer_state_dict() gives, not flattened"
+        if "optimizer" in fields:
+            remedy = "pass its entry 'optimizer'"
+        elif isinstance(state_dict, str | os.PathLike):
+            got = "a path"
+            remedy = "read it with torch.load, torch.distributed.checkpoint.load or safetensors.torch.load_file first"
+        raise ValueError(f"got {got}, expected a state dict with state and param_groups; {remedy}")
     for index, group in enumerate(groups):
         _check_group(group, hyper, f"param group {index}")
     for key, state in states.items():

@@ -21,29 +21,8 @@ _EIGHT_BIT = "OptimState8bit"
 _OTHERS = ("OptimState4bit", "OptimStateFp8")  # without a codec of ours
 
 
-class OptimState8bit:
-    """Stands in for torchao's tensor subclass of this name in files of torch.save, which are read without torchao.
-
-    Args:
-        attributes: the attributes that the subclass was saved with.
-    """
-
-    __slots__ = ("codes", "qmap", "scale", "signed")
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        for key in self.__slots__:
-            setattr(self, key, attributes.get(key))
-
-
-#: Stand-ins by module and name: torchao has moved the subclass.
-CLASSES: dict[tuple[str, str], Any] = {
-    (f"torchao.{module}.subclass_8bit", _EIGHT_BIT): OptimState8bit for module in ("optim", "prototype.low_bit_optim")
-}
-
-
 class Torchao(Peer):
     name = "torchao"
-    codec = "dynamic8"
     form = f"exp_avg and exp_avg_sq as {_EIGHT_BIT}, {' or '.join(_OTHERS)}"
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:

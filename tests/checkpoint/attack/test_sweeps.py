@@ -29,7 +29,6 @@ COUNTS = {
     "damage": (30, 1500),
     "kills": (6, 400),
     "releases": (12, 500),
-    "convert": (40, 1500),
     "cached_steps": (8, 550),
     "differing": (8, 200),  # last, as the next: their pools have threads
     "submeshes": (12, 400),
