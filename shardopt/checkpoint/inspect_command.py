@@ -28,8 +28,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="what a portable checkpoint holds",
-        description="Sizes and codecs of a portable checkpoint. Reads and verifies all data; the exit status is 1 if it "
-        "is damaged.",
+        description="Sizes and codecs of a portable checkpoint. Reads and verifies all data; the exit status is 1 if "
+        "it is damaged.",
     )
     parser.add_argument("path", help="folder of the checkpoint")
     parser.add_argument("--index-only", action="store_true", help="does not read the data")
