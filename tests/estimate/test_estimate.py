@@ -109,7 +109,8 @@ def test_the_ladder() -> None:
           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000}, 9_241_705_984),
         ({"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
           "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}, 999_885_952),
-        ({"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+        ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+          "vocab_size": 50257}, 124_439_808),
     ],
     ids=["llama 2", "llama 3", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"],
 )  # fmt: skip
