@@ -1,4 +1,4 @@
-"""What :func:`shardopt.memory_report` will find on the rank that holds most, within 1%, without a model.
+"""Bytes that :func:`shardopt.memory_report` will find on the rank that holds most, within 1%, without a model.
 
 State is what the optimizers themselves make, on the meta device. FSDP2 cuts the first dimension. Elsewhere a rank
 holds an equal share of the elements, and padding is left out.
@@ -140,7 +140,7 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
 
 
 def _shard(parameter: ParameterShape, setup: Setup) -> Shard:
-    """What the first rank holds of a parameter under FSDP2; elsewhere the whole, of which a rank may hold a share."""
+    """The first rank's part of a parameter under FSDP2; elsewhere the whole, of which a rank may hold a share."""
     shape = local = parameter.shape
     if setup.backend == "fsdp2":
         local = (-(-shape[0] // setup.world_size), *shape[1:])

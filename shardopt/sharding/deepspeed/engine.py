@@ -109,7 +109,7 @@ def refresh(model: Module) -> None:
 def refuse_single_states(wrapper: Any) -> None:
     """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed refuse our state, on all ranks.
 
-    They look for float32 tensors that are laid out like the masters, and would wait for ranks that hold nothing.
+    DeepSpeed looks for float32 tensors that are laid out like the masters, and would wait for the ranks that raise.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
