@@ -16,7 +16,7 @@ from shardopt import optim
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.hooks import TYPES
 
-#: What ``--replace`` says: a module, a class in it, and the optimizer for its place.
+#: The content of ``--replace``: a module, a class in it, and the optimizer for its place.
 Replacement = tuple[str, str, type[ShardedOptimizer]]
 
 

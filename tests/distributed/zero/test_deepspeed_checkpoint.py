@@ -276,6 +276,10 @@ def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
     assert torch.equal(got, expected)
 
 
+class DeepSpeedEngine(SimpleNamespace):
+    """A stand-in, recognized by its name."""
+
+
 @pytest.mark.parametrize(
     "parallel",
     [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}],
@@ -284,7 +288,7 @@ def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
 def test_model_parallel_is_refused(parallel: dict[str, Any]) -> None:
     """Ranks have other parameters under the same names."""
     alone = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
-    engine = SimpleNamespace(optimizer=None, module=nn.Linear(1, 1), **{**alone, **parallel})
+    engine = DeepSpeedEngine(optimizer=None, module=nn.Linear(1, 1), **{**alone, **parallel})
     with pytest.raises(ValueError, match="got a DeepSpeed engine with tensor or pipeline"), opened(engine):
         pass
 
