@@ -77,6 +77,13 @@ def test_portable_checkpoint(
     assert found == [plain[0]] * world_size
 
 
+@needs("deepspeed")
+def test_zero3_goes_on_on_another_number_of_ranks(client_ranks: Pool, tmp_path: Path) -> None:
+    """ZeRO 3 multiplies matrices in an order of its own: its bits are compared with its own."""
+    found = client_ranks.run(2, accelerated, "zero3 offload", tmp_path, "portable")
+    assert client_ranks.run(4, accelerated, "zero3", tmp_path, "portable", True) == found[:1] * 4
+
+
 def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     (expected,) = client_ranks.run(1, accelerated, "plain", tmp_path, "state", False, 0.1)
     assert expected != plain[0]

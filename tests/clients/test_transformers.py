@@ -72,11 +72,13 @@ def test_zero3_resumes(client_ranks: Pool, plain: tuple[dict[str, str], Path], t
 
 
 @needs("deepspeed")
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_zero3_resumes_on_another_number_of_ranks(client_ranks: Pool, world_size: int, tmp_path: Path) -> None:
-    found = client_ranks.run(2, trained_portably, "zero3", tmp_path / "a")
+@pytest.mark.parametrize(("mode", "world_size"), [("zero3", 1), ("zero3 offload", 4)])
+def test_zero3_resumes_on_another_number_of_ranks(
+    client_ranks: Pool, mode: str, world_size: int, tmp_path: Path
+) -> None:
+    found = client_ranks.run(2, trained_portably, mode, tmp_path / "a")
     start = str(tmp_path / "a" / "checkpoint-3")
-    assert client_ranks.run(world_size, trained_portably, "zero3", tmp_path / "b", start) == found[:1] * world_size
+    assert client_ranks.run(world_size, trained_portably, mode, tmp_path / "b", start) == found[:1] * world_size
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, "plain"), (2, "ddp")), ((2, "ddp"), (1, "plain"))])
