@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -25,100 +23,29 @@ from shardopt.sharding.hooks import PACKAGES, hooked_packages
 
 #: Versions of PyTorch that were tried: [first, end).
 TORCH = ((2, 6), (2, 16))
-
-
-class Client(NamedTuple):
-    """A framework that trains with our optimizers.
-
-    Attributes:
-        oldest: the oldest version that was tried.
-        naming: how it names an optimizer of ours.
-    """
-
-    oldest: str
-    naming: str
-
-
-#: Frameworks by package.
-CLIENTS = {
-    "accelerate": Client("1.13", "accelerator.prepare(model, shardopt.AdamW8bit(...))"),
-    "axolotl": Client("0.19", "plugins: [shardopt.clients.axolotl.Names], optimizer: shardopt_adamw_8bit"),
-    "lightning": Client("2.6", "configure_optimizers returns shardopt.AdamW8bit(...)"),
-    "llamafactory": Client("0.9.5", "optim: shardopt_adamw_8bit, shardopt run -m llamafactory.launcher config.yml"),
-    "megatron-core": Client(
-        "0.16", "shardopt.clients.megatron.replace_adam(get_megatron_optimizer(...), shardopt.AdamW8bit)"
-    ),
-    "ms-swift": Client(
-        "4.6", "--optimizer shardopt_adamw_8bit --external_plugins, a file: import shardopt.clients.swift"
-    ),
-    "nemo-automodel": Client("0.7", "optimizer: {_target_: shardopt.AdamW8bit}"),
-    "peft": Client("0.18", "as the trainer does"),
-    "torchtitan": Client("0.3", "config.optimizer = shardopt.clients.torchtitan.adamw8bit(...)"),
-    "transformers": Client("4.57", 'TrainingArguments(optim="shardopt_adamw_8bit") after import shardopt'),
-    "trl": Client("0.24", 'SFTConfig(optim="shardopt_adamw_8bit") after import shardopt'),
-    "verl": Client("0.9.1", "optimizer_impl: shardopt, optimizer: AdamW8bit, external_lib: shardopt"),
-}
-#: Packages that single functions use.
-OPTIONAL = ("matplotlib", "mpi4py")
-#: Compute capabilities that the build knows, from the oldest on.
+#: Packages whose versions belong into a bug report.
+CLIENTS = (
+    "deepspeed", "transformers", "accelerate", "peft", "trl", "lightning", "torchtitan", "megatron-core", "verl",
+    "axolotl", "llamafactory", "ms-swift", "nemo-automodel",
+)  # fmt: skip
+#: The oldest compute capability that the kernels know.
 OLDEST_GPU = (7, 5)
 
 
 class Finding(NamedTuple):
-    """A line of the report.
-
-    Attributes:
-        text: the observation.
-        remedy: advice for the user; empty if nothing needs to be done.
-        is_fault: whether something does not work.
-    """
+    """A line of the report: an observation, advice if something can be done, and whether something does not work."""
 
     text: str
     remedy: str = ""
     is_fault: bool = False
 
 
-def _fault(text: str, remedy: str) -> Finding:
-    return Finding(text, remedy, is_fault=True)
+class Gpu(NamedTuple):
+    """A GPU that PyTorch sees; ``failure`` says what was wrong with a trial step."""
 
-
-@dataclass
-class Facts:
-    """Observations of a machine and an installation.
-
-    Attributes:
-        torch: version of PyTorch.
-        torch_cuda: version of CUDA that PyTorch was made with; None for a build without.
-        machine: the processor's architecture, as in ``platform.machine()``.
-        tensor_access_fault: the reason why steps read tensors through Python; empty if they do not.
-        targets: instruction sets of the CPU kernels that this processor can run, the best first.
-        target: the instruction set in use.
-        differing: targets whose step on the CPU has other bits than the target in use.
-        with_cuda: whether this build has CUDA kernels.
-        driver: the newest version of CUDA that the NVIDIA driver supports, as (major, minor); None without a driver.
-        driver_gpus: GPUs that the driver sees.
-        torch_gpus: name and compute capability of GPUs that PyTorch sees.
-        kernel_gpus: GPUs that the CUDA runtime in this build sees.
-        gpu_steps: result of a trial step on each GPU: "" for the CPU's bits, else the fault.
-        packages: versions of installed optional packages, by name.
-        hooked: packages that hooks are installed into.
-    """
-
-    torch: str
-    torch_cuda: str | None
-    machine: str
-    targets: Sequence[str]
-    target: str
-    tensor_access_fault: str = ""
-    differing: Sequence[str] = ()
-    with_cuda: bool = False
-    driver: tuple[int, int] | None = None
-    driver_gpus: int = 0
-    torch_gpus: Sequence[tuple[str, tuple[int, int]]] = ()
-    kernel_gpus: int = 0
-    gpu_steps: Sequence[str] = ()
-    packages: Mapping[str, str] = field(default_factory=dict)
-    hooked: Sequence[str] = PACKAGES
+    name: str
+    capability: tuple[int, int]
+    failure: str = ""
 
 
 def add_parser(commands: Any) -> None:
@@ -126,14 +53,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="the build, the machine, versions, and a remedy for each fault",
-        description="Reports the build, instruction sets, GPUs, driver and versions, and takes a trial step on each "
-        "device. Ends with 1 if something does not work.",
+        description="Reports the build, instruction sets, GPUs and versions, and takes a trial step on each device. "
+        "Ends with 1 if something does not work.",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    findings = judge(observe())
+    findings = observe()
     print(f"shardopt {shardopt.__version__} in {shardopt.__path__[0]}, Python {platform.python_version()}")
     print(report(findings))
     return int(any(finding.is_fault for finding in findings))
@@ -149,7 +76,7 @@ def report(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, f"{faults or 'no'} fault{'' if faults == 1 else 's'} found"])
 
 
-def observe() -> Facts:
+def observe() -> list[Finding]:
     """Observes this machine, and steps a small parameter on each of its devices."""
     expected = _stepped("cpu")
     differing = []
@@ -157,131 +84,83 @@ def observe() -> Facts:
         with use_cpu_target(target):
             if not torch.equal(_stepped("cpu"), expected):
                 differing.append(target)
-    driver, driver_gpus = _driver()
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return Facts(
-        torch=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        machine=platform.machine(),
-        tensor_access_fault=_C.tensor_access_fault(),
-        targets=_C.cpu_targets(),
-        target=cpu_target(),
-        differing=differing,
-        with_cuda=_C.with_cuda,
-        driver=driver,
-        driver_gpus=driver_gpus,
-        torch_gpus=[(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in gpus],
-        kernel_gpus=_C.cuda_device_count() if _C.with_cuda else 0,
-        gpu_steps=[_tried(f"cuda:{i}", expected) for i in gpus] if _C.with_cuda else [],
-        packages={name: version for name in ("deepspeed", *CLIENTS, *OPTIONAL) if (version := _version_of(name))},
-        hooked=hooked_packages(),
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    packages = {name: version for name in CLIENTS if (version := _version_of(name))}
+    return [
+        *of_torch(torch.__version__, torch.version.cuda, _C.tensor_access_fault()),
+        *of_cpu(_C.cpu_targets(), cpu_target(), differing),
+        *of_gpus([_gpu(index, expected) for index in range(count)], with_cuda=_C.with_cuda),
+        *of_packages(packages),
+        of_hooks(hooked_packages()),
+    ]
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """The findings, in the order of the report."""
-    return [*_of_torch(facts), *_of_cpu(facts), *_of_cuda(facts), *_of_packages(facts), _of_hooks(facts)]
-
-
-def _of_torch(facts: Facts) -> list[Finding]:
-    text = f"PyTorch {facts.torch}, CUDA {facts.torch_cuda or 'not in it'}; NumPy {np.__version__}"
+def of_torch(version: str, cuda: str | None, tensor_access_fault: str = "") -> list[Finding]:
+    """About PyTorch, and whether steps read tensors in C++."""
+    text = f"PyTorch {version}, CUDA {cuda or 'not in it'}; NumPy {np.__version__}"
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
-    if _numbers(facts.torch) < TORCH[0]:
-        return [_fault(text, f"install PyTorch {tried}")]
-    is_newer = _numbers(facts.torch) >= TORCH[1]
+    if _numbers(version) < TORCH[0]:
+        return [Finding(text, f"install PyTorch {tried}", is_fault=True)]
+    is_newer = _numbers(version) >= TORCH[1]
     findings = [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
-    if facts.tensor_access_fault:
+    if tensor_access_fault:
         remedy = "steps read tensors through Python, which takes some microseconds each; bits stay the same"
-        findings.append(Finding(facts.tensor_access_fault, remedy))
+        findings.append(Finding(tensor_access_fault, remedy))
     return findings
 
 
-def _of_cpu(facts: Facts) -> list[Finding]:
-    findings = [Finding(f"CPU kernels: {facts.target} in use, available are {', '.join(facts.targets)}")]
-    if list(facts.targets) == ["portable"]:
-        remedy = "steps are several times slower than with AVX2 or NEON; use a processor with one of these"
-        findings = [Finding(f"CPU kernels: only portable ones run on this {facts.machine}", remedy)]
-    if facts.differing:
+def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
+    """About the instruction sets of the CPU kernels: the best first, the one in use, those with other bits."""
+    slow = "steps are several times slower than with AVX2 or NEON" if list(targets) == ["portable"] else ""
+    findings = [Finding(f"CPU kernels: {target} in use, available are {', '.join(targets)}", slow)]
+    if differing:
         remedy = "build again with an unchanged CFLAGS (no -ffast-math), and report this with the compiler's version"
-        text = f"a step by {', '.join(facts.differing)} has other bits than by {facts.target}"
-        return [*findings, _fault(text, remedy)]
+        text = f"a step by {', '.join(differing)} has other bits than by {target}"
+        return [*findings, Finding(text, remedy, is_fault=True)]
     return [*findings, Finding("a trial step on the CPU has the same bits by each of them")]
 
 
-def _of_cuda(facts: Facts) -> list[Finding]:
+def of_gpus(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
+    """About the GPUs that PyTorch sees, and the CUDA kernels of this build."""
     kernels = Finding("CUDA kernels are in this build")
-    if not facts.with_cuda:
+    if not with_cuda:
         remedy = "to get them, put nvcc on PATH and run SHARDOPT_CUDA=1 pip install --force-reinstall ."
-        kernels = Finding("CUDA kernels are left out of this build", remedy, is_fault=bool(facts.torch_gpus))
-    if facts.driver is None:
-        return [Finding("no NVIDIA driver"), kernels]
-    findings = [Finding(f"NVIDIA driver for CUDA {_dotted(facts.driver)}, {facts.driver_gpus} GPUs"), kernels]
-    if facts.driver_gpus == 0:
-        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES if this machine should have a GPU"
-        return [findings[0]._replace(remedy=remedy), kernels]
-    if facts.torch_cuda is None:
-        remedy = "install PyTorch for CUDA to use the GPUs: https://pytorch.org/get-started/locally"
-        findings.append(Finding("PyTorch has no CUDA, though there are GPUs", remedy))
-    elif not facts.torch_gpus:
-        remedy = (
-            f"update the driver, or install PyTorch for CUDA {facts.driver[0]}; it needs a driver of its major version"
-        )
-        if facts.driver[0] >= _numbers(facts.torch_cuda)[0]:
-            remedy = "run python -c 'import torch; torch.zeros(1, device=\"cuda\")', which names the reason"
-        findings.append(_fault(f"PyTorch for CUDA {facts.torch_cuda} sees no GPU", remedy))
-    if not facts.with_cuda:
-        return findings
-    if facts.kernel_gpus < len(facts.torch_gpus):
-        remedy = (
-            f"this build is of a newer CUDA than the driver: build with CUDA {facts.driver[0]} or older, or update "
-            "the driver"
-        )
-        findings.append(_fault(f"the CUDA runtime in this build sees {facts.kernel_gpus} GPUs", remedy))
-    for index, ((name, capability), failure) in enumerate(zip(facts.torch_gpus, facts.gpu_steps, strict=True)):
-        text = f"cuda:{index}: {name}, compute capability {_dotted(capability)}"
-        if not failure:
-            findings.append(Finding(f"{text}; a trial step has the CPU's bits"))
-        elif capability < OLDEST_GPU:
-            remedy = (
-                f"kernels begin at compute capability {_dotted(OLDEST_GPU)}; keep parameters of this GPU on the CPU"
-            )
-            findings.append(_fault(f"{text}; {failure}", remedy))
+        kernels = Finding("CUDA kernels are left out of this build", remedy if gpus else "", is_fault=bool(gpus))
+    if not gpus:
+        why = "if there is one, python -c 'import torch; torch.zeros(1, device=\"cuda\")' names the reason"
+        return [Finding("PyTorch sees no GPU", why if with_cuda else ""), kernels]
+    findings = [kernels]
+    for index, (name, capability, failure) in enumerate(gpus):
+        text, arch = f"cuda:{index}: {name}, compute capability {_dotted(capability)}", "".join(map(str, capability))
+        remedy = f"build for it: SHARDOPT_CUDA=1 SHARDOPT_CUDA_ARCHS={arch} pip install --force-reinstall ."
+        if capability < OLDEST_GPU:
+            remedy = f"kernels begin at compute capability {_dotted(OLDEST_GPU)}; keep its parameters on the CPU"
+        if failure:
+            findings.append(Finding(f"{text}; {failure}", remedy, is_fault=True))
         else:
-            arch = "".join(map(str, capability))
-            remedy = f"build for this GPU: SHARDOPT_CUDA=1 SHARDOPT_CUDA_ARCHS={arch} pip install --force-reinstall ."
-            findings.append(_fault(f"{text}; {failure}", remedy))
+            findings.append(Finding(f"{text}; a trial step has the CPU's bits" if with_cuda else text))
     return findings
 
 
-def _of_packages(facts: Facts) -> list[Finding]:
+def of_packages(packages: Mapping[str, str]) -> list[Finding]:
+    """About the versions of packages, by name."""
     findings = []
-    deepspeed = facts.packages.get("deepspeed")
-    if deepspeed is not None:
-        first, end = map(_dotted, DEEPSPEED)
-        text, remedy = (
-            f'DeepSpeed {deepspeed}: "optimizer": {{"type": "AdamW8bit"}}',
-            f"pip install 'deepspeed>={first},<{end}'; others are refused",
-        )
-        findings.append(Finding(text) if is_known(deepspeed) else _fault(text, remedy))
-    for name, (oldest, naming) in CLIENTS.items():
-        if (version := facts.packages.get(name)) is not None:
-            remedy = ""
-            if name == "transformers" and not knows_names(version):
-                remedy = "optim= takes no names of ours in this version; pass optimizer_cls_and_kwargs to Trainer"
-            elif _numbers(version) < _numbers(oldest):
-                remedy = f"tried from {oldest} on; if something fails, pip install '{name}>={oldest}'"
-            findings.append(Finding(f"{name} {version}: {naming}", remedy))
-    findings += [Finding(f"{name} {facts.packages[name]}") for name in OPTIONAL if name in facts.packages]
-    missing = [name for name in ("deepspeed", *CLIENTS, *OPTIONAL) if name not in facts.packages]
-    return [*findings, *([Finding(f"not installed, and not needed: {', '.join(missing)}")] if missing else [])]
+    for name, version in packages.items():
+        remedy = ""
+        if name == "deepspeed" and not is_known(version):
+            first, end = map(_dotted, DEEPSPEED)
+            remedy = f"pip install 'deepspeed>={first},<{end}'; others are refused"
+        if name == "transformers" and not knows_names(version):
+            remedy = "optim= takes no names of ours in this version; pass optimizer_cls_and_kwargs to Trainer"
+        findings.append(Finding(f"{name} {version}", remedy, is_fault=bool(remedy) and name == "deepspeed"))
+    return findings
 
 
-def _of_hooks(facts: Facts) -> Finding:
-    left_out = [package for package in PACKAGES if package not in facts.hooked]
-    text = f"hooks into {', '.join(facts.hooked) or 'no other package'}"
-    if not left_out:
-        return Finding(text)
-    return Finding(f"{text}; SHARDOPT_HOOKS leaves out {', '.join(left_out)}", "unset SHARDOPT_HOOKS for all hooks")
+def of_hooks(hooked: Sequence[str]) -> Finding:
+    """About the packages that hooks are installed into."""
+    is_whole = set(hooked) == set(PACKAGES)
+    text = f"hooks into {', '.join(hooked) or 'no other package'}"
+    return Finding(text, "" if is_whole else "unset SHARDOPT_HOOKS for all hooks")
 
 
 def _stepped(device: str) -> Tensor:
@@ -295,26 +174,18 @@ def _stepped(device: str) -> Tensor:
     return weight.detach().cpu()
 
 
+def _gpu(index: int, expected: Tensor) -> Gpu:
+    """A GPU, and whether a step there has the expected bits."""
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return Gpu(name, capability, _tried(f"cuda:{index}", expected) if _C.with_cuda else "")
+
+
 def _tried(device: str, expected: Tensor) -> str:
     """Takes a step on a device. Returns a description of the fault; "" if the bits are the expected ones."""
     try:
         return "" if torch.equal(_stepped(device), expected) else "a trial step has other bits than on the CPU"
     except RuntimeError as error:
         return f"a trial step failed: {str(error).splitlines()[0]}"
-
-
-def _driver() -> tuple[tuple[int, int] | None, int]:
-    """The newest CUDA that the NVIDIA driver supports, and its number of GPUs; None and 0 without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None, 0
-    version, count = ctypes.c_int(), ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)):
-        return None, 0
-    if driver.cuInit(0) == 0:
-        driver.cuDeviceGetCount(ctypes.byref(count))
-    return (version.value // 1000, version.value % 1000 // 10), count.value
 
 
 def _version_of(package: str) -> str | None:

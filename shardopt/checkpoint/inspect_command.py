@@ -1,22 +1,26 @@
-"""The command ``shardopt inspect``: what a portable checkpoint holds, as tables."""
+"""The command ``shardopt inspect``: sizes, codecs and damage of a portable checkpoint, without the model."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.header import dumped
-from shardopt.checkpoint.summary import Parameter, Summary, summarize
+from shardopt.checkpoint.folder import Folder
+from shardopt.checkpoint.groups import checked_groups
+from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.location import folder_at
+from shardopt.checkpoint.reading import stored_chunks
 from shardopt.state.options import STATE_FORMAT
+from shardopt.state.slice_spec import LOW_BITS
 
 _SHOWN_OPTIONS = ("lr", *STATE_FORMAT)
+_KINDS = ("weights", "codes", "scales", "moments", "master low bits")
 
 
 def add_parser(commands: Any) -> None:
@@ -24,118 +28,103 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="what a portable checkpoint holds",
-        description="Sizes, codecs and ranges of values of a portable checkpoint, and what is wrong with it. Reads and "
-        "verifies all data; the exit status is 1 if it is damaged, or has NaN or infinities.",
+        description="Sizes and codecs of a portable checkpoint. Reads and verifies all data; the exit status is 1 if "
+        "it is damaged.",
     )
     parser.add_argument("path", help="folder of the checkpoint")
     parser.add_argument("--index-only", action="store_true", help="does not read the data")
-    parser.add_argument("--json", action="store_true", help="prints JSON instead of tables")
     parser.set_defaults(run=lambda args: _run(parser, args))
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        with _progress() as progress:
-            summary = summarize(args.path, values=not args.index_only, progress=progress)
+        folder = folder_at(args.path)
+        index = load_index(folder)
+        print(_text(folder, index))
+        if not args.index_only:
+            _verify(folder, index)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
         parser.error(str(error))
-    problems = list(summary.problems())
-    print(json.dumps(_values(summary, problems), indent=2) if args.json else _text(summary, problems))
-    return 1 if problems else 0
+    print("The data were not read." if args.index_only else "No damage: all data have their checksums.")
+    return 0
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int], object]]:
-    """Shows how much was read, where tqdm is installed and somebody looks."""
-    if find_spec("tqdm") is None or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from tqdm import tqdm
+def _verify(folder: Folder, index: Index) -> None:
+    """Reads all data, chunk by chunk: memory does not grow with the checkpoint.
 
-    with tqdm(unit="B", unit_scale=True) as bar:
-        yield bar.update
+    Raises:
+        CheckpointError: they are damaged, or cannot be read.
+    """
+    wanted = [each for chunks in stored_chunks(folder, index).values() for each in chunks]
+    with noticing_replacement(folder, index), DataFiles(folder, index) as files, files.chunks(wanted) as chunks:
+        for _ in chunks:
+            pass
 
 
-def _text(summary: Summary, problems: Sequence[str]) -> str:
-    header, parameters = summary.header, summary.parameters
-    numel, size = sum(parameter.numel for parameter in parameters), sum(summary.files.values())
-    saved_by = header.get("optimizer", "no optimizer")
+def _text(folder: Folder, index: Index) -> str:
+    header, tensors = index.header, index.tensors
+    groups = checked_groups(str(folder), header.get("param_groups", []))
+    codec_of = {name: str(group["options"].get("codec")) for group in groups for name in group["parameters"]}
+    names = dict.fromkeys(key.removeprefix("model.") for key in tensors if key.startswith("model.")) | codec_of
+    states: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}
+    for key, tensor in tensors.items():
+        name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer.") and name in states:
+            states[name][entry] = tensor
+    rows, totals, numel = [], Counter(dict.fromkeys(_KINDS, 0)), 0
+    for name, state in states.items():
+        weights = tensors.get(f"model.{name}")
+        shape, nbytes = _shape(weights, state), _nbytes(weights, state)
+        totals.update(nbytes)
+        numel += math.prod(shape)
+        rows.append([name, " x ".join(map(str, shape)) or "scalar", *_described(weights, state, codec_of.get(name))])
+        rows[-1].append(f"{(nbytes.total() - nbytes['weights']) / max(math.prod(shape), 1):.3f}" if state else "")
+    size = sum(each.data + each.table for each in index.files if each is not None)
+    options = [
+        [str(number), f"{len(group['parameters']):,}", *(str(group["options"].get(key)) for key in _SHOWN_OPTIONS)]
+        for number, group in enumerate(groups)
+    ]
+    kinds = [[kind, f"{totals[kind]:,}", f"{totals[kind] / max(numel, 1):.3f}"] for kind in _KINDS]
     lines = [
-        f"{summary.path}: saved by {saved_by}; {len(parameters):,} parameters and buffers, {numel:,} elements; "
-        f"data files: {len(summary.files):,}, {size / 2**20:,.1f} MiB"
+        f"{folder}: saved by {header.get('optimizer', 'no optimizer')}; {len(states):,} parameters and buffers, "
+        f"{numel:,} elements; data files: {sum(each is not None for each in index.files):,}, {size / 2**20:,.1f} MiB",
+        *([f"extra: {', '.join(header['extra'])}"] if header.get("extra") else []),
+        "",
+        *_table(["kind", "bytes", "per element"], kinds),
+        *(["", *_table(["group", "parameters", *_SHOWN_OPTIONS], options)] if options else []),
+        "",
+        *_table(["parameter", "shape", "weights", "codec", "state, bytes per element"], rows),
+        "",
     ]
-    if header.get("extra"):
-        lines.append(f"extra: {', '.join(header['extra'])}")
-    totals: Counter[str] = Counter()
-    for parameter in parameters:
-        totals.update(parameter.nbytes())
-    kinds = [[kind, f"{nbytes:,}", f"{nbytes / max(numel, 1):.3f}"] for kind, nbytes in totals.items()]
-    lines += ["", *table(["kind", "bytes", "per element"], kinds)]
-    groups = [
-        [str(index), f"{len(group['parameters']):,}", *(str(group["options"].get(key)) for key in _SHOWN_OPTIONS)]
-        for index, group in enumerate(header.get("param_groups", []))
-    ]
-    if groups:
-        lines += ["", *table(["group", "parameters", *_SHOWN_OPTIONS], groups)]
-        lines.append("Loads as it is into an optimizer with these options, into others with convert=True.")
-    head = ["parameter", "shape", "weights", "codec", "step", "state, bytes per element", "codes, bits used", "scales"]
-    lines += ["", *table(head, [_row(parameter) for parameter in parameters])]
-    lines += ["", *(problems or ["No NaN, no infinities." if _is_read(summary) else "The data were not read."])]
     return "\n".join(lines)
 
 
-def _row(parameter: Parameter) -> list[str]:
-    weights, nbytes = parameter.weights, parameter.nbytes()
-    state = sum(nbytes.values()) - nbytes["weights"]
-    values = {key.rpartition(".")[2]: x for key, x in parameter.values.items()}
-    codes = [f"{x.bits_used:.1f}" for key, x in values.items() if key.endswith("_codes")]
-    scales = [f"{x.low:.1e} to {x.high:.1e}" for key, x in values.items() if key.endswith("_scales")]
-    step = values.get("step")
-    return [
-        parameter.name,
-        " x ".join(map(str, parameter.shape)) or "scalar",
-        "" if weights is None else str(weights.dtype).removeprefix("torch."),
-        parameter.codec,
-        "" if step is None else f"{step.low:g}",
-        f"{state / max(parameter.numel, 1):.3f}" if parameter.state else "",
-        ", ".join(codes),
-        ", ".join(scales),
-    ]
+def _shape(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+    """The parameter's shape: that of its weights, else of the first entry that has an element for each of its own."""
+    whole = (entry.shape for key, entry in state.items() if key != "step" and not key.endswith("_scales"))
+    return weights.shape if weights is not None else next(whole, ())
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _nbytes(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> Counter[str]:
+    nbytes = Counter({"weights": 0 if weights is None else weights.nbytes})
+    for key, entry in state.items():
+        kind = "codes" if key.endswith("_codes") else "scales" if key.endswith("_scales") else "moments"
+        nbytes["master low bits" if key == LOW_BITS else kind] += entry.nbytes
+    return nbytes
+
+
+def _described(weights: StoredTensor | None, state: Mapping[str, StoredTensor], codec: str | None) -> list[str]:
+    """The dtype of the weights, and the codec of the state: "fp32" where min_quantized_numel leaves it in float32."""
+    in_codes = codec == "bf16" or any(key.endswith("_codes") for key in state)
+    dtype = "" if weights is None else str(weights.dtype).removeprefix("torch.")
+    return [dtype, "" if not state else str(codec) if in_codes else "fp32"]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table whose columns are as wide as their longest cells."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows))
     return ["  ".join(cells).rstrip() for cells in padded]
-
-
-def _is_read(summary: Summary) -> bool:
-    return any(parameter.values for parameter in summary.parameters)
-
-
-def _values(summary: Summary, problems: Sequence[str]) -> dict[str, Any]:
-    return {
-        "path": str(summary.path),
-        "header": json.loads(dumped(summary.header)),
-        "files": summary.files,
-        "parameters": [
-            {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                "codec": parameter.codec,
-                "bytes": parameter.nbytes(),
-                "values": {
-                    key: {"nan": found.nan, "infinite": found.infinite}
-                    | ({"low": found.low, "high": found.high} if found.low <= found.high else {})
-                    | ({"bits_used": found.bits_used} if key.endswith("_codes") else {})
-                    for key, found in parameter.values.items()
-                },
-            }
-            for parameter in summary.parameters
-        ],
-        "problems": list(problems),
-    }

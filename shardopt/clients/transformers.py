@@ -1,18 +1,21 @@
 """Hugging Face's Trainer: the portable checkpoint in place of the optimizer file, and clipping by the exact norm.
 
 Trainer can write and read its own optimizer files, too, on one process, under DistributedDataParallel, FSDP1, FSDP2 and
-DeepSpeed. FSDP1's are four times as large, and DeepSpeed's load on an unchanged number of ranks only.
+DeepSpeed. FSDP1's are four times as large, and DeepSpeed's load on an unchanged number of ranks only. Importing this
+module replaces ``transformers.trainer.deepspeed_load_checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers.trainer as _trainer
 from accelerate.state import AcceleratorState
 from accelerate.utils import save_fsdp_model
 from torch.nn import Module
@@ -29,15 +32,15 @@ FOLDER = "shardopt"
 class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
     """Saves and loads :mod:`shardopt.checkpoint` in place of Trainer's optimizer file, for any number of ranks.
 
-    For one process, DistributedDataParallel, FSDP1 and FSDP2, with ``save_only_model=True``, so that Trainer does not
-    write its own optimizer file. Beside the model and the optimizer this saves the state of the learning rate schedule
-    and of the loss scaler, and each rank's random numbers. Usage: ``Trainer(..., callbacks=[PortableCheckpoint()])``,
-    then ``trainer.train(resume_from_checkpoint=...)`` as usual. Trainer restores random numbers if the number of ranks
-    is unchanged.
+    For one process, DistributedDataParallel, FSDP1, FSDP2 and DeepSpeed, with ``save_only_model=True``, so that Trainer
+    does not write its own optimizer file. In addition to the model and the optimizer this saves the state of the
+    learning rate schedule and of the loss scaler, and each rank's random numbers. Usage:
+    ``Trainer(..., callbacks=[PortableCheckpoint()])``, then ``trainer.train(resume_from_checkpoint=...)`` as usual.
+    Trainer restores random numbers if the number of ranks is unchanged. DeepSpeed's loss scale is not saved.
 
     Args:
         resume_from: the checkpoint folder given to ``trainer.train(resume_from_checkpoint=...)``, which Trainer does
-            not tell its callbacks. Default: ``checkpoint-<step>`` in the output folder.
+            not tell its callbacks. Default: ``checkpoint-<step>`` in the output folder. Not needed with DeepSpeed.
     """
 
     def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
@@ -47,19 +50,12 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         """Checks the arguments.
 
         Raises:
-            ValueError: ``save_only_model`` is False, so that Trainer would write an optimizer file, too; or Trainer
-                trains by DeepSpeed, which resumes from DeepSpeed's own folder only.
+            ValueError: ``save_only_model`` is False, so that Trainer would write an optimizer file, too.
         """
         if not args.save_only_model:
             raise ValueError(
                 "got save_only_model=False with PortableCheckpoint, which saves the optimizer, expected "
                 "TrainingArguments(save_only_model=True)"
-            )
-        if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
-            raise ValueError(
-                "got DeepSpeed with PortableCheckpoint, expected another way of sharding: Trainer resumes from "
-                "DeepSpeed's own checkpoint only; leave the callback out, and for another number of ranks convert that "
-                "checkpoint to DeepSpeed's universal one"
             )
 
     def on_save(
@@ -85,6 +81,8 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
             save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
+        if _by_deepspeed() and args.should_save:  # Trainer reads this file by itself
+            torch.save(lr_scheduler.state_dict(), folder / _trainer.SCHEDULER_NAME)
         name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
         torch.save(_random_state(), folder / name)
 
@@ -110,7 +108,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
                 "got a hyper-parameter search with PortableCheckpoint, expected a single run, as Trainer does not tell "
                 "callbacks the folders of a search; leave the callback out"
             )
-        if not state.global_step:
+        if not state.global_step or _by_deepspeed():  # see _load_deepspeed
             return
         folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)
         loaded = checkpoint.load(folder / FOLDER, model, optimizer)
@@ -144,7 +142,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
                 f"got max_grad_norm={args.max_grad_norm} with ClipGradNorm, expected "
                 "TrainingArguments(max_grad_norm=0.0): gradients would be clipped twice"
             )
-        if getattr(AcceleratorState(), "deepspeed_plugin", None) is not None:
+        if _by_deepspeed():
             raise ValueError(
                 "got DeepSpeed with ClipGradNorm, expected another way of sharding: DeepSpeed clips by itself; "
                 'leave the callback out, and set max_grad_norm or "gradient_clipping"'
@@ -159,6 +157,31 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
             scaler.unscale_(inner)
         is_ours = isinstance(inner, ShardedOptimizer)
         clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
+
+
+def _by_deepspeed() -> bool:
+    return getattr(AcceleratorState(), "deepspeed_plugin", None) is not None
+
+
+def _load_deepspeed(load: Callable[..., None]) -> Callable[..., None]:
+    """Has Trainer load the portable checkpoint into a DeepSpeed engine where it would load DeepSpeed's own.
+
+    Args:
+        load: ``transformers.trainer.deepspeed_load_checkpoint``, still used for folders without a portable checkpoint.
+    """
+
+    def deepspeed_load_checkpoint(engine: Any, path: str, **kwargs: Any) -> None:
+        if not (Path(path) / FOLDER).is_dir():
+            load(engine, path, **kwargs)
+            return
+        loaded = checkpoint.load(Path(path) / FOLDER, engine)
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
+
+    return deepspeed_load_checkpoint
+
+
+_trainer.deepspeed_load_checkpoint = _load_deepspeed(_trainer.deepspeed_load_checkpoint)
 
 
 def _folder(args: TrainingArguments, state: Any) -> Path:

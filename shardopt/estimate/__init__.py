@@ -1,7 +1,6 @@
 """Memory that a model and its optimizer will take up: ``shardopt estimate``."""
 
-from shardopt.estimate.config import model_of_config
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model, ParameterShape
 
-__all__ = ["Model", "ParameterShape", "Setup", "estimate", "model_of_config"]
+__all__ = ["Model", "ParameterShape", "Setup", "estimate"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.nn import Embedding, Module
+
+from shardopt.layout import keeps_float32_state
 from shardopt.state.options import MAX_BLOCK_SIZE
 
 Shape = tuple[int, ...]
@@ -17,22 +21,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MATRIX: Shape = (4096, MAX_BLOCK_SIZE)  # a multiple of every block size
 _MATRICES_PER_LAYER = 12  # four of attention, and eight times as much in the feed-forward part
 _LARGEST = 10**13
-
-
-class Form(NamedTuple):
-    """Shape of a parameter, and whether options apply to its state.
-
-    Attributes:
-        shape: the parameter's global shape.
-        float32_state: whether the moments stay float32, as those of a StableEmbedding.
-    """
-
-    shape: Shape
-    float32_state: bool = False
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+#: The numbered layer in the name of a parameter: "model.layers.3" in "model.layers.3.mlp.weight".
+_IN_LAYER = re.compile(r"((?:.*?\.)?\d+)\.")
 
 
 class ParameterShape(NamedTuple):
@@ -40,21 +30,13 @@ class ParameterShape(NamedTuple):
 
     Attributes:
         shape: its global shape.
-        unit: the number, from 0, of the FSDP unit that it belongs to: usually its layer.
+        unit: the FSDP unit that it belongs to: usually its layer.
         float32_state: whether its moments stay float32, as those of a StableEmbedding.
     """
 
     shape: Shape
-    unit: int
+    unit: int | str
     float32_state: bool = False
-
-    @property
-    def form(self) -> Form:
-        return Form(self.shape, self.float32_state)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,7 @@ class Model:
 
     Attributes:
         name: what the user calls it.
-        parameters: in the optimizer's order.
+        parameters: its parameters, shared ones once.
         note: what had to be assumed.
         embeddings: the shapes of its input and output embeddings.
     """
@@ -76,41 +58,40 @@ class Model:
     @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(parameter.numel for parameter in self.parameters)
-
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest parameter."""
-        return max(parameter.numel for parameter in self.parameters)
-
-    @cached_property
-    def units(self) -> tuple[tuple[Form, ...], ...]:
-        """The parameters of each unit."""
-        units: list[list[Form]] = [[] for _ in range(max(self.unit_of) + 1)]
-        for parameter in self.parameters:
-            units[parameter.unit].append(parameter.form)
-        return tuple(tuple(forms) for forms in units)
-
-    @cached_property
-    def unit_of(self) -> tuple[int, ...]:
-        """The unit of each parameter."""
-        return tuple(parameter.unit for parameter in self.parameters)
-
-    def with_stable_embedding(self) -> Model:
-        """The model with a StableEmbedding instead of the token embedding, which is its first parameter."""
-        embedding, *others = self.parameters
-        norm = ParameterShape(embedding.shape[1:], embedding.unit)
-        return replace(self, parameters=(embedding._replace(float32_state=True), norm, norm, *others))
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
     @classmethod
-    def of_layers(
-        cls, name: str, first: Sequence[Shape], layers: Iterable[Sequence[Shape]], last: Sequence[Shape]
-    ) -> Model:
-        """A model of layers, which are units, and of what comes before and after them, which is a unit together."""
-        in_layers = [(shape, number) for number, layer in enumerate(layers, 1) for shape in layer]
-        placed = [*((s, 0) for s in first), *in_layers, *((s, 0) for s in last)]
-        parameters = tuple(ParameterShape(shape, unit) for shape, unit in placed)
-        return cls(name, parameters, embeddings=frozenset(shape for shape in (*first, *last) if len(shape) > 1))
+    def of(cls, name: str, module: Module) -> Model:
+        """The parameters of a module, which may be on the meta device. Layers are units, and the rest is one."""
+        parameters = []
+        for key, param in module.named_parameters():
+            layer = _IN_LAYER.match(key)
+            unit = layer[1] if layer else ""
+            parameters.append(ParameterShape(tuple(param.shape), unit, keeps_float32_state(param)))
+        embeddings = {tuple(each.weight.shape) for each in module.modules() if isinstance(each, Embedding)}
+        return cls(name, tuple(parameters), embeddings=frozenset(embeddings))
+
+    @classmethod
+    def of_config(cls, path: str | Path) -> Model:
+        """The model that transformers makes of a config.json, on the meta device.
+
+        Raises:
+            ModuleNotFoundError: transformers is not installed.
+            OSError: there is no such file.
+            ValueError: it is not the config of a causal language model that transformers knows.
+        """
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"got --config without the package {error.name}, expected transformers; pip install "
+                "'shardopt[transformers]', or give the number of parameters instead, such as 7B"
+            ) from None
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path}: there is no such file, expected a Hugging Face config.json")
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return cls.of(config.model_type, AutoModelForCausalLM.from_config(config))
 
     @classmethod
     def of_size(cls, text: str) -> Model:

@@ -59,11 +59,11 @@ def _copies_in_ddp(model: Module) -> Mapping[Tensor, Copies]:
 
 
 def _deepspeed_engines(model: Module) -> Engines | None:
-    if not any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
+    if "deepspeed.runtime.engine" not in sys.modules:  # without this module no model is in an engine
         return None
-    from shardopt.sharding.deepspeed.engine import has_optimizer, opened, refresh
+    from shardopt.sharding.deepspeed.engine import engine_of, has_optimizer, opened, refresh
 
-    return Engines("DeepSpeed", has_optimizer, opened, refresh)
+    return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, opened, refresh)
 
 
 register(_resolve_dtensor)

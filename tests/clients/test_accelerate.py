@@ -53,8 +53,16 @@ def test_fsdp1_loads_on_another_number_of_ranks(
     assert client_ranks.run(world_size, accelerated, "fsdp1", tmp_path, "state", True) == [plain[0]] * world_size
 
 
-@pytest.mark.parametrize("before", ["fsdp1", "fsdp2", pytest.param("zero2", marks=needs("deepspeed"))])
-@pytest.mark.parametrize(("world_size", "after"), [(1, "plain"), (2, "fsdp1")])
+@pytest.mark.parametrize(
+    ("before", "world_size", "after"),
+    [
+        *((before, *after) for before in ("fsdp1", "fsdp2") for after in ((1, "plain"), (2, "fsdp1"))),
+        *(
+            pytest.param(before, size, after, marks=needs("deepspeed"))
+            for before, size, after in (("zero2", 1, "zero2"), ("zero2 offload", 4, "zero2"), ("zero2", 2, "fsdp1"))
+        ),
+    ],
+)
 def test_portable_checkpoint(
     client_ranks: Pool,
     plain: tuple[dict[str, str], Path],
@@ -67,6 +75,13 @@ def test_portable_checkpoint(
     assert client_ranks.run(2, accelerated, before, tmp_path, "portable") == [plain[0]] * 2
     found = client_ranks.run(world_size, accelerated, after, tmp_path, "portable", True)
     assert found == [plain[0]] * world_size
+
+
+@needs("deepspeed")
+def test_zero3_goes_on_on_another_number_of_ranks(client_ranks: Pool, tmp_path: Path) -> None:
+    """ZeRO 3 multiplies matrices in an order of its own: its bits are compared with its own."""
+    found = client_ranks.run(2, accelerated, "zero3 offload", tmp_path, "portable")
+    assert client_ranks.run(4, accelerated, "zero3", tmp_path, "portable", True) == found[:1] * 4
 
 
 def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +22,25 @@ from ranks.layouts import values
 from ranks.pool import Pool
 from ranks.snapshot import assert_same
 from shardopt.layout import UnknownShardError, shard_of
-from shardopt.sharding.megatron import held_by_group, shards_of, stepped_by_group
 
 #: Blocks of 128 that ranges cut; a parameter of which a single rank has elements; a matrix over three ranks.
 SHAPES = {"long": (9, 300), "few": (2, 33), "bias": (5,), "row": (1, 257), "wide": (40, 130)}
 BUCKETS = (("wide", "row"), ("bias", "few", "long"))  # Megatron lays parameters out from the last one to the first
 STEPS = 2
+#: Files of Megatron's optimizer, and a class of each.
+OF_MEGATRON = {"distrib_optimizer": "DistributedOptimizer", "cpu_offloading": "HybridDeviceOptimizer"}
+
+
+def import_client() -> Any:
+    """``shardopt.clients.megatron`` on modules without content, whether Megatron-Core is installed or not."""
+    names = ("megatron", "megatron.core", "megatron.core.optimizer")
+    modules = {name: ModuleType(name) for name in (*names, *(f"{names[2]}.{file}" for file in OF_MEGATRON))}
+    for file, name in OF_MEGATRON.items():
+        setattr(modules[f"{names[2]}.{file}"], name, type(name, (), {}))
+        setattr(modules[names[2]], file, modules[f"{names[2]}.{file}"])
+    with mock.patch.dict(sys.modules, modules):
+        sys.modules.pop("shardopt.clients.megatron", None)
+        return importlib.import_module("shardopt.clients.megatron")
 
 
 def model_of() -> nn.Module:
@@ -80,9 +96,10 @@ def stand_in(model: nn.Module) -> Any:
 
 def step_and_compare(optimizer_class: Any) -> None:
     """The bits of the unsharded run, on ranks that have nothing of some parameters."""
-    model, whole = model_of(), model_of()
+    client, model, whole = import_client(), model_of(), model_of()
     wrapper = stand_in(model)
-    stepped = stepped_by_group(shards_of(wrapper), held_by_group(wrapper), wrapper.data_parallel_group)
+    held_by_rank = client.held_by_group(wrapper)
+    stepped = client.stepped_by_group(client.shards_of(wrapper), held_by_rank, wrapper.data_parallel_group)
     assert [[tuple(p.shape) for p in group] for group in stepped] == [
         [shape for shape in SHAPES.values() if (len(shape) == 1) == one] for one in (False, True)
     ]
@@ -124,7 +141,7 @@ def refuse_another_account() -> None:
     known = next(iter(ranges[0]["param_map"].values()))
     known["param"].end -= 1
     with pytest.raises(UnknownShardError, match="Megatron-Core shards in a way"):
-        shards_of(wrapper)
+        import_client().shards_of(wrapper)
 
 
 def test_another_account_of_the_ranges(ranks: Pool) -> None:

@@ -22,7 +22,6 @@ MODULES = (
     "/result_bars.py",
     "/result_timeline.py",
     "/results.py",
-    "/stand_in_device.py",
 )
 
 HELP = """

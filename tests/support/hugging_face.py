@@ -80,6 +80,7 @@ NAMED = {"type": "AdamW8bit", "params": {**OPTIONS, "weight_decay": 0.0}}
 MODES["zero2 offload"] = zero(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
 MODES["zero2 by name"] = zero(optimizer=NAMED)
 MODES["zero3"] = zero(zero_optimization={"stage": 3})
+MODES["zero3 offload"] = zero(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
 
 
 def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -14,21 +16,39 @@ from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
 from shardopt.sharding.in_model import replaced_parameters
 
+#: Engines by their bare models, which Hugging Face's Trainer hands to callbacks.
+_engines: weakref.WeakKeyDictionary[Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
-def has_optimizer(engine: Any, optimizer: Optimizer) -> bool:
+
+def own(engine: Any) -> None:
+    """Lets checkpoints find an engine by its bare model."""
+    _engines[engine.module] = weakref.ref(engine)
+
+
+def engine_of(model: Module) -> Any:
+    """The engine that a model is, or that a bare model is in; None for any other model."""
+    if any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__):
+        return model
+    reference = _engines.get(model)
+    return None if reference is None else reference()
+
+
+def has_optimizer(model: Module, optimizer: Optimizer) -> bool:
     """Whether an optimizer is the engine's wrapper, the optimizer inside it, or Accelerate's wrapper of one of them."""
+    engine = engine_of(model)
     candidates = (optimizer, getattr(optimizer, "optimizer", None))
     return any(known is not None and known in (engine.optimizer, engine.basic_optimizer) for known in candidates)
 
 
 @contextmanager
-def opened(engine: Any) -> Iterator[tuple[Module, Optimizer]]:
+def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     """The engine's bare model and our optimizer, with the flat masters in its param groups.
 
     Outside of this context, ZeRO 3 shows masters to the optimizer one at a time, and none between steps. Frozen
     parameters, which no optimizer has, are gathered meanwhile, whole on every rank, and written back. Under ZeRO 0 with
     bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
     """
+    engine = engine_of(model)
     wrapper = engine.optimizer
     _refuse_model_parallel(engine)
     if hasattr(wrapper, "fp32_groups"):
@@ -69,9 +89,9 @@ def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
     return masters
 
 
-def refresh(engine: Any) -> None:
+def refresh(model: Module) -> None:
     """Makes the model's parameters from the masters, after these were loaded."""
-    wrapper = engine.optimizer
+    wrapper = engine_of(model).optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
@@ -84,3 +104,44 @@ def refresh(engine: Any) -> None:
             for index in range(len(wrapper.fp32_partitioned_groups_flat)):
                 wrapper._reassign_or_swap_out_partitioned_parameters(index)
         wrapper.checkpoint_event_epilogue()
+
+
+def refuse_single_states(wrapper: Any) -> None:
+    """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed refuse our state, on all ranks.
+
+    DeepSpeed looks for float32 tensors that are laid out like the masters, and would wait for the ranks that raise.
+
+    Args:
+        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    """
+    if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
+        wrapper._get_fp32_opt_state_partition = _without_state(wrapper._get_fp32_opt_state_partition)
+    elif hasattr(wrapper, "_link_all_hp_params"):  # ZeRO 1 and 2, BF16_Optimizer
+        wrapper._hp_optimizer_states_linked = True  # else DeepSpeed keeps views of any tensor of the masters' shape
+        link = wrapper._link_all_hp_params
+
+        def _link_all_hp_params() -> None:
+            link()  # binds methods to the parameters
+            for group in wrapper.bf16_groups if hasattr(wrapper, "bf16_groups") else wrapper.bit16_groups:
+                for param in group:
+                    param.get_full_hp_param = _without_state(param.get_full_hp_param)
+                    param.set_full_hp_param = _without_state(param.set_full_hp_param)
+
+        wrapper._link_all_hp_params = _link_all_hp_params
+        _link_all_hp_params()
+
+
+def _without_state(access: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of DeepSpeed's whose last argument, ``optim_state_key``, must be None: what remains is the master."""
+
+    @wraps(access)
+    def method(*args: Any, optim_state_key: str | None = None, **kwargs: Any) -> Any:
+        key = next((arg for arg in args if isinstance(arg, str)), optim_state_key)
+        if key is not None:
+            raise RuntimeError(
+                f"got a call for the optimizer state {key!r} of one parameter, expected none, as the state is "
+                "quantized; use shardopt.checkpoint.save(path, engine), and load it without DeepSpeed to look into it"
+            )
+        return access(*args, **kwargs)
+
+    return method

@@ -3,8 +3,6 @@
 - ``DeepSpeedEngine._is_supported_optimizer`` decides which types a config may name: with the hook, shardopt's, too.
 - ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: with the hook, shardopt's.
 - ``DeepSpeedEngine._configure_optimizer`` wraps the optimizer: the hook then reads the contents of flat partitions.
-- ``DeepSpeedEngine._save_zero_checkpoint`` and ``_load_zero_checkpoint`` call ZeRO's ``state_dict`` and
-  ``load_state_dict``: the hooks show moments as float32, and quantize universal checkpoints.
 - ``DeepSpeedEngine.load_checkpoint`` loads no state if masters are on NVMe: the hook loads ours, which is in memory.
 - ``offload_states`` and ``reload_states`` of ZeRO 3 move FusedAdam's state only: the hooks move ours, too. In all
   stages they separate masters and parameters that are one tensor: the hook joins both again.
@@ -15,7 +13,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,7 +26,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout.numbers import number_parameters, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
-from shardopt.sharding.deepspeed.fragments import show_state
+from shardopt.sharding.deepspeed.engine import own, refuse_single_states
 from shardopt.sharding.deepspeed.masters import share_copies
 from shardopt.sharding.deepspeed.muon import divided, leave_gradients
 from shardopt.sharding.deepspeed.offload import (
@@ -39,7 +36,6 @@ from shardopt.sharding.deepspeed.offload import (
     swap_what_survives,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
-from shardopt.sharding.deepspeed.universal import loading_universal, read_natively, saving
 from shardopt.state.options import DEFAULTS, is_own
 from shardopt.wrapper.optimizer import QuantizedState
 
@@ -66,7 +62,6 @@ def install(engine_module: ModuleType) -> None:
     engine_class = engine_module.DeepSpeedEngine
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
     is_supported = engine_class._is_supported_optimizer
-    save_zero, load_zero = engine_class._save_zero_checkpoint, engine_class._load_zero_checkpoint
 
     def _is_supported_optimizer(self: Any, name: str) -> bool:
         return name.lower() in TYPES or is_supported(self, name)
@@ -119,28 +114,15 @@ def install(engine_module: ModuleType) -> None:
             swap_what_survives(self.optimizer)
             move_state_too(self.optimizer)
             _warn_of_lost_updates(self)
-            read_natively(self.basic_optimizer)
-            show_state(self)
+            refuse_single_states(self.optimizer)
+            own(self)
         elif isinstance(self.basic_optimizer, QuantizedState):
             assign_partitions(self)
-
-    def _save_zero_checkpoint(self: Any, save_path: str, tag: str) -> Any:
-        if not isinstance(self.basic_optimizer, ShardedOptimizer):
-            return save_zero(self, save_path, tag)
-        with saving(self):
-            return save_zero(self, save_path, tag)
-
-    def _load_zero_checkpoint(self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> Any:
-        if not isinstance(self.basic_optimizer, ShardedOptimizer) or not self.load_universal_checkpoint():
-            return load_zero(self, load_dir, tag, load_optimizer_states)
-        with loading_universal(self, os.path.join(load_dir, tag)):
-            return load_zero(self, load_dir, tag, load_optimizer_states)
+            own(self)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
-    engine_class._save_zero_checkpoint = _save_zero_checkpoint
-    engine_class._load_zero_checkpoint = _load_zero_checkpoint
     engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [ShardedOptimizer, *OPTIMIZERS.values(), QuantizedState]
@@ -210,10 +192,10 @@ def _check_config(engine: Any) -> None:
             "zero_optimization.elastic_checkpoint: got true, expected false, as it would strip padding from tensors "
             "without padding; use shardopt.checkpoint.save, which loads on any number of ranks"
         )
-    if engine.load_universal_checkpoint() and engine.zero_nvme_offload_optimizer():
+    if engine.load_universal_checkpoint():
         raise ValueError(
-            "checkpoint.load_universal: got true with offload_optimizer.device nvme, under which DeepSpeed does not "
-            "load the optimizer, expected another device; load there, and shardopt.checkpoint.save(path, engine)"
+            "checkpoint.load_universal: got true, expected false, as DeepSpeed's universal checkpoints have float32 "
+            "moments only; use shardopt.checkpoint.save(path, engine) and load, for any number of ranks and any stage"
         )
 
 
@@ -231,11 +213,8 @@ def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
     """Raises for settings of DeepSpeed that do not work with the result of quantize_state."""
     _check_config(engine)
     _check_offload([optimizer._entries.options])
-    if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
-        raise ValueError(
-            "got quantize_state with checkpoint.load_universal or offload_optimizer.device nvme, expected a config "
-            "without both; use shardopt.checkpoint.save(path, engine) and load, and offload to the cpu"
-        )
+    if engine.zero_nvme_offload_optimizer():
+        raise ValueError("offload_optimizer.device: got nvme with quantize_state, expected cpu; offload to the cpu")
     name = type(optimizer._inner).__name__
     if engine.zero_optimization() and not optimizer.is_elementwise:
         raise RuntimeError(

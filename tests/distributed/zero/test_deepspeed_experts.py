@@ -114,6 +114,6 @@ def test_experts_of_another_kind_are_refused() -> None:
     model = nn.Linear(4, 4)
     model.weight.allreduce = False
     own = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
-    engine = SimpleNamespace(optimizer=None, module=model, **own)
+    engine = type("DeepSpeedEngine", (SimpleNamespace,), {})(optimizer=None, module=model, **own)
     with pytest.raises(ValueError, match=r"or AutoEP, .* experts of deepspeed\.moe\.layer\.MoE only"), opened(engine):
         pass

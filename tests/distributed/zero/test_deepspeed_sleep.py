@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ranks.deepspeed import (
@@ -43,7 +42,6 @@ def _addresses(engine: Any) -> set[int]:
 @pytest.mark.parametrize(("stage", "zero", "sections", "what"), [*FEW_MOVES, *slow(MOVES, besides=FEW_MOVES)])
 def test_states_go_and_come_back(stage: int, zero: dict[str, Any], sections: dict[str, Any], what: str) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-    from deepspeed.utils import safe_get_full_optimizer_state
 
     of = twins(config(stage, zero=zero, **sections))
     include = None if what == "everything" else [OffloadStateTypeEnum.optim_states]
@@ -57,8 +55,6 @@ def test_states_go_and_come_back(stage: int, zero: dict[str, Any], sections: dic
             engine.reload_states()
         assert all("buffer" not in key for state in engine.basic_optimizer.state.values() for key in state)
         goes_on_as_whole(engine, of)
-        for param in engine.module.parameters():
-            assert torch.isfinite(safe_get_full_optimizer_state(param, "exp_avg")).all()
 
 
 @pytest.mark.deepspeed_ranks(2)
