@@ -59,7 +59,7 @@ CLIENTS = {
     "verl": Client("0.9.1", "optimizer_impl: shardopt, optimizer: AdamW8bit, external_lib: shardopt"),
 }
 #: Packages that single functions use.
-OPTIONAL = ("matplotlib", "mpi4py", "safetensors")
+OPTIONAL = ("matplotlib", "safetensors")
 #: Compute capabilities that the build knows, from the oldest on.
 OLDEST_GPU = (7, 5)
 
