@@ -120,8 +120,7 @@ class Quickstart:
 def main() -> int:
     """Runs the quickstart and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = Path(options.load(["--config", str(CONFIG)]).output)
-    parser.add_argument("--output", type=Path, default=default, help="folder of the runs; earlier ones are replaced")
+    parser.add_argument("--output", type=Path, default="runs/quickstart", help="folder of the runs, which are replaced")
     quickstart = Quickstart(parser.parse_args().output)
     began = time.monotonic()
     quickstart.run()

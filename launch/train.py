@@ -13,8 +13,8 @@ Several processes, one per GPU or all on the CPU::
 
     torchrun --nproc-per-node 2 launch/train.py --backend deepspeed --deepspeed configs/zero2.json
 
-Bad input ends the run with one line on stderr and exit code 2, the loss of another rank with one line and exit code 3.
-torchrun adds its own report to the ranks' line and exits with 1.
+Bad input ends the run with one line on stderr and exit code 2, the loss of another rank with exit code 3; torchrun adds
+a report of its own and exits with 1.
 """
 
 from __future__ import annotations

@@ -118,11 +118,7 @@ class Learner:
         matrices = _matrices(model)
         self.module = WRAPS[config.backend](model.to(ranks.device), ranks, config)
         if config.ordered:
-            shardopt.comm.ordered_gradients(
-                self.module,
-                micro_batches=config.micro_batches,
-                wire=config.wire,  # type: ignore[arg-type]
-            )
+            shardopt.comm.ordered_gradients(self.module, micro_batches=config.micro_batches)
         groups, kind = param_groups(config, self.module, matrices), shardopt.optim.OPTIMIZERS[config.optimizer]
         try:
             self.optimizer = kind(groups, lr=config.lr, **config.options)  # type: ignore[call-arg]

@@ -17,8 +17,6 @@ from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
 
-Header = dict[str, Any]
-
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, from the earliest to the latest."""
@@ -38,20 +36,20 @@ def find(resume: str, folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> dict[str, Any]:
     """The job's own header in a checkpoint, beside model and optimizer.
 
     Raises:
         UserError: the checkpoint cannot be read, or another program than train.py saved it.
     """
     with _user_errors(f"cannot load the checkpoint {path}"):
-        header: Header = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
+        header: dict[str, Any] = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
     if "step" not in header:
         raise UserError(f"checkpoint {path} was not saved by train.py: it has no step")
     return header
 
 
-def save(folder: Path, header: Header, learner: Learner, keep: int) -> Path:
+def save(folder: Path, header: dict[str, Any], learner: Learner, keep: int) -> Path:
     """Writes a checkpoint with a header that has "step"; the newest `keep` stay, or with 0 all. All ranks take part.
 
     Raises:

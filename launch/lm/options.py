@@ -17,7 +17,6 @@ import yaml
 import shardopt
 from lm.errors import UserError
 from lm.model import SIZES
-from shardopt.comm.wire import WIRES
 
 BACKENDS = ("fsdp2", "fsdp1", "ddp", "deepspeed", "single")
 PRECISIONS = {"fp32": torch.float32, "bf16-mixed": torch.float32, "bf16": torch.bfloat16}  # dtypes of the parameters
@@ -58,7 +57,6 @@ class Config:
     accumulate: int = opt(1, "gradient accumulation steps per optimizer step", low=1)
     ordered: bool = opt(False, "sum gradients in the order of --micro-batches: the same bits on any number of ranks")
     micro_batches: int = opt(8, "with --ordered, passes per step over all ranks, whose number divides it", low=1)
-    wire: str = opt("fp32", "with --ordered, the format that gradients travel in", choices=WIRES)
     lr: float = opt(1e-3, "peak learning rate")
     min_lr: float = opt(0.1, "final learning rate, as a share of the peak")
     warmup: int = opt(50, "steps of linear warm-up before the cosine")
@@ -69,11 +67,11 @@ class Config:
     adamw_lr: float = opt(3e-4, "with (nor)muon, peak learning rate of embedding, output and norms")
     options: dict[str, Any] = dataclasses.field(
         default_factory=dict,
-        metadata={"help": "others of the optimizer, as codec=bf16", "low": 0, "choices": ()},
+        metadata={"help": "the optimizer's other arguments, such as codec=bf16", "low": 0, "choices": ()},
     )
 
     # The output.
-    output: str = opt("runs/default", "folder for metrics.jsonl, loss.png, summary.json and checkpoints")
+    output: str = opt("runs/default", "folder for metrics.jsonl, summary.json and checkpoints")
     checkpoint_interval: int = opt(200, "steps between checkpoints, besides one at the end; 0 writes none")
     keep_checkpoints: int = opt(0, "newest checkpoints to keep; 0 keeps all")
     resume: str | None = opt(None, "checkpoint, or folder whose latest one to resume; auto: of --output, if any")
@@ -123,7 +121,8 @@ def load(argv: Sequence[str]) -> Config:
     options = values.pop("options", {})
     parser.set_defaults(**{name: value if type(value) is bool else str(value) for name, value in values.items()})
     given = vars(parser.parse_args(argv))
-    config = Config(**{**{name: given[name] for name in fields}, "options": {**options, **dict(given["options"])}})
+    given = {name: None if given[name] == "none" else given[name] for name in fields}
+    config = Config(**{**given, "options": {**options, **dict(given["options"])}})
     for name, field in fields.items():
         value, low, choices = getattr(config, name), field.metadata["low"], field.metadata["choices"]
         if choices and value not in choices:
@@ -137,10 +136,8 @@ def load(argv: Sequence[str]) -> Config:
     if config.warmup > config.steps:
         raise UserError(f"warmup: got {config.warmup} steps, expected at most the {config.steps} steps of the run")
     if (config.backend == "deepspeed") != (config.deepspeed is not None):
-        got = config.deepspeed or "none"
-        raise UserError(
-            f"backend {config.backend}: got --deepspeed {got}; --backend deepspeed and a config go together"
-        )
+        got = f"backend {config.backend} and --deepspeed {config.deepspeed}"
+        raise UserError(f"got {got}; --backend deepspeed and a config go together")
     if config.ordered and (config.backend in ("fsdp1", "deepspeed") or config.accumulate > 1):
         raise UserError(
             f"ordered: got backend {config.backend} and accumulate {config.accumulate}, expected fsdp2, ddp or single "

@@ -30,11 +30,6 @@ class Ranks:
     local_rank: int
     device: torch.device
 
-    @property
-    def first(self) -> bool:
-        """Whether this rank writes files and prints: rank 0."""
-        return self.rank == 0
-
 
 def discover(device: str) -> Ranks:
     """Finds this rank and its device, from the caller's process group or else from the launcher's environment.
@@ -45,8 +40,8 @@ def discover(device: str) -> Ranks:
     Raises:
         UserError: `device` is "cuda" on a machine without GPUs, or a machine has fewer GPUs than ranks.
     """
-    rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
-    local_rank = _from_environment("LOCAL_RANK", 0)
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in names.items())
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -59,10 +54,6 @@ def discover(device: str) -> Ranks:
             f"rank {local_rank + 1} of a machine with {gpus} GPUs: start one rank per GPU, or pass --device cpu"
         )
     return Ranks(rank, world_size, local_rank, torch.device("cuda", local_rank))
-
-
-def _from_environment(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
 
 
 @contextmanager
@@ -113,7 +104,7 @@ def _store(ranks: Ranks) -> Any:
     # Machines count restarts differently, so with several machines torchrun must not keep its store (see
     # multinode/torchrun.sh).
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not kept or _from_environment("GROUP_WORLD_SIZE", 1) > 1:
+    if not kept or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
         return None
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))  # type: ignore[no-untyped-call]
     return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)

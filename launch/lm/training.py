@@ -100,7 +100,7 @@ class Trainer:
         self.peak_lrs = [group["lr"] for group in self.learner.optimizer.param_groups]
         self._say(f"data: {self.corpus.description}")
         self._resume()
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             metrics.begin(self.metrics, self.start)
         said = time.perf_counter()
         for step in range(self.start + 1, config.last_step + 1):
@@ -120,18 +120,18 @@ class Trainer:
         self._record({"step": config.last_step, "heldout_loss": heldout})
         summary = self._summary(heldout)
         path = Path(config.output, "summary.json")
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             metrics.write_summary(path, summary)
         self._say(f"held-out loss {heldout:.4f} nats per byte; see {path}")
         runtime.all_sum([0.0])  # all ranks end after rank 0 has written
         return summary
 
     def _say(self, line: str) -> None:
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             print(line, flush=True)
 
     def _record(self, row: metrics.Row) -> None:
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             metrics.append(self.metrics, row)
 
     def _resume(self) -> None:
@@ -239,10 +239,8 @@ class Trainer:
             "weight_bytes_per_parameter": weights / numel,
             "state_bytes_per_parameter": sum(state) / numel,
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
-            "step": config.last_step,
             "parameters": self.numel,
             "world_size": self.ranks.world_size,
-            "device": self.ranks.device.type,
             "verified": self.verified,
             "checkpoint": str(self.saved) if self.saved else None,
             "options": dataclasses.asdict(config),

@@ -42,7 +42,6 @@ def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, alone: Path, 
         (["--micro-batches", "5"], "got 5 on 1 ranks and a batch of 12, expected a multiple of the ranks"),
         (["--accumulate", "2"], "ordered: got backend single and accumulate 2"),
         (["--backend", "fsdp1"], "ordered: got backend fsdp1 and accumulate 1, expected fsdp2, ddp or single"),
-        (["--wire", "int8"], "expected one of fp32, bf16, e4m3"),
     ],
 )
 def test_refused(
