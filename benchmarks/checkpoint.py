@@ -36,8 +36,7 @@ from torch.optim import Optimizer
 
 import results
 import shardopt.checkpoint
-from decoder import Architecture, Decoder, set_gradients
-from measuring import among_ranks, seconds_of
+from measuring import Decoder, among_ranks, seconds_of, set_gradients
 from results import Column
 from shardopt.checkpoint.reading import read_index
 
@@ -89,7 +88,7 @@ def state_bytes(path: Path) -> int:
 def make_model(numel: int, dtype: torch.dtype) -> Decoder:
     """Each layer is sharded by itself, over all ranks."""
     torch.manual_seed(0)
-    model = Decoder(Architecture.of_numel(numel)).to(dtype)
+    model = Decoder(numel).to(dtype)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

@@ -1,4 +1,4 @@
-"""How benchmarks measure: contenders in turn, so that a machine's changes of pace hit all alike; and ranks of gloo."""
+"""Parts that benchmarks share: contenders in turn, so that changes of pace hit all alike; ranks of gloo; a model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 Name = TypeVar("Name")
@@ -81,3 +82,34 @@ def among_ranks(numbers: list[float], op: Any = dist.ReduceOp.MAX) -> list[float
     together = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(together, op)
     return together.tolist()
+
+
+class Layer(nn.Module):
+    """The parameters of a layer of GPT-2."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+
+class Decoder(nn.Module):
+    """The parameters of a GPT-2 of about so many, in about 12 layers, which is all that optimizers and shards see."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        hidden = max(1, round((numel / 144) ** 0.5 / 128)) * 128
+        layers = max(1, round((numel - 1024 * hidden) / (12 * hidden**2)))
+        self.embedding = nn.Embedding(1024, hidden)
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+
+
+def set_gradients(model: nn.Module) -> None:
+    """Gives each parameter of which this rank holds anything a gradient, sharded like it."""
+    for param in model.parameters():
+        if param.numel():
+            param.grad = param.detach() * 1e-2

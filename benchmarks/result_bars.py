@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 
 from results import ROOT, Cell
@@ -29,7 +29,6 @@ class Bars:
         series: figures by group, by the series' names; what is missing has no bar.
         digits: of the values, behind the point.
         line: a figure at which a line is drawn through all bars, and its name.
-        pale: by series and group, figures that are added to the bars in a paler colour.
     """
 
     title: str
@@ -38,7 +37,6 @@ class Bars:
     series: Mapping[str, Mapping[str, Cell]]
     digits: int
     line: tuple[float, str] | None = None
-    pale: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
 
     def figure(self) -> str:
         """The figure as SVG.
@@ -57,19 +55,16 @@ class Bars:
         shown = {group: self._of_group(group) for group in self.groups}
         if not any(shown.values()):
             raise ValueError(f"got no figures for {self.title!r}, expected some; run the whole benchmark")
-        ends = [sum(map(max, filter(None, bar[:2]))) for bars in shown.values() for bar in bars]
+        ends = [max(sizes) for bars in shown.values() for sizes, _ in bars]
         unit = (WIDTH - LEFT - RIGHT) / max(*ends, self.line[0] if self.line else 0)
         at_line = LEFT + self.line[0] * unit if self.line else 0.0
         top = y = 34.0 + (18 if self.line else 0)
         for group, bars in shown.items():
             drawing.text(LEFT - 10, y + len(bars) * BAR / 2 + 4, group, "end")
-            for sizes, pale, colour in bars:
-                x = float(LEFT)
-                for found, style in ((sizes, {}), (pale, {"fill_opacity": "0.45"})):
-                    if found:
-                        drawing.rect(x, y + 1, width := max(mean(found), 0) * unit, BAR - 3, fill=colour, **style)
-                        x += width
-                text = " + ".join(", ".join(f"{n:.{self.digits}f}" for n in found) for found in (sizes, pale) if found)
+            for sizes, colour in bars:
+                drawing.rect(LEFT, y + 1, width := max(mean(sizes), 0) * unit, BAR - 3, fill=colour)
+                x = LEFT + width
+                text = ", ".join(f"{n:.{self.digits}f}" for n in sizes)
                 if self.line and x < at_line < x + 14 + LETTER * len(text):
                     x = at_line
                 drawing.text(x + 7, y + 13, text, bold=True, font_size="12")
@@ -81,14 +76,12 @@ class Bars:
         drawing.text(LEFT, y + 12, self.caption)
         return drawing.svg(round(y + 22))
 
-    def _of_group(self, group: str) -> list[tuple[list[float], list[float], str]]:
-        """Figures in full colour, those in a paler one, and the colour, of each bar."""
-        found = []
-        for (name, cells), colour in zip(self.series.items(), COLOURS, strict=False):
-            sizes, pale = _sizes(cells.get(group)), _sizes(self.pale.get(name, {}).get(group))
-            if sizes or pale:
-                found.append((sizes, pale, colour))
-        return found
+    def _of_group(self, group: str) -> list[tuple[list[float], str]]:
+        """Figures and colour of each bar."""
+        found = [
+            (_sizes(cells.get(group)), colour) for cells, colour in zip(self.series.values(), COLOURS, strict=False)
+        ]
+        return [(sizes, colour) for sizes, colour in found if sizes]
 
 
 def _sizes(cell: Cell) -> list[float]:

@@ -195,7 +195,6 @@ def report(
     threads: int | None = None,
     goals: Sequence[Goal | None] = (),
     notes: Sequence[str] = (),
-    device: str | None = None,
 ) -> None:
     """Prints the figures of this run, each row as soon as it is there, and writes them.
 
@@ -203,10 +202,8 @@ def report(
         where: the folder, the value of ``--json``; None for nowhere.
         benchmark, title, columns, rows, threads, notes: as in :class:`Table`; floats are rounded.
         goals: None stands for a goal of which the run measured nothing.
-        device: a GPU, or another thing that the figures depend on in place of the processor.
     """
-    in_words = f"{device}, {commonly()}" if device else machine()
-    print(f"\n{title}\n{in_words}, commit {commit()}, {command()}\n")
+    print(f"\n{title}\n{machine()}, commit {commit()}, {command()}\n")
     widths = [32, *(max(len(column.head), 7) for column in columns[1:])]
     print_row([column.head for column in columns], widths)
     taken: list[tuple[Cell, ...]] = []
@@ -221,8 +218,8 @@ def report(
     table = Table(
         benchmark,
         title,
-        in_words,
-        slug(device) if device else kind(),
+        machine(),
+        kind(),
         str(date.today()),
         commit(),
         command(),
@@ -260,7 +257,9 @@ def ratio(x: float | None, y: float | None) -> float | None:
 
 
 def machine() -> str:
-    """The processor, as far as the system tells."""
+    """The processor, as far as the system tells, and PyTorch's version."""
+    import torch
+
     from shardopt.kernels.dispatch import cpu_target
 
     model = platform.processor() or platform.machine()
@@ -268,14 +267,7 @@ def machine() -> str:
     if cpuinfo.exists():
         names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = f"{len(names)} x {names[0]}" if names else model
-    return f"{model}, kernels {cpu_target()}, {commonly()}"
-
-
-def commonly() -> str:
-    """PyTorch's version."""
-    import torch
-
-    return f"torch {torch.__version__}"
+    return f"{model}, kernels {cpu_target()}, torch {torch.__version__}"
 
 
 def kind() -> str:

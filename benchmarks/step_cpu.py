@@ -10,8 +10,6 @@ is left out, and standard error says so.
     python benchmarks/step_cpu.py --all-cores           # from how many threads on memory binds log8
     python benchmarks/step_cpu.py --in-cache            # the kernels alone, in one thread
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
-    python benchmarks/step_cpu.py --over-kernel --dtype bfloat16 --shapes one transformer   # what step() adds
-    python benchmarks/step_cpu.py --chunks 1 2 4 8 32 --dtype bfloat16 # offload="step" from the CPU to the CPU
     python benchmarks/step_cpu.py --columns 4096 1000 448 257 130 64 33 --contenders "shardopt log8"
     pip install bitsandbytes torchao deepspeed ninja     # the peers
 """
@@ -26,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -42,10 +39,8 @@ from measuring import in_turn
 from results import ROOT, Cell, Column
 from shardopt import _C
 from shardopt.kernels.dispatch import CpuCall
-from shardopt.state import residency
 
 Params = list[torch.nn.Parameter]
-Clock = Callable[[], float]
 
 
 def one_tensor(numel: int) -> list[tuple[int, ...]]:
@@ -250,46 +245,6 @@ def in_cache(contenders: list[str], columns: list[int], rounds: int, dtype: torc
     return [Result(*cases[case], statistics.median(s) * 1e3, min(s) * 1e3) for case, s in seconds.items()]
 
 
-def over_kernel(
-    shapes: dict[str, list[tuple[int, ...]]], threads: int, rounds: int, dtype: torch.dtype, clock: Clock
-) -> tuple[list[list[Cell]], list[files.Goal | None]]:
-    """Steps of log8, with masters in bfloat16, beside the compiled part alone of the same optimizer; in turn."""
-    torch.set_num_threads(threads)
-    rows: list[list[Cell]] = []
-    goals = []
-    contender = "shardopt log8 + 24 bits" if dtype == torch.bfloat16 else "shardopt log8"
-    for name, sizes in shapes.items():
-        step = step_of(contender, [torch.randn(size).mul_(1e-3).to(dtype) for size in sizes])
-        seconds = in_turn({"kernel": kernel_of(step), "step": step}, rounds, clock=clock)
-        of_round = [whole / bare for whole, bare in zip(seconds["step"], seconds["kernel"], strict=True)]
-        medians = {kind: statistics.median(times) * 1e3 for kind, times in seconds.items()}
-        ratios = [statistics.median(of_round), min(seconds["step"]) / min(seconds["kernel"])]
-        rows.append([f"{contender}, {name}", medians["step"], medians["kernel"], *ratios])
-        goals.append(files.at_most(f"{name}: a step over its kernel", ratios[0], 1.05))
-    return rows, goals
-
-
-def by_chunks(chunks: list[float], numel: int, rounds: int, dtype: torch.dtype, clock: Clock) -> list[list[Cell]]:
-    """Steps with offload="step" from the CPU to the CPU by the size of chunks, beside one without offload; in turn."""
-    gradients = [torch.randn(size).mul_(1e-3).to(dtype) for size in one_tensor(numel)]
-    options: dict[str, Any] = {"master_weight_bits": 24} if dtype == torch.bfloat16 else {}
-    residency.FROM_CPU = True
-    steps: dict[str, Callable[[], object]] = {}
-    for chunk in (None, *chunks):
-        residency.CHUNK_BYTES = round((chunk or 32) * 2**20)
-        offload = None if chunk is None else "step"
-        params = [torch.nn.Parameter(torch.randn_like(gradient)) for gradient in gradients]
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        step = ours("log8", offload=offload, **options)(params).step
-        step()  # makes its chunks, of this size
-        steps["no offload" if chunk is None else f"chunks of {chunk:g} MiB"] = step
-    seconds = in_turn(steps, rounds, clock=clock)
-    first = statistics.median(seconds["no offload"])
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return [[name, t * 1e3, min(seconds[name]) * 1e3, t * 1e9 / numel, t / first] for name, t in medians.items()]
-
-
 def print_bound(results: list[Result]) -> None:
     """From how many threads on log8 takes at most a tenth more than the bare loop over the same bytes."""
     of = {(result.contender, result.threads): result.ns_per_parameter for result in results}
@@ -349,9 +304,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--in-cache", action="store_true", help="the kernels alone, in one thread, by --columns")
-    parser.add_argument("--over-kernel", action="store_true", help="steps of log8 beside their compiled part")
-    parser.add_argument("--chunks", type=float, nargs="+", metavar="MIB", help="log8 with offload='step' by chunks")
-    parser.add_argument("--cpu-time", action="store_true", help="with the last two: this process's time on cores")
     parser.add_argument("--all-cores", action="store_true", help="log8, fp32 and memory in 1, 2, 4, ... all threads")
     args = parser.parse_args()
     if args.all_cores:
@@ -365,27 +317,6 @@ def main() -> None:
     else:
         numels = {"transformer": args.transformer_numel}
         runs = [{name: SHAPES[name](numels.get(name, args.numel))} for name in args.shapes]
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    said = f"{args.rounds} interleaved rounds" + ("; time of the process on cores." if args.cpu_time else ".")
-    if args.over_kernel:
-        columns = [Column(""), Column("step", "ms", 2), Column("kernel", "ms", 2), Column("ratio", digits=3)]
-        columns.append(Column("ratio of the fastest", digits=3))
-        shapes = {name: sizes for run in runs for name, sizes in run.items()}
-        rows, goals = over_kernel(shapes, args.threads[0], args.rounds, dtype, clock)
-        title, notes = "A step on the CPU over its compiled part", [f"Parameters of {args.dtype}, {said}"]
-        files.report(
-            args.json, "step_cpu_over_kernel", title, columns, rows, threads=args.threads[0], goals=goals, notes=notes
-        )
-        return
-    if args.chunks:
-        torch.set_num_threads(args.threads[0])
-        columns = [Column(""), Column("median", "ms", 1), Column("fastest", "ms", 1)]
-        columns += [Column("ns per parameter", digits=3), Column("over no offload", digits=2)]
-        rows = by_chunks(args.chunks, args.numel, args.rounds, dtype, clock)
-        title = "A step with offload from the CPU to the CPU, by the size of chunks"
-        notes = [f"{args.numel:,} parameters of {args.dtype}, {said}"]
-        files.report(args.json, "step_cpu_chunks", title, columns, rows, threads=args.threads[0], notes=notes)
-        return
     results: list[Result] = []
     if args.in_cache:
         results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from gpu.predictions import PREDICTIONS
 from result_bars import Bars
-from result_timeline import Timeline
-from results import FOLDER, ROOT, Cell, Column, Goal, Table, commit, read_all, slug
+from results import FOLDER, ROOT, Column, Goal, Table, commit, read_all, slug
 
 BEGIN, END = "<!-- speeds: written by benchmarks/write_results.py -->", "<!-- end of speeds -->"
 FIGURES = ROOT / "docs" / "figures"
@@ -42,8 +41,6 @@ class Shown:
     columns: tuple[str, ...] | None = None
 
 
-#: Streams of gradients, of those of free_running.py.
-STREAMS = ("iid", "log-normal", "half sparse", "rare rows", "one step of 1e4")
 #: Benchmarks with a table in RESULTS.md, in its order; others are listed at its end.
 SHOWN = {
     "step_cpu": Shown(10, ("median", "fastest", "DeepSpeedCPUAdam's time over it")),
@@ -59,22 +56,9 @@ SHOWN = {
     "step_cpu_in_cache": Shown(6),
     "step_overhead": Shown(5, ("alone",)),
     "optimizers": Shown(8),
-    "clip": Shown(3, ("torch", "in place, to torch", "by the step, to torch", "norm below the limit, to torch")),
     "ordered_reduction": Shown(8, ("2 ranks", "4 ranks", "sent, of float32's")),
     "checkpoint": Shown(3),
     "zero_offload": Shown(6),
-    "free_running": Shown(
-        (
-            "AdamW, log8",
-            "AdamW, log8, repaid",
-            "AdamW, log4",
-            "AdamW, companded8",
-            "AdamW, dynamic8, 256",
-            "AdamW, bitsandbytes AdamW8bit",
-        ),
-        STREAMS,
-    ),
-    "small_learning_rates": Shown(6),
 }
 #: Optimizers in README's table, by the names of their rows.
 SPEEDS = {
@@ -243,22 +227,6 @@ class Drawn:
         return Bars(self.title, caption, list(names.values()), series, self.digits, self.line)
 
 
-def formats(found: Tables) -> Bars:
-    """Losses by number format."""
-    table = newest(found["unit_scaling_formats"])
-    worse: dict[str, dict[str, Cell]] = {}
-    for column in table.columns[1:]:
-        losses = numbers(table, column.name)
-        worse[column.name] = {row: loss - losses["fp32"] for row, loss in losses.items()}
-    return Bars(
-        "Held-out loss by number format less that of float32: standard parametrization and u-muP",
-        "held-out loss less fp32's, nats per byte, one seed",
-        ["fp16", "fp8"],
-        worse,
-        3,
-    )
-
-
 def wrapped(found: Tables) -> Bars:
     """Losses of optimizers in quantize_state, over those with float32 state."""
     table = newest(found["quantize_state"])
@@ -277,50 +245,13 @@ def wrapped(found: Tables) -> Bars:
     )
 
 
-def zero(found: Tables) -> Bars:
-    """Memory under DeepSpeed."""
-    table = newest(found["deepspeed_memory"])
-    names = {"AdamW8bit": "AdamW8bit", "peer": "torch's AdamW or DeepSpeedCPUAdam"}
-
-    def short(row: str) -> str:
-        row = row.replace(", offload of optimizer and param,", ", both:").replace(
-            ", offload of optimizer,", ", offload:"
-        )
-        return re.sub(r"^(ZeRO \d), (fp32|bf16)", r"\1: \2", row)
-
-    def bytes_on(side: str) -> dict[str, dict[str, float]]:
-        return {
-            words: {short(row): x for row, x in numbers(table, f"{name}, {side}").items() if x}
-            for name, words in names.items()
-        }
-
-    return Bars(
-        "Bytes per owned parameter under DeepSpeed ZeRO, by stage, offload and model",
-        "bytes per owned parameter on the device + (paler) in the host's memory",
-        [short(row) for row in names_of([table]) if not row.startswith("ZeRO 1")],
-        bytes_on("device"),
-        1,
-        pale=bytes_on("host"),
-    )
-
-
-def offloaded(found: Tables) -> Timeline:
-    """A step on the CPU beside the next forward pass."""
-    table = newest(found["offload_timeline"])
-    return Timeline(
-        "What runs when on GPU, copy engines and CPU, from optimizer.step() to the next one",
-        "seconds after optimizer.step(), in times of a model: 7B on a 24 GB card, PCIe 4, 12,288 tokens",
-        table,
-    )
-
-
 def numbers(table: Table, column: str) -> dict[str, float]:
     """Cells of a column that are single figures, by the names of the rows."""
     return {row: float(x) for row, x in table.column(column).items() if isinstance(x, (int, float))}
 
 
 #: The figures of docs/, by their names.
-DRAWN: dict[str, Callable[[Tables], Bars | Timeline]] = {
+DRAWN: dict[str, Callable[[Tables], Bars]] = {
     "bench-step": Drawn(
         "step_cpu",
         "Time of one AdamW step on the CPU, by optimizer and machine",
@@ -355,42 +286,7 @@ DRAWN: dict[str, Callable[[Tables], Bars | Timeline]] = {
         rows="(?!torch, fp32)(.*)",
         line=(1, "torch, float32"),
     ),
-    "bench-wire": Drawn(
-        "gradient_drift",
-        "Drift of AdamW from exact gradients, by their coding and stream of gradients",
-        "mean difference over mean movement, 200 steps, FSDP2; lower is better",
-        {stream: f"{stream}, drift" for stream in STREAMS},
-        4,
-        "(.*), RS",
-    ),
-    "bench-drift": Drawn(
-        "free_running",
-        "Drift of free-running AdamW from float32 state, by codec and stream of gradients",
-        "mean difference over mean movement after 200 steps; lower is better",
-        {stream: stream for stream in STREAMS},
-        3,
-        "AdamW, (.*)",
-    ),
-    "bench-small-rates": Drawn(
-        "small_learning_rates",
-        "Movement of weights along that of a float32 run, by precision, with a learning rate of 1e-6",
-        "movement along float32's, over its length; nearer to 1 is better",
-        {"as the optimizer keeps them": "progress", "as the model has them": "model's progress"},
-        2,
-        "((?!float32, torch).*)",
-        (1, "float32"),
-    ),
-    "bench-clip": Drawn(
-        "clip",
-        "Time of clipping by the norm over torch's",
-        "time over torch's clip_grad_norm_, {machine}; lower is better",
-        {name: f"{name}, to torch" for name in ("in place", "by the step", "norm below the limit")},
-        line=(1, "torch"),
-    ),
-    "bench-formats": formats,
     "bench-quantize-state": wrapped,
-    "bench-zero": zero,
-    "bench-offload": offloaded,
 }
 
 

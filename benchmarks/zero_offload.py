@@ -3,25 +3,18 @@
 Two engines train the same transformer on the same random tokens and take turns, first the one, then the other. Reported
 are medians over the rounds of the slowest rank's time: of the optimizer's own step, what of it the rank's process spent
 on a core (that is without what other processes took, and without waiting for other ranks), and of ``engine.step()``,
-which also clips, copies and gathers; then bytes per parameter that a rank owns: of the optimizer's state, and of
-resident memory that the first step added, and at most what later ones took and gave back.
+which also clips, copies and gathers; then bytes of the optimizer's state per parameter that a rank owns.
 
     torchrun --nproc_per_node 2 benchmarks/zero_offload.py --json
-    python benchmarks/zero_offload.py --first-use     # seconds to the first step; DeepSpeed compiles for minutes
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -33,7 +26,7 @@ from torch import Tensor, nn
 import results
 import shardopt  # noqa: F401  its types are known to DeepSpeed from here on
 from measuring import among_ranks
-from results import Column, commit, machine
+from results import Column
 
 #: By the name that the results give them: config types. DeepSpeed makes of AdamW its DeepSpeedCPUAdam.
 TYPES = {"shardopt AdamW8bit": "AdamW8bit", "DeepSpeedCPUAdam": "AdamW"}
@@ -64,8 +57,6 @@ class Run:
     optimizer_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of the same, this process on a core
     engine_s: list[float] = field(default_factory=list)
-    resident: int = 0  # bytes that the first step added
-    peak: int = 0  # bytes of resident memory in a step, at most, above those before it
 
     @property
     def state_bytes(self) -> int:
@@ -110,21 +101,12 @@ def make_run(kind: str, numel: int, dtype: str) -> Run:
 def train(run: Run, tokens: Tensor) -> None:
     """A step, timed from where all ranks have their gradients."""
     run.engine.backward(run.engine(tokens))
-    first = not run.optimizer_s
-    if first:
-        before = _resident(peak=False)
-    _reset_peak()
-    started = _resident(peak=False)
     run.optimizer_s.append(0.0)
     run.cpu_s.append(0.0)
     dist.barrier()
     start = time.perf_counter()
     run.engine.step()
     run.engine_s.append(time.perf_counter() - start)
-    run.peak = max(run.peak, _resident(peak=True) - started)
-    if first:
-        run.resident = _resident(peak=False) - before
-        run.peak = 0  # that of later steps
 
 
 def measure(numel: int, dtype: str, rounds: int, length: int) -> tuple[dict[str, dict[str, float]], int]:
@@ -148,54 +130,7 @@ def figures_of(run: Run) -> dict[str, float]:
         "CPU time": statistics.median(cpu) * 1e3,
         "engine step": statistics.median(engine) * 1e3,
         "state per parameter": run.state_bytes / run.owned,
-        "resident": run.resident / run.owned,
-        "peak": run.peak / run.owned,
     }
-
-
-def _resident(*, peak: bool) -> int:
-    """Bytes of this process in memory: now, or at most since :func:`_reset_peak`."""
-    gc.collect()
-    if not peak:
-        ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    key = "VmHWM" if peak else "VmRSS"
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-_FIRST_USE = """
-import os, sys, time
-os.environ["DS_ACCELERATOR"] = "cpu"
-import torch
-import {module}
-param = torch.nn.Parameter(torch.ones(1024, 1024))
-param.grad = torch.ones_like(param)
-start = time.perf_counter()
-{make}.step()
-print(time.perf_counter() - start)
-"""
-
-
-def first_use() -> dict[str, float]:
-    """Seconds to make an optimizer and take a step, nothing compiled before, in processes of their own."""
-    makes = {
-        "shardopt AdamW8bit": ("shardopt", "shardopt.AdamW8bit([param])"),
-        "DeepSpeedCPUAdam": ("deepspeed.ops.adam", "deepspeed.ops.adam.DeepSpeedCPUAdam([param])"),
-    }
-    found = {}
-    for kind, (module, make) in makes.items():
-        script = _FIRST_USE.format(module=module, make=make)
-        with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "TORCH_EXTENSIONS_DIR": folder}
-            done = subprocess.run(
-                [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
-            )
-        found[kind] = float(done.stdout.splitlines()[-1])
-    return found
 
 
 def main() -> None:
@@ -204,14 +139,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the model")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--length", type=int, default=33, help="tokens of a batch")
-    parser.add_argument("--first-use", action="store_true", help="measure only the time to the first step")
     args = parser.parse_args()
-    if args.first_use:
-        times = first_use()
-        print(f"{machine()}, commit {commit()}, one run")
-        for kind, seconds in times.items():
-            print(f"{kind:22}{seconds:10.2f} s from making the optimizer to the end of its first step")
-        return
     dist.init_process_group("gloo")
     measured, numel = measure(args.numel, args.dtype, args.rounds, args.length)
     first, ranks = dist.get_rank() == 0, dist.get_world_size()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a machine with Python >= 3.10 and a C++ compiler to a trained model: 8-bit AdamW against
-# 32-bit AdamW, sharded by FSDP2, resumed on other numbers of ranks and under FSDP1. Takes some 15 minutes on 2 cores.
+# 32-bit AdamW, sharded by FSDP2, resumed on other numbers of ranks and under FSDP1. Takes a few minutes on 2 cores.
 #
 #   launch/quickstart.sh [--output FOLDER]
 set -euo pipefail

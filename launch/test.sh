@@ -7,8 +7,7 @@
 #
 #   --all      also the tests marked slow, such as the CUDA kernels' PTX for all architectures, and with a GPU those
 #              marked gpu
-#   --coverage prints which share of shardopt's lines the tests run, per room, and writes build/coverage/html; lines
-#              that a process ran before it was killed do not count
+#   --coverage prints which share of shardopt's lines the tests run, per room, and writes build/coverage/html
 #   --torch    tests with this version of PyTorch, in .venv-torch-X.Y.Z; lints and types belong to the pinned one. Takes
 #              several GB where the package index has no CPU build of it
 set -euo pipefail
@@ -51,8 +50,8 @@ else
     "$venv/bin/python" -c 'import sys, torch; print("testing with PyTorch", torch.__version__, "on Python", sys.version)'
 fi
 # Not "python -m pytest", which would import the source tree in place of what was installed.
-# Two processes: most tests keep one core busy. The tests of a file stay together, with what they share. Files come in
-# their order: by numbers of tests, those with few that take minutes would come last, and one process would wait.
+# Two processes: most tests keep one core busy. The tests of a file stay together, with what they share, and files come
+# in their order: by numbers of tests, those with few that take minutes would come last, and one process would wait.
 test=("$venv/bin/pytest")
 if [ -n "$coverage" ]; then
     export COVERAGE_FILE="$PWD/build/coverage/data"

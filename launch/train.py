@@ -9,13 +9,12 @@ Several processes, one per GPU or all on the CPU::
 
     torchrun --nproc-per-node 2 launch/train.py --config configs/quickstart.yaml --optimizer adamw
 
-``deepspeed --num_gpus 2``, ``mpirun -np 2 python`` and ``srun -n 2 python`` start the job, too; ``launch/multinode/``
-has scripts for several machines. DeepSpeed is a backend like the others, and takes its own config::
+``launch/multinode/`` has scripts for several machines. DeepSpeed is a backend like the others::
 
     torchrun --nproc-per-node 2 launch/train.py --backend deepspeed --deepspeed configs/zero2.json
 
-Bad input ends the run with one line on stderr and exit code 2, the loss of another rank with one line and exit code 3.
-torchrun adds its own report to the ranks' line and exits with 1.
+Bad input ends the run with one line on stderr and exit code 2, the loss of another rank with exit code 3; torchrun adds
+a report of its own and exits with 1.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lm import config, plan, training
+from lm import options, training
 from lm.errors import RanksLost, UserError, leave, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job and returns the exit code."""
     try:
-        options = config.load(sys.argv[1:] if argv is None else argv)
-        training.run(plan.prepare(options))
+        training.run(options.load(sys.argv[1:] if argv is None else argv))
     except (UserError, RanksLost) as error:
         return report(error)
     return 0

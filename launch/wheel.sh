@@ -7,14 +7,9 @@
 #   launch/wheel.sh --python python3.12            for one Python; several times for several
 #   launch/wheel.sh --out FOLDER
 #
-# Kernels do not link to PyTorch and do not depend on the Python: a wheel serves any PyTorch that shardopt supports, and
-# the kernels are compiled once for all Pythons of a run. auditwheel names the oldest glibc that a wheel works with, which
-# is that of the symbols that this machine's compiler uses: build in a manylinux container for older systems.
-#
-# --cuda takes a folder with bin/nvcc, include, nvvm and libcudart_static.a. CUDA 13's packages on PyPI have all of it
-# (nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-cuda-cccl: site-packages/nvidia/cu13).
-# CUDA 12's do not: nvidia-cuda-nvcc-cu12 has ptxas but no nvcc; take NVIDIA's installer or a distribution's packages.
-# SHARDOPT_CUDA_ARCHS, as in setup.py, leaves GPUs out.
+# A wheel serves any PyTorch that shardopt supports. auditwheel names the oldest glibc that it works with: build in a
+# manylinux container for older systems. --cuda takes a folder with bin/nvcc, include, nvvm and libcudart_static.a, as
+# PyPI's packages of CUDA 13 leave it in site-packages/nvidia/cu13. SHARDOPT_CUDA_ARCHS, as in setup.py, leaves GPUs out.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 root=$PWD

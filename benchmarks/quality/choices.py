@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardopt
+from quality.low_bits import OPTIONS, EmulatedAdamW
 from quality.task import BETAS, EPS, TASKS, WEIGHT_DECAY, Task
 
 #: (model, task, learning rate, options of the choice) -> optimizer.
@@ -107,11 +108,7 @@ def _torchao(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -
 
 
 def _emulated(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
-    from quality import low_bits
-
-    variant = low_bits.VARIANTS[options["variant"]]
-    made: Optimizer = low_bits.LowBitAdamW(_trainable(model), variant=variant, lr=lr, seed=0, **_ADAM)
-    return made
+    return EmulatedAdamW(_trainable(model), lr=lr, **_ADAM)
 
 
 def _coded(label: str, codec: str, kind: str = "AdamW", baseline: str = "fp32", **options: Any) -> Choice:
@@ -188,33 +185,24 @@ CHOICES: dict[str, Choice] = {
     **_rate("double", 2.0),
 }
 
-EMULATED = "emulated:"
-#: log8 as it might be: an emulation of :mod:`quality.low_bits` whose second moment is rounded at random.
-LOG8_AT_RANDOM = f"{EMULATED}log8, v stochastic"
+#: log8 as it might be: an emulation whose second moment is rounded at random, which takes part only where it is named.
+LOG8_AT_RANDOM = "emulated:log8, v stochastic"
+_EMULATION = Choice(_emulated, OPTIONS, "fp32", "emulated: log8, v stochastic", tasks=TASKS)
 
 
 def in_order(names: Collection[str]) -> list[str]:
-    """The names in the order of the tables, emulated ones last."""
+    """The names in the order of the tables, the emulated one last."""
     return [*(name for name in CHOICES if name in names), *sorted(set(names) - CHOICES.keys())]
 
 
 def choice_of(name: str) -> Choice:
-    """The optimizer of this name; after "emulated:" a variant of low_bits.py.
+    """The optimizer of this name.
 
     Raises:
         ValueError: there is none.
     """
-    if name in CHOICES:
-        return CHOICES[name]
-    if name.startswith(EMULATED):
-        if importlib.util.find_spec("quality.low_bits") is None:
-            raise ValueError(f"optimizer {name}: got an emulated one, expected benchmarks/quality/low_bits.py with it")
-        from quality.low_bits import VARIANTS
-
-        variant = name.removeprefix(EMULATED)
-        if variant in VARIANTS:
-            settings = repr(VARIANTS[variant])
-            options = {"variant": variant, "settings": settings}
-            return Choice(_emulated, options, "fp32", f"emulated: {variant}", tasks=TASKS)
-        raise ValueError(f"optimizer {name}: expected after {EMULATED!r} one of {', '.join(VARIANTS)}")
-    raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {EMULATED}NAME")
+    if name == LOG8_AT_RANDOM:
+        return _EMULATION
+    if name not in CHOICES:
+        raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {LOG8_AT_RANDOM!r}")
+    return CHOICES[name]

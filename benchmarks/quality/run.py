@@ -31,7 +31,6 @@ if not __package__:
 
 import torch
 
-from free_running import SCENARIOS
 from quality import drift, levels, records
 from quality.choices import CHOICES, choice_of
 from quality.moments import Kept
@@ -162,7 +161,7 @@ def drifts(path: Path, rows: int) -> None:
     records.repair(path)
     made = {(line["scenario"], line["optimizer"]) for line in records.read(path)}
     able = [name for name in drift.NAMES if CHOICES[name].obstacle(drift.STREAM) is None]
-    for scenario in SCENARIOS:
+    for scenario in drift.SCENARIOS:
         names = [name for name in able if (scenario, name) not in made]
         for line in drift.measure(scenario, names, rows) if names else ():
             records.append(path, line)

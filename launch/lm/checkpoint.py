@@ -1,103 +1,56 @@
 """The checkpoints of a run: one folder each, such as ``step-00000200``, for any backend and any number of ranks.
 
-A checkpoint is complete once its folder has ``checkpoint.json``, which is written last. Folders without that file are
-left over from unfinished saves.
+A checkpoint is complete once its folder has ``checkpoint.json``, which is written last.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import shardopt.checkpoint
+from lm.backends import Learner
 from lm.errors import RanksLost, UserError
-from lm.learner import Learner
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
 
-_HEADER_KEYS = ("step", "model", "optimizer", "data", "world_size")
-_NAME = re.compile(r"step-(\d{8})")
-
-Header = dict[str, Any]
-
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, from the earliest to the latest."""
-    return sorted(path for path in _named(folder) if _is_complete(path))
+    return sorted(path for path in folder.glob("step-*") if _is_complete(path))
 
 
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.removeprefix("step-"))
-
-
-def find(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint that ``--resume`` names, or None to start from step 0.
-
-    Args:
-        resume: None, "auto", a checkpoint, or a folder of checkpoints.
-        folder: the folder of this run's checkpoints, in which "auto" looks for the latest.
+def find(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that ``--resume`` names, or a folder's latest; "auto" takes this run's folder, or None.
 
     Raises:
         UserError: `resume` is a path with no complete checkpoint.
     """
-    if resume is None:
-        return None
     path = folder if resume == "auto" else Path(resume)
-    candidates = [path] if _is_complete(path) else complete(path)
-    if not candidates and resume != "auto":
+    found = [path] if _is_complete(path) else complete(path)
+    if not found and resume != "auto":
         raise UserError(f"resume: no complete checkpoint in {path}")
-    return candidates[-1] if candidates else None
+    return found[-1] if found else None
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> dict[str, Any]:
     """The job's own header in a checkpoint, beside model and optimizer.
 
     Raises:
         UserError: the checkpoint cannot be read, or another program than train.py saved it.
     """
     with _user_errors(f"cannot load the checkpoint {path}"):
-        header: Header = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
-    missing = [key for key in _HEADER_KEYS if key not in header]
-    if missing:
-        raise UserError(f"checkpoint {path} was not saved by train.py: it lacks {', '.join(missing)}")
+        header: dict[str, Any] = shardopt.checkpoint.read_header(path)["extra"].get("job", {})
+    if "step" not in header:
+        raise UserError(f"checkpoint {path} was not saved by train.py: it has no step")
     return header
 
 
-def demand_same(path: Path, what: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Raises UserError if the checkpoint's model or optimizer (`what`) differs from the run's."""
-    differing = [
-        f"{key} is {saved.get(key)}, not {asked.get(key)}"
-        for key in sorted(saved.keys() | asked.keys())
-        if saved.get(key) != asked.get(key)
-    ]
-    if differing:
-        raise UserError(f"checkpoint {path} is from another {what}: {'; '.join(differing)}")
-
-
-def clear_unfinished(folder: Path) -> None:
-    """Removes unfinished checkpoints, which killed runs leave behind."""
-    for path in _named(folder):
-        if not _is_complete(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def save(folder: Path, header: Header, learner: Learner, keep: int) -> Path:
-    """Writes a checkpoint; all ranks take part.
-
-    Args:
-        folder: the folder of checkpoints.
-        header: the job's header, for :func:`read_header`; must have "step".
-        learner: model and optimizer.
-        keep: how many checkpoints stay, with this one; 0 keeps all.
-
-    Returns:
-        The checkpoint.
+def save(folder: Path, header: dict[str, Any], learner: Learner, keep: int) -> Path:
+    """Writes a checkpoint with a header that has "step"; the newest `keep` stay, or with 0 all. All ranks take part.
 
     Raises:
         UserError: the checkpoint cannot be written.
@@ -115,7 +68,7 @@ def load(path: Path, learner: Learner) -> None:
     Keeps the optimizer's own hyper-parameters instead of the saved ones.
 
     Raises:
-        UserError: the checkpoint cannot be loaded, for example because a file is missing or damaged.
+        UserError: the checkpoint cannot be loaded: it is damaged, or of another model or codec.
         RanksLost: another rank is gone.
     """
     kept = [{key: value for key, value in group.items() if key != "params"} for group in learner.optimizer.param_groups]
@@ -123,10 +76,6 @@ def load(path: Path, learner: Learner) -> None:
         shardopt.checkpoint.load(path, learner.module, learner.optimizer)
     for group, options in zip(learner.optimizer.param_groups, kept, strict=True):
         group.update(options)
-
-
-def _named(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def _is_complete(path: Path) -> bool:

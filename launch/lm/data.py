@@ -25,17 +25,16 @@ _SEPARATOR = b"\0"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text for training and text held out.
-
-    Attributes:
-        train: uint8.
-        heldout: uint8, from other files than `train`; from the end of the file if there is only one.
-        description: one line for people.
-    """
+    """Text for training, text held out from other files (or the end of a single one), and a line for people."""
 
     train: Bytes
     heldout: Bytes
     description: str
+
+    @classmethod
+    def of(cls, train: bytes, heldout: bytes, description: str) -> Corpus:
+        """Makes a corpus of two texts."""
+        return cls(np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8), description)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -62,19 +61,15 @@ def load(source: str | None, heldout: float) -> Corpus:
         if path.is_file():
             text = path.read_bytes()
             cut = len(text) - int(len(text) * heldout)
-            return _corpus(text[:cut], text[cut:], f"{path}: the bytes from {cut} on are held out of {len(text)}")
+            return Corpus.of(text[:cut], text[cut:], f"{path}: the bytes from {cut} on are held out of {len(text)}")
         if path.is_dir():
-            paths = {file.relative_to(path).as_posix(): file for file in _files(path)}
+            names = sorted(file.relative_to(path).as_posix() for file in _files(path))
             if source is None:
-                paths = {name: file for name, file in paths.items() if _is_library_source(Path(name))}
-            return _of_files(path, {name: paths[name].read_bytes() for name in sorted(paths)}, heldout)
+                names = [name for name in names if _is_library_source(Path(name))]
+            return _of_files(path, {name: (path / name).read_bytes() for name in names}, heldout)
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
     raise UserError(f"data {source} not found: give a file or a folder of text")
-
-
-def _corpus(train: bytes, heldout: bytes, description: str) -> Corpus:
-    return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8), description)
 
 
 def _of_files(folder: Path, texts: dict[str, bytes], heldout: float) -> Corpus:
@@ -85,13 +80,11 @@ def _of_files(folder: Path, texts: dict[str, bytes], heldout: float) -> Corpus:
     out = {name for name in names if _draw(name) < heldout} or {min(names, key=_draw)}
     if len(out) == len(names):
         out.remove(max(names, key=_draw))
-    parts = [b"".join(texts[n] + _SEPARATOR for n in names if (n in out) == held) for held in (0, 1)]
-    return _corpus(
-        parts[0],
-        parts[1],
-        f"{folder}: {len(names) - len(out)} files ({len(parts[0]):,} bytes) to train on, "
-        f"{len(out)} ({len(parts[1]):,} bytes) held out",
+    train, held = (b"".join(texts[n] + _SEPARATOR for n in names if (n in out) == is_held) for is_held in (0, 1))
+    said = (
+        f"{len(names) - len(out)} files ({len(train):,} bytes) to train on, {len(out)} ({len(held):,} bytes) held out"
     )
+    return Corpus.of(train, held, f"{folder}: {said}")
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -112,16 +105,6 @@ def _draw(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2.0**48
 
 
-def check(corpus: Corpus, context: int) -> None:
-    """Raises UserError if the training or the held-out text is shorter than one window (context + 1 bytes)."""
-    for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
-        if len(text) < context + 1:
-            raise UserError(
-                f"the {name} text has {len(text)} bytes, too few for a context of {context}: "
-                f"at least {context + 1} are needed"
-            )
-
-
 def seed_of(seed: int, step: int, micro_batch: int) -> int:
     """A seed for a micro-batch's random numbers, such as dropout's: a function of these, not of the ranks."""
     (state,) = np.random.SeedSequence((seed, step, micro_batch, 1)).generate_state(1, np.uint64)  # 1: not the data's
@@ -129,14 +112,9 @@ def seed_of(seed: int, step: int, micro_batch: int) -> int:
 
 
 def train_offsets(corpus: Corpus, context: int, batch: int, seed: int, step: int) -> list[int]:
-    """The offsets of a step's windows in the training text: a function of seed and step, not of the ranks.
+    """The offsets of a step's windows in the training text: a function of seed and step (from 1), not of the ranks.
 
-    Args:
-        corpus: the text.
-        context: input bytes per window; the last target is one byte further.
-        batch: windows of the step, over all ranks.
-        seed: the seed of the run.
-        step: the step, counted from 1.
+    A window has `context` input bytes, and its last target is one byte further; `batch` windows are those of all ranks.
     """
     draw = np.random.default_rng((seed, step))
     return [int(offset) for offset in draw.integers(0, len(corpus.train) - context, size=batch)]

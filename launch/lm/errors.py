@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
 import time
 from os import _exit
-from pathlib import Path
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
@@ -44,27 +42,18 @@ def _one_line(error: BaseException) -> str:
 def report(error: UserError | RanksLost) -> int:
     """Prints `error` as one line, once per machine, and returns the exit code.
 
-    Writes the line also to the file that TORCHELASTIC_ERROR_FILE names, which torchrun quotes in its own report.
-    torchrun exits with 1, whatever the ranks' exit codes.
+    torchrun adds its own report to the line, and exits with 1 whatever the ranks' exit codes.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_OTHER_RANKS_WAIT)
-    line = f"train.py: error: {_one_line(error)}"
-    print(line, file=sys.stderr, flush=True)
-    quoted = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if quoted:
-        detail = {"py_callstack": line, "timestamp": int(time.time())}
-        text = json.dumps({"message": {"message": line, "extraInfo": detail}})
-        Path(quoted).write_text(text, encoding="utf-8")
+    print(f"train.py: error: {_one_line(error)}", file=sys.stderr, flush=True)
     return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_RANKS_LOST
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with an exit code, as ``sys.exit`` does, but without finalizing Python.
+    """Ends the process as ``sys.exit`` does, but without finalizing Python, during which gloo's threads may abort it.
 
-    Gloo's threads abort the process if they take the interpreter's lock while Python finalizes, after all work is done.
-    Therefore this function waits for threads, calls atexit's handlers and flushes standard output and error, as Python
-    does, and then ends the process. If standard output or error cannot be written, an exception says so.
+    Waits for threads, calls atexit's handlers and flushes standard output and error, or raises if that fails.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

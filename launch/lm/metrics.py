@@ -13,8 +13,7 @@ Row = dict[str, Any]
 
 def begin(path: Path, start: int) -> None:
     """Makes a metrics file; one of a resumed run keeps its rows up to step `start`."""
-    rows = [row for row in read(path) if row["step"] <= start] if start else []
-    _write(path, "".join(_line(row) for row in rows))
+    _write(path, "".join(_line(row) for row in read(path) if row["step"] <= start) if start else "")
 
 
 def append(path: Path, row: Row) -> None:
@@ -50,12 +49,11 @@ def plot_losses(runs: dict[str, Path], png: Path) -> None:
     for index, (label, path) in enumerate(runs.items()):
         # Draws thinner lines over thicker ones, so that runs with equal losses are all visible.
         width = 1.2 + 2.4 * (len(runs) - 1 - index)
-        look: dict[str, Any] = {"color": f"C{index}", "linewidth": width, "markersize": 4 + width}
         for key, what, style in (("train_loss", "training", "-"), ("heldout_loss", "held out", "o--")):
             points = {row["step"]: row[key] for row in read(path) if row.get(key) is not None}
-            if points:
-                axes.plot(list(points), list(points.values()), style, label=f"{label} {what}".strip(), **look)
-                axes.legend()
+            look: dict[str, Any] = {"color": f"C{index}", "linewidth": width, "label": f"{label} {what}".strip()}
+            axes.plot(list(points), list(points.values()), style, **look)
+    axes.legend()
     figure.savefig(png, dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""A byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU), in two parametrizations."""
+"""A byte-level decoder-only transformer: RMSNorm, rotary positions, SwiGLU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.errors import UserError
-from lm.options import Config
-from shardopt import unit
-from shardopt.unit import multipliers
 
 VOCABULARY = 256
 
@@ -22,9 +19,7 @@ VOCABULARY = 256
 SIZES = {
     "tiny": (128, 3, 4),
     "small": (256, 4, 4),
-    "medium": (512, 8, 8),
     "100m": (768, 14, 12),
-    "350m": (1024, 28, 16),
 }
 
 _EPS = 1e-6  # of RMSNorm
@@ -41,22 +36,12 @@ class ModelConfig:
     dim: int
     layers: int
     heads: int
-    tied: bool = False
-    parametrization: str = "sp"
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
             raise UserError(
                 f"a model of dim {self.dim} cannot have {self.heads} heads: dim must be a multiple of twice the heads"
             )
-
-    @classmethod
-    def of(cls, options: Config) -> ModelConfig:
-        """The dimensions of a named size, of which each one may have an option of its own."""
-        dim, layers, heads = SIZES[options.size]
-        return cls(
-            options.dim or dim, options.layers or layers, options.heads or heads, options.tied, options.parametrization
-        )
 
     @property
     def hidden(self) -> int:
@@ -84,17 +69,8 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
-class Linear(nn.Linear):
-    """A linear layer without bias, which multiplies in FP8 where ``fp8`` is set."""
-
-    fp8 = False
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input: (..., inputs)."""
-        return unit.product(input, self.weight, fp8=True) if self.fp8 else super().forward(input)
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 class Attention(nn.Module):
@@ -103,10 +79,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query = Linear(config.dim, config.dim)
-        self.key = Linear(config.dim, config.dim)
-        self.value = Linear(config.dim, config.dim)
-        self.out = Linear(config.dim, config.dim)
+        self.query = _linear(config.dim, config.dim)
+        self.key = _linear(config.dim, config.dim)
+        self.value = _linear(config.dim, config.dim)
+        self.out = _linear(config.dim, config.dim)
 
     def forward(self, x: Tensor, turn: Turn) -> Tensor:
         """x: (batch, positions, dim); turn applies the rotary positions."""
@@ -125,9 +101,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = Linear(config.dim, config.hidden)
-        self.up = Linear(config.dim, config.hidden)
-        self.down = Linear(config.hidden, config.dim)
+        self.gate = _linear(config.dim, config.hidden)
+        self.up = _linear(config.dim, config.hidden)
+        self.down = _linear(config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim)."""
@@ -154,15 +130,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, logits of the next byte out.
+    """Bytes in, logits of the next byte out."""
 
-    With ``tied`` the embedding is also the output matrix.
-    """
-
-    embedding: nn.Embedding | unit.Embedding
+    embedding: nn.Module
     blocks: nn.ModuleList
     norm: nn.Module
-    head: nn.Module | None
+    head: nn.Module
     cosines: Tensor
     sines: Tensor
 
@@ -178,7 +151,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, _EPS)
-        self.head = None if config.tied else nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.head = _linear(config.dim, VOCABULARY)
         self.init_weights(config)
 
     def init_weights(self, config: ModelConfig) -> None:
@@ -205,99 +178,25 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, turn)
-        x = self.norm(x)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
-class UnitBlock(nn.Module):
-    """One pre-norm, unit-scaled layer, whose two residual branches have weights of their own."""
-
-    def __init__(self, config: ModelConfig, attention_weight: float, mlp_weight: float) -> None:
-        super().__init__()
-        self.weights = attention_weight, mlp_weight
-        self.attention_norm = unit.RMSNorm(config.dim)
-        self.attention = unit.Attention(config.dim, config.heads)
-        self.mlp_norm = unit.RMSNorm(config.dim)
-        self.mlp = unit.SwiGLU(config.dim, config.hidden)
-
-    def forward(self, x: Tensor, turn: Turn) -> Tensor:
-        """x: (batch, positions, dim); turn applies the rotary positions."""
-        for_attention, for_mlp = self.weights
-        branch, skip = unit.residual_split(x, for_attention)
-        x = unit.residual_add(self.attention(self.attention_norm(branch), turn), skip, for_attention)
-        branch, skip = unit.residual_split(x, for_mlp)
-        return unit.residual_add(self.mlp(self.mlp_norm(branch)), skip, for_mlp)
-
-
-class UnitTransformer(Transformer):
-    """The transformer in u-muP (arXiv 2407.17465): unit-scaled, with norms that have no gain.
-
-    Attributes:
-        accumulation: backward passes of a step, by which losses are divided.
-    """
-
-    accumulation = 1
-
-    def make_layers(self, config: ModelConfig) -> None:
-        """Makes the modules that have parameters."""
-        weights = unit.residual_weights(2 * config.layers)
-        self.embedding = unit.Embedding(VOCABULARY, config.dim)
-        self.blocks = unit.Stack(UnitBlock(config, *weights[2 * i : 2 * i + 2]) for i in range(config.layers))
-        self.norm = unit.RMSNorm(config.dim)
-        self.head = unit.Readout(config.dim, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for the mean cross entropy over the tokens, whose gradient is turned into that of the sum, scaled.
-
-        Args:
-            tokens: int64, (batch, positions), positions at most the context.
-
-        Returns:
-            (batch, positions, 256), in float32 at least.
-        """
-        logits = super().forward(tokens)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return unit.scale_bwd(logits, tokens.numel() * self.accumulation * multipliers.cross_entropy(VOCABULARY))
-
-
-# By the values of the option parametrization.
-PARAMETRIZATIONS = {"sp": Transformer, "u-mup": UnitTransformer}
-
-
-def build(
-    config: ModelConfig,
-    context: int,
-    seed: int,
-    dtype: torch.dtype,
-    fp8: bool = False,
-    ranks: int = 1,
-    accumulation: int = 1,
-    dropout: float = 0.0,
-) -> Transformer:
+def build(config: ModelConfig, context: int, seed: int, dtype: torch.dtype, dropout: float = 0.0) -> Transformer:
     """The model on the CPU with the same weights on every rank; the rotary tables stay float32.
 
     Args:
-        config: its dimensions and parametrization.
+        config: its dimensions.
         context: most positions.
         seed: of the weights.
         dtype: of the parameters.
-        fp8: whether the linear layers of the blocks multiply in FP8.
-        ranks: ranks that average gradients.
-        accumulation: backward passes of a step, by which losses are divided.
         dropout: share of each layer's outputs that training drops.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = PARAMETRIZATIONS[config.parametrization](config, context)
+        network = Transformer(config, context)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
-    for module in network.blocks.modules():
-        if isinstance(module, Linear | unit.Linear):
-            module.fp8 = fp8
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    if isinstance(network, UnitTransformer):
-        unit.set_split(network, ranks, accumulation)
-        network.accumulation = accumulation
+    for block in network.blocks:
+        block.dropout.p = dropout  # type: ignore[union-attr]
     return network

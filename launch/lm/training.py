@@ -1,11 +1,11 @@
-"""The training loop: resume, train, evaluate, save."""
+"""The run: check the input, resume, train, evaluate, save."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,116 +14,136 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from lm import checkpoint, data, digests, metrics, model, optimizers, runtime
-from lm.backends import BACKENDS
+import shardopt
+from lm import checkpoint, data, digests, metrics, model, runtime
+from lm.backends import Engine, Learner
 from lm.errors import UserError
 from lm.options import Config
-from lm.plan import Plan
 from shardopt.checkpoint.contents import held_tensors
 
 # Optimizer steps at the start of a run that are not timed.
 _UNTIMED_STEPS = 3
+_SAY_EVERY = 10.0  # seconds
 
 
-def run(plan: Plan) -> dict[str, Any]:
-    """Trains, and returns the summary that rank 0 writes to ``summary.json``."""
-    config = plan.config
-    group = runtime.process_group(plan.ranks, config.timeout) if BACKENDS[config.backend].needs_group else nullcontext()
-    with runtime.deterministic() if config.deterministic else nullcontext(), group:
-        return Trainer(plan).run()
+def run(config: Config) -> dict[str, Any]:
+    """Trains, and returns the summary that rank 0 writes to ``summary.json``.
+
+    Raises:
+        UserError: an option, the text or the checkpoint cannot be used, or an output folder cannot be made.
+        RanksLost: another rank is gone.
+    """
+    trainer = Trainer(config)
+    alone = config.backend == "single"
+    group = nullcontext() if alone else runtime.process_group(trainer.ranks, config.timeout)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    with group:
+        return trainer.run()
 
 
 class Trainer:
-    """One rank's part of a run."""
+    """One rank's part of a run. Making it reads and checks all input, as far as one rank alone can."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.config = config = plan.config
-        self.ranks = plan.ranks
-        network = model.build(
-            plan.model_config,
-            config.context,
-            config.seed,
-            config.stored,
-            config.precision == "fp8",
-            *((plan.micro_batches, 1) if config.ordered else (self.ranks.world_size, config.accumulate)),
-            config.dropout,
-        )
-        self.numel = sum(parameter.numel() for parameter in network.parameters())
-        self.learner = BACKENDS[config.backend](network, self.ranks, config)
-        self.peak_lrs = [group["lr"] for group in self.learner.optimizer.param_groups]
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.ranks = ranks = runtime.discover(config.device)
+        # Forward and backward passes of a step, over all ranks, and windows of each.
+        self.micro_batches = config.micro_batches if config.ordered else ranks.world_size * config.accumulate
+        self.micro_batch = config.batch // self.micro_batches
+        if config.batch % self.micro_batches or self.micro_batches % ranks.world_size:
+            raise UserError(
+                f"micro-batches: got {self.micro_batches} on {ranks.world_size} ranks and a batch of {config.batch}, "
+                "expected a multiple of the ranks that divides the batch; change one of the three"
+            )
+        if config.backend == "single" and ranks.world_size > 1:
+            raise UserError(f"backend single runs one process, not {ranks.world_size}")
+        sizes = (config.dim, config.layers, config.heads)
+        dim, layers, heads = (given or named for given, named in zip(sizes, model.SIZES[config.size], strict=True))
+        self.model_config = model.ModelConfig(dim, layers, heads)
+        self.corpus = data.load(config.data, config.heldout)
+        for name, text in (("training", self.corpus.train), ("held-out", self.corpus.heldout)):
+            if len(text) <= config.context:
+                raise UserError(f"the {name} text has {len(text)} bytes, too few for a context of {config.context}")
+        self.resumed = checkpoint.find(config.resume, config.checkpoints) if config.resume else None
+        self.header = checkpoint.read_header(self.resumed) if self.resumed else {}
+        self.start: int = self.header.get("step", 0)
+        self._check_steps()
+        try:
+            config.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the folder {config.checkpoints}: {error.strerror}") from error
         self.metrics = Path(config.output, "metrics.jsonl")
         self.optimizer_seconds: list[float] = []
-        self.saved: Path | None = plan.resume
+        self.saved: Path | None = self.resumed
         self.verified: dict[str, int] | None = None
+
+    def _check_steps(self) -> None:
+        config = self.config
+        if self.start > config.last_step:
+            raise UserError(f"checkpoint {self.resumed} is beyond the last step {config.last_step}")
+        if config.verify and self.resumed and "digests" not in self.header:
+            raise UserError(f"checkpoint {self.resumed} has no digests: it was saved without --verify")
+        existing = checkpoint.complete(config.checkpoints) if config.checkpoint_interval else []
+        if existing and int(existing[-1].name.removeprefix("step-")) > self.start:
+            later = f"{existing[-1].name}, later than this run's start at step {self.start}"
+            raise UserError(f"{config.checkpoints} holds {later}: --resume it, or choose another --output")
 
     def run(self) -> dict[str, Any]:
         """Resumes, trains, evaluates and saves."""
-        plan, config = self.plan, self.config
-        self._say(f"data: {plan.corpus.description}")
+        config = self.config
+        network = model.build(self.model_config, config.context, config.seed, config.stored, config.dropout)
+        self.numel = sum(parameter.numel() for parameter in network.parameters())
+        self.learner = (Engine if config.backend == "deepspeed" else Learner)(network, self.ranks, config)
+        self.peak_lrs = [group["lr"] for group in self.learner.optimizer.param_groups]
+        self._say(f"data: {self.corpus.description}")
         self._resume()
-        if self.ranks.first:
-            metrics.begin(self.metrics, plan.start)
-        progress = tqdm(
-            range(plan.start + 1, config.last_step + 1),
-            initial=plan.start,
-            total=config.last_step,
-            disable=not self.ranks.first,
-            mininterval=0.5 if sys.stderr.isatty() else 10.0,
-        )
-        began = time.perf_counter()
-        for step in progress:
+        if self.ranks.rank == 0:
+            metrics.begin(self.metrics, self.start)
+        said = time.perf_counter()
+        for step in range(self.start + 1, config.last_step + 1):
             row = self._train_step(step)
             last = step == config.last_step
             if last or step % config.log_interval == 0:
                 row["train_loss"] = _mean(row["train_loss"])
-                progress.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
                 self._record(row)
+                if time.perf_counter() > said + _SAY_EVERY:
+                    said = time.perf_counter()
+                    self._say(f"step {step} of {config.last_step}: loss {row['train_loss']:.4f}")
             if not last and config.eval_interval and step % config.eval_interval == 0:
                 self._record({"step": step, "heldout_loss": self._heldout_loss()})
             if config.checkpoint_interval and (last or step % config.checkpoint_interval == 0):
                 self._save(step)
-        seconds = time.perf_counter() - began
         heldout = self._heldout_loss()
         self._record({"step": config.last_step, "heldout_loss": heldout})
-        summary = self._summary(heldout, seconds)
+        summary = self._summary(heldout)
         path = Path(config.output, "summary.json")
-        if self.ranks.first:
-            metrics.plot_losses({"": self.metrics}, Path(summary["plot"]))
+        if self.ranks.rank == 0:
             metrics.write_summary(path, summary)
         self._say(f"held-out loss {heldout:.4f} nats per byte; see {path}")
         runtime.all_sum([0.0])  # all ranks end after rank 0 has written
         return summary
 
     def _say(self, line: str) -> None:
-        if self.ranks.first:
-            tqdm.write(line)
+        if self.ranks.rank == 0:
+            print(line, flush=True)
 
     def _record(self, row: metrics.Row) -> None:
-        if self.ranks.first:
+        if self.ranks.rank == 0:
             metrics.append(self.metrics, row)
 
     def _resume(self) -> None:
-        plan = self.plan
-        if self.config.checkpoint_interval and self.ranks.first:
-            checkpoint.clear_unfinished(self.config.checkpoint_folder)
-        if plan.resume is None:
+        if self.resumed is None:
             return
-        checkpoint.load(plan.resume, self.learner)
-        note = ""
+        checkpoint.load(self.resumed, self.learner)
+        saved_by, note = self.header["world_size"], ""
         if self.config.verify:
-            self.verified = self._verify(plan.resume, plan.header["digests"])
-            note = (
-                f"; all {self.verified['tensors']} tensors, {self.verified['codes']} of codes and "
-                f"{self.verified['scales']} of scales among them, are bit for bit as saved"
-            )
-        self._say(
-            f"resumed {plan.resume} at step {plan.start}: "
-            f"saved by a world of {plan.header['world_size']}, now {self.ranks.world_size}{note}"
-        )
-        if plan.header["data"] != plan.corpus.fingerprint:
+            found = self.verified = {"world_size": saved_by, **self._verify(self.resumed, self.header["digests"])}
+            note = f"; all {found['tensors']} tensors are bit for bit as saved, {found['codes']} of codes among them"
+        self._say(f"resumed {self.resumed}: saved by {saved_by} ranks, now {self.ranks.world_size}{note}")
+        if self.header["data"] != self.corpus.fingerprint:
             self._say("note: the text is not the one that the checkpoint was trained on")
 
     def _digests(self) -> dict[str, str]:
@@ -136,42 +156,36 @@ class Trainer:
         wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
         if wrong:
             raise UserError(
-                f"checkpoint {path}: {len(wrong)} of {len(saved)} tensors did not come back as "
-                f"saved, {wrong[0]} the first of them"
+                f"checkpoint {path}: {len(wrong)} of {len(saved)} tensors are not as saved, such as {wrong[0]}"
             )
-        return {
-            "world_size": self.plan.header["world_size"],
-            "tensors": len(loaded),
-            "codes": sum(name.endswith("_codes") for name in loaded),
-            "scales": sum(name.endswith("_scales") for name in loaded),
-        }
+        kinds = {kind: sum(name.endswith(f"_{kind}") for name in loaded) for kind in ("codes", "scales")}
+        return {"tensors": len(loaded), **kinds}
 
     def _train_step(self, step: int) -> dict[str, Any]:
         """Takes one optimizer step and returns its metrics, with this rank's losses, by micro-batch."""
-        plan, config = self.plan, self.config
+        config = self.config
         factor = lr_factor(step, config)
         for group, peak in zip(self.learner.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
-        offsets = data.train_offsets(plan.corpus, config.context, config.batch, config.seed, step)
-        losses = torch.zeros(plan.micro_batches, device=self.ranks.device)
-        numbers = range(self.ranks.rank, plan.micro_batches, self.ranks.world_size)
+        offsets = data.train_offsets(self.corpus, config.context, config.batch, config.seed, step)
+        losses = torch.zeros(self.micro_batches, device=self.ranks.device)
+        numbers = range(self.ranks.rank, self.micro_batches, self.ranks.world_size)
         for number in numbers:
             if config.dropout:
                 torch.manual_seed(data.seed_of(config.seed, step, number))
-            windows = offsets[number * plan.micro_batch :][: plan.micro_batch]
+            windows = offsets[number * self.micro_batch :][: self.micro_batch]
             with self.learner.micro_step(last=number == numbers[-1]):
-                loss = self._losses(plan.corpus.train, windows).mean()
+                loss = self._losses(self.corpus.train, windows).mean()
                 self.learner.backward(loss if config.ordered else loss / len(numbers))
             losses[number] = loss.detach()
         norm, seconds = self.learner.step()
-        if not config.release_gradients:  # else the step is part of the backward pass
-            self.optimizer_seconds.append(seconds)
+        self.optimizer_seconds.append(seconds)
         return {
             "step": step,
             "train_loss": losses.tolist(),
             "lr": config.lr * factor,
             "grad_norm": norm,
-            "optimizer_ms": 1e3 * self.optimizer_seconds[-1] if self.optimizer_seconds else None,
+            "optimizer_ms": 1e3 * seconds,
         }
 
     def _losses(self, text: data.Bytes, offsets: list[int]) -> Tensor:
@@ -185,9 +199,8 @@ class Trainer:
     @torch.no_grad()
     def _heldout_loss(self) -> float:
         """Mean loss over the held-out windows, which do not depend on the number of ranks."""
-        corpus, ranks = self.plan.corpus, self.ranks
-        offsets = data.heldout_offsets(corpus, self.config.context, self.config.eval_windows)
-        size = self.plan.micro_batch
+        ranks, size = self.ranks, self.micro_batch
+        offsets = data.heldout_offsets(self.corpus, self.config.context, self.config.eval_windows)
         losses = [0.0] * len(offsets)
         self.learner.module.eval()
         # Every rank makes as many forward passes as rank 0, because forward passes are collective, all of full batches,
@@ -195,7 +208,7 @@ class Trainer:
         for first in range(0, len(offsets), size * ranks.world_size):
             mine = range(len(offsets))[first + ranks.rank * size :][:size]
             padded = [*mine, *[0] * (size - len(mine))]
-            of_batch = self._losses(corpus.heldout, [offsets[i] for i in padded])
+            of_batch = self._losses(self.corpus.heldout, [offsets[i] for i in padded])
             losses[mine.start : mine.stop] = of_batch[: len(mine)].tolist()
         self.learner.module.train()
         return _mean(losses)
@@ -204,38 +217,31 @@ class Trainer:
         config = self.config
         header = {
             "step": step,
-            "model": dataclasses.asdict(self.plan.model_config),
-            "optimizer": optimizers.describe(config, self.learner.optimizer),
             "options": dataclasses.asdict(config),
-            "data": self.plan.corpus.fingerprint,
+            "data": self.corpus.fingerprint,
             "world_size": self.ranks.world_size,
         }
         if config.verify:
             header["digests"] = self._digests()
-        self.saved = checkpoint.save(config.checkpoint_folder, header, self.learner, config.keep_checkpoints)
+        self.saved = checkpoint.save(config.checkpoints, header, self.learner, config.keep_checkpoints)
 
-    def _summary(self, heldout: float, seconds: float) -> dict[str, Any]:
+    def _summary(self, heldout: float) -> dict[str, Any]:
         config = self.config
         with self.learner.held() as (_, optimizer):
-            local = optimizers.state_memory(optimizer)
-        memory = dict(zip(local, runtime.all_sum(list(local.values())), strict=True))
-        numel, weights = memory.pop("numel"), memory.pop("parameters")
+            report = shardopt.memory_report(optimizer)
+        kinds = ("parameters", "state", "scales", "master_weights")
+        held = [float(getattr(report.host, kind) + getattr(report.device, kind)) for kind in kinds]
+        numel, weights, *state = runtime.all_sum([report.numel, *held])  # of all ranks
         timed = self.optimizer_seconds[_UNTIMED_STEPS:] or self.optimizer_seconds
         return {
             "heldout_loss": heldout,
-            "codec": optimizers.describe(config, self.learner.optimizer)["codec"],
+            "codec": self.learner.optimizer.param_groups[0]["codec"],
             "weight_bytes_per_parameter": weights / numel,
-            "state_bytes_per_parameter": sum(memory.values()) / numel,
-            "state_bytes": {kind: int(size) for kind, size in memory.items()},
+            "state_bytes_per_parameter": sum(state) / numel,
             "optimizer_ms": 1e3 * statistics.median(timed) if timed else None,
-            "text_bytes_per_second": (config.last_step - self.plan.start) * config.batch * config.context / seconds,
-            "step": config.last_step,
             "parameters": self.numel,
             "world_size": self.ranks.world_size,
-            "device": self.ranks.device.type,
             "verified": self.verified,
-            "metrics": str(self.metrics),
-            "plot": str(Path(config.output, "loss.png")),
             "checkpoint": str(self.saved) if self.saved else None,
             "options": dataclasses.asdict(config),
         }

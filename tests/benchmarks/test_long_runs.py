@@ -14,17 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from quality import levels, records, restart, run
+from quality import levels, records, run
 from quality.choices import IN_LONG_RUNS, LOG8_AT_RANDOM, choice_of
 from quality.moments import Moments, drift, moments_of
 from quality.over_time import courses
-from quality.report import course_table, drift_table, levels_table, restart_table
+from quality.report import course_table, drift_table, levels_table
 from quality.task import Task, lr_factor
 from quality.training import train
-from ranks.pool import Pool
 from reversal import Reversal, load
-from train_job import run_on, write_text
-from versions import needs_fsdp2_on_the_cpu
 
 LONG = Task("long", {}, steps=40, lr=1e-2, load=load, micro_batches=2, clip=0.05, marks=(0.05, 0.2, 1.0))
 
@@ -174,34 +171,3 @@ def test_who_takes_part_in_long_runs() -> None:
     assert {runs[name] for name in rates} == {5}
     assert {runs[name] for name in runs.keys() - rates} == {10}
     assert rates.isdisjoint(job.optimizer for job in run.jobs_of(run.parse(["--tasks", "bytes"])))
-
-
-@needs_fsdp2_on_the_cpu
-def test_restarts_are_compared(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The restarted job is the undisturbed one; another loss or another bit of a tensor is found."""
-    monkeypatch.setattr(restart, "_train", lambda world_size, options: _train(ranks, world_size, options))
-    text, results = write_text(tmp_path / "text"), tmp_path / "restart.json"
-    small = ["--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--eval-windows", "10"]
-    options = ["--steps", "20", "--output", str(tmp_path), "--results", str(results), "--data", str(text), *small]
-    assert restart.main(options) == 0
-    found = json.loads(results.read_text())
-    assert (found["same"], found["first_difference"], found["training_losses"]) == (True, None, 20)
-    assert found["legs"] == [[2, 6], [4, 8], [1, 20]]
-    assert found["tensors"] > 20
-    assert "| training losses compared | 20 |" in restart_table(found)
-    assert restart_table(found).endswith("| first step with another loss | none |\n| the same bits | yes |")
-    metrics = tmp_path / "restarted" / "metrics.jsonl"
-    kept = metrics.read_text()
-    metrics.write_text(kept.replace('"step": 7, "train_loss": ', '"step": 7, "train_loss": 1'))
-    assert metrics.read_text() != kept
-    found = restart.compared(tmp_path / "undisturbed", tmp_path / "restarted", 20)
-    assert (found["same"], found["first_difference"]) == (False, 7)
-    metrics.write_text(kept)
-    assert restart.compared(tmp_path / "undisturbed", tmp_path / "restarted", 20)["same"]
-    monkeypatch.setattr(restart.checkpoint, "read_header", lambda folder: {"digests": {"weight": str(folder)}})
-    found = restart.compared(tmp_path / "undisturbed", tmp_path / "restarted", 20)
-    assert (found["same"], found["first_difference"]) == (False, None)
-
-
-def _train(ranks: Pool, world_size: int, options: list[str]) -> None:
-    run_on(ranks, world_size, "--backend", "single" if world_size == 1 else "fsdp2", *options)

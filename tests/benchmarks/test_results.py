@@ -29,7 +29,7 @@ def test_results_are_short() -> None:
 def test_every_benchmark_stands_in_the_results() -> None:
     text = (results.ROOT / "benchmarks" / "RESULTS.md").read_text()
     found = results.read_all()
-    assert len(found) > 20
+    assert len(found) > 15
     for table in (table for tables in found.values() for table in tables):
         assert f"(results/{table.benchmark}/{table.kind}.json)" in text
         for goal in table.goals:
@@ -114,17 +114,6 @@ def test_bars_have_the_lengths_of_their_figures() -> None:
     widths = [float(line.partition('width="')[2].partition('"')[0]) for line in figure.splitlines() if "<rect" in line]
     assert widths[2:] == [121.2, 485, 242.5]  # after the legend's two squares; ours by x and y, theirs by x
     assert ">1.0, 3.0</text>" in figure
-
-
-def test_pale_bars_begin_where_the_others_end() -> None:
-    bars = Bars("A title", "bytes", ["ours"], {"x": {"ours": 1.0}}, 1, pale={"x": {"ours": 3.0}})
-    figure = bars.figure()
-    solid, pale = [line for line in figure.splitlines() if "<rect" in line][1:]
-    assert 'x="265"' in solid
-    assert 'width="121.2"' in solid
-    assert 'x="386.2"' in pale
-    assert 'width="363.8"' in pale
-    assert ">1.0 + 3.0</text>" in figure
 
 
 def test_texts_that_do_not_fit_are_refused() -> None:

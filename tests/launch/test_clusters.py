@@ -1,14 +1,11 @@
-"""launch/multinode for Kubernetes, SkyPilot and Ray Train, as far as one machine without a cluster can check them."""
+"""launch/multinode for Kubernetes and SkyPilot, as far as one machine without a cluster can check them."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-from train_job import MULTINODE, TINY, digests, summary
+from train_job import MULTINODE
 
 
 def test_kubernetes() -> None:
@@ -34,19 +31,3 @@ def test_skypilot() -> None:
     for variable in ("NODES", "RANKS_PER_NODE", "FIRST_NODE"):
         assert f"${{{variable}:-" in script
         assert f"{variable}=" in task.run
-
-
-def test_ray_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers of Ray on this machine."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
-    monkeypatch.syspath_prepend(MULTINODE)
-    import ray_train
-
-    options = [*TINY, "--data", str(text), "--output", str(tmp_path / "run")]
-    ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
-    try:
-        ray_train.main(options, ranks=2, gpus=False)
-    finally:
-        ray.shutdown()
-    assert summary(tmp_path / "run")["world_size"] == 2
-    assert digests(tmp_path / "run", 8)

@@ -23,9 +23,7 @@ def alone(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return output
 
 
-@pytest.mark.parametrize(
-    ("backend", "world_size"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("ddp", 3), ("zero_redundancy", 2)]
-)
+@pytest.mark.parametrize(("backend", "world_size"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("ddp", 3)])
 def test_same_bits(ranks: Pool, alone: Path, text: Path, tmp_path: Path, backend: str, world_size: int) -> None:
     run_on(ranks, world_size, *ORDERED, "--backend", backend, "--data", text, "--output", tmp_path)
     assert_same_run(tmp_path, alone)
@@ -41,11 +39,9 @@ def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, alone: Path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--micro-batches", "5"], "got 5 with 1 ranks and a batch of 12, expected a multiple of the ranks"),
-        (["--accumulate", "2"], "ordered: got accumulate 2, expected 1"),
-        (["--backend", "fsdp1"], "ordered: got backend fsdp1, expected one of fsdp2, ddp, zero_redundancy, single"),
-        (["--clip", "0", "--release-gradients"], "without overlap-forward: got ordered True, expected False"),
-        (["--wire", "int8"], "expected one of fp32, bf16, e4m3"),
+        (["--micro-batches", "5"], "got 5 on 1 ranks and a batch of 12, expected a multiple of the ranks"),
+        (["--accumulate", "2"], "ordered: got backend single and accumulate 2"),
+        (["--backend", "fsdp1"], "ordered: got backend fsdp1 and accumulate 1, expected fsdp2, ddp or single"),
     ],
 )
 def test_refused(

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +68,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+        self.environment |= {"OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1", "FIRST_NODE": "127.0.0.1"}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:

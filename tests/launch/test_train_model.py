@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lm import config, data, metrics, model, training
+from lm import data, metrics, model, options, training
 from lm.errors import UserError
 from lm.model import ModelConfig
 from train_job import write_text
@@ -19,8 +18,8 @@ from train_job import write_text
 CONTEXT = 16
 
 
-def make(tied: bool = False) -> model.Transformer:
-    return model.build(ModelConfig(dim=32, layers=2, heads=4, tied=tied), CONTEXT, 0, torch.float32)
+def make() -> model.Transformer:
+    return model.build(ModelConfig(dim=32, layers=2, heads=4), CONTEXT, 0, torch.float32)
 
 
 def test_rope_depends_on_the_distance_alone() -> None:
@@ -62,17 +61,6 @@ def test_the_first_loss_is_that_of_guessing() -> None:
     assert abs(loss.item() - np.log(256)) < 0.5
 
 
-def test_tied_embedding_is_the_output_matrix() -> None:
-    tied, untied = make(tied=True), make()
-    assert set(dict(untied.named_parameters())) - set(dict(tied.named_parameters())) == {"head.weight"}
-    seen = [network.embedding.weight.grad for network in (tied, untied)]
-    assert seen == [None, None]
-    for network in (tied, untied):
-        network(torch.zeros(1, CONTEXT, dtype=torch.long)).square().sum().backward()
-    rows = [network.embedding.weight.grad.abs().sum(1).count_nonzero().item() for network in (tied, untied)]
-    assert rows == [256, 1]
-
-
 def test_heads_must_fit_the_width() -> None:
     with pytest.raises(UserError, match="heads"):
         ModelConfig(dim=30, layers=1, heads=4)
@@ -80,7 +68,7 @@ def test_heads_must_fit_the_width() -> None:
 
 def test_named_sizes_are_what_they_say() -> None:
     with torch.device("meta"):
-        network = model.Transformer(ModelConfig.of(config.Config(size="100m")), 8)
+        network = model.Transformer(ModelConfig(*model.SIZES["100m"]), 8)
     assert 0.9e8 < sum(parameter.numel() for parameter in network.parameters()) < 1.1e8
 
 
@@ -132,8 +120,8 @@ def test_heldout_windows_do_not_overlap_and_reach_the_end() -> None:
 
 
 def test_learning_rate_rises_then_follows_a_cosine() -> None:
-    options = dataclasses.replace(config.Config(), steps=100, warmup=10, min_lr=0.1)
-    factors = [training.lr_factor(step, options) for step in range(1, 101)]
+    config = options.Config(steps=100, warmup=10, min_lr=0.1)
+    factors = [training.lr_factor(step, config) for step in range(1, 101)]
     assert factors[0] == pytest.approx(0.1)
     assert factors[9] == 1
     assert factors[54] == pytest.approx(0.55)
@@ -143,55 +131,36 @@ def test_learning_rate_rises_then_follows_a_cosine() -> None:
 
 def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("steps: 300\nlr: 1e-4\nbetas: [0.9, 0.95]\ntied: true\ncodec: fp32\n")
-    options = config.load(["--config", str(path), "--steps", "200", "--no-tied", "--codec", "none"])
-    assert (options.steps, options.lr, options.betas) == (200, 1e-4, (0.9, 0.95))
-    path.write_text("optimizer: ademamix\nbetas: [0.9, 0.99, 0.999]\n")
-    assert config.load(["--config", str(path)]).betas == (0.9, 0.99, 0.999)
-    assert options.tied is False
-    assert options.codec is None
-    assert options.batch == config.Config().batch
+    path.write_text("steps: 300\nlr: 1e-4\nordered: true\ndata: text\noptions: {betas: [0.9, 0.95], codec: bf16}\n")
+    argv = ["--config", str(path), "--steps", "200", "--no-ordered", "--options", "codec=log4", "eps=1e-6"]
+    found = options.load(argv)
+    assert (found.steps, found.lr, found.ordered, found.data) == (200, 1e-4, False, "text")
+    assert found.options == {"betas": [0.9, 0.95], "codec": "log4", "eps": 1e-6}
+    assert found.batch == options.Config().batch
+    assert options.load([]) == options.Config()
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("step: 3", "unknown option 'step'"),
-        ("steps: many", "expected a whole number"),
-        ("steps: 2.5", "expected a whole number"),
-        ("tied: 1", "expected true or false"),
-        ("lr: .nan", "expected a number"),
-        ("betas: 0.9", "expected a list of numbers"),
+        ("steps: many", "--steps: invalid int value"),
+        ("steps: 2.5", "--steps: invalid int value"),
+        ("ordered: 1", "ordered: got '1', expected true or false"),
+        ("lr: .nan", "lr: got nan, expected at least 0"),
+        ("batch: 0", "batch: got 0, expected at least 1"),
+        ("dropout: 1", "expected shares below 1"),
         ("backend: mpi", "expected one of"),
-        ("[1, 2]", "lines"),
-        ("a: [", "not valid YAML"),
+        ("backend: deepspeed", "go together"),
+        ("[1, 2]", "got list, expected names with values"),
+        ("a: [", "cannot read"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=complaint):
-        config.load(["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ([], "got clip 1.0, expected 0"),
-        (["--clip", "0", "--nonfinite", "raise"], "got nonfinite raise, expected one of skip"),
-        (["--clip", "0", "--backend", "fsdp1"], "got backend fsdp1, expected one of fsdp2, ddp, single"),
-        (["--clip", "0", "--backend", "zero_redundancy"], "got backend zero_redundancy, expected one of"),
-    ],
-)
-def test_what_gradient_release_excludes(options: list[str], complaint: str) -> None:
-    with pytest.raises(UserError, match=complaint):
-        config.load(["--release-gradients", *options])
-
-
-@pytest.mark.parametrize("options", [[], ["--offload", "step"], ["--clip", "0", "--release-gradients"]], ids=str)
-def test_overlap_of_what_is_not_there(options: list[str]) -> None:
-    with pytest.raises(UserError, match="overlap-forward: got this option alone"):
-        config.load(["--overlap-forward", *options])
+        options.load(["--config", str(path)])
 
 
 def test_metrics_of_a_resumed_run_go_on_where_it_resumed(tmp_path: Path) -> None:

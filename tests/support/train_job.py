@@ -88,7 +88,7 @@ def assert_same_run(output: Path, other: Path, steps: Iterable[int] = (4, 8)) ->
 
 def steps_saved(output: Path) -> list[int]:
     """The steps of which there are complete checkpoints."""
-    return [checkpoint.step_of(path) for path in checkpoint.complete(output / "checkpoints")]
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(output / "checkpoints")]
 
 
 def wait_for_checkpoint(output: Path, process: subprocess.Popen[str], timeout: float = 120.0) -> None:

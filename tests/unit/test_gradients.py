@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.model import ModelConfig, UnitTransformer, build, rotate
+from lm.model import ModelConfig, rotate
 from shardopt import unit
 from shardopt.unit import multipliers
+from unit_model import UnitTransformer, build
 
 CONTEXT, WINDOWS = 16, 4  # tokens are a power of two, because the mean loss divides by them
 FACTORS = [name for name, f in vars(multipliers).items() if callable(f) and f.__module__ == multipliers.__name__]
@@ -105,9 +106,7 @@ def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], batch: Tens
 
 
 def transformer() -> tuple[UnitTransformer, Tensor]:
-    config = ModelConfig(dim=32, layers=2, heads=2, parametrization="u-mup")
-    model = build(config, CONTEXT, 0, torch.float64)
-    assert isinstance(model, UnitTransformer)
+    model = build(ModelConfig(dim=32, layers=2, heads=2), CONTEXT, torch.float64)
     return model, torch.randint(256, (WINDOWS, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 
 

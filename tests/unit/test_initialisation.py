@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.model import ModelConfig, build
+from lm.model import ModelConfig
 from shardopt import unit
 from shardopt.unit import functional
+from unit_model import build
 
 CONTEXT, WINDOWS = 64, 8
 #: Functions between modules.
@@ -55,8 +56,7 @@ def deviations(
         watched = found.watch(getattr(functional, name), name)
         monkeypatch.setattr(functional, name, watched)
         monkeypatch.setattr(unit, name, watched)
-    config = ModelConfig(dim, layers, 4, parametrization="u-mup")
-    model = build(config, CONTEXT, 0, dtype, fp8)
+    model = build(ModelConfig(dim, layers, 4), CONTEXT, dtype, fp8)
 
     def note(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         return lambda module, inputs, output: found.note(f"output of {name}", output)

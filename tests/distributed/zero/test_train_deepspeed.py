@@ -138,53 +138,42 @@ def test_zero_3_resumes_as_if_it_had_never_stopped(
     assert digests(tmp_path, 8) == digests(zero3, 8)
 
 
-def test_bfloat16_and_the_options_that_the_config_says(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
-    """All is said in the config, in the words of DeepSpeed; the job takes it over."""
-    optimizer = {"type": "lion8bit", "params": {"lr": 3e-4, "betas": [0.9, 0.98], "codec": "auto"}}
-    zero = {"stage": 2}
-    path = write_config(
-        tmp_path,
-        train_micro_batch_size_per_gpu=3,
-        gradient_accumulation_steps=2,
-        gradient_clipping="auto",
-        optimizer=optimizer,
-        bf16={"enabled": True},
-        zero_optimization=zero,
-    )
-    left_out = ("--batch", "12")
-    assert left_out == TINY[TINY.index("--batch") : TINY.index("--batch") + 2]
-    options = [option for option in TINY if option not in left_out]
-    actual = run_deepspeed(deepspeed_ranks, path, *options, "--data", text, "--output", tmp_path)
-    expected = {
-        "batch": 12,
-        "accumulate": 2,
-        "clip": 1.0,
-        "lr": 3e-4,
-        "optimizer": "lion8bit",
-        "precision": "bf16-mixed",
-    }
-    assert {name: actual["options"][name] for name in expected} == expected
-    assert actual["options"]["betas"] == [0.9, 0.98]
-    assert actual["heldout_loss"] < 5.6
+def test_the_jobs_options_complete_the_config(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
+    options = ("--precision", "bf16-mixed", "--optimizer", "lion8bit", "--lr", 3e-4, "--options", "betas=[0.9, 0.98]")
+    arguments = (*TINY, *options, "--accumulate", 2, "--data", text, "--output", tmp_path)
+    assert run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *arguments)["heldout_loss"] < 5.6
 
 
 def test_bfloat16_without_masters(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
-    options = (*TINY, "--data", text, "--output", tmp_path, "--precision", "bf16", "--master-weight-bits", 24)
+    options = (*TINY, "--data", text, "--output", tmp_path, "--precision", "bf16")
+    options = (*options, "--options", "master_weight_bits=24")
     run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--stop-at-step", 4)
     found = run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--resume", "auto")
     assert found["verified"]["tensors"] == len(digests(tmp_path, 4))
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
 
 
-def test_what_deepspeed_refuses_is_one_line(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
-    path = write_config(tmp_path, optimizer={"params": {"quantum": 3}}, zero_optimization={"stage": 1})
-    argv = [*TINY, "--data", text, "--output", tmp_path, "--backend", "deepspeed", "--deepspeed", path]
+@pytest.mark.parametrize(
+    ("settings", "options", "complaint"),
+    [
+        ({"zero_optimization": {"stage": 1}}, ("--options", "quantum=3"), "optimizer.params of AdamW8bit: got quantum"),
+        ({"optimizer": {"type": "Adam"}}, (), "got optimizer, which the job's options decide; leave it out"),
+    ],
+)
+def test_refusals_are_one_line(
+    settings: dict[str, Any],
+    options: tuple[str, ...],
+    complaint: str,
+    deepspeed_ranks: Pool,
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    path = write_config(tmp_path, **settings)
+    argv = [*TINY, *options, "--data", text, "--output", tmp_path, "--backend", "deepspeed", "--deepspeed", path]
     for code, said in deepspeed_ranks.run(2, _run_and_listen, [str(option) for option in argv]):
         assert code == 2
         (line,) = said.splitlines()
-        assert line.startswith(
-            f"train.py: error: {path}: optimizer.params of AdamW8bit: got quantum, expected some of "
-        )
+        assert line.startswith(f"train.py: error: {path}: {complaint}")
 
 
 def _run_and_listen(argv: list[str]) -> tuple[int, str]:
