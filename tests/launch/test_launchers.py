@@ -95,7 +95,17 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
 )
 def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     mpirun = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", "-x", "PATH", "-x", "OMP_NUM_THREADS"]
-    job = [PROGRAMS / "python", ROOT / "launch" / "train.py", *TINY, "--clip", "0", "--data", text]
+    job = [
+        PROGRAMS / "python",
+        ROOT / "launch" / "train.py",
+        "--config",
+        ROOT / "configs" / "small.yaml",
+        *TINY,
+        "--clip",
+        "0",
+        "--data",
+        text,
+    ]
     as_root = {f"OMPI_{name}": "1" for name in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")}
     as_root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     command = [str(part) for part in (*mpirun, *job, "--output", tmp_path, "--resume", "none")]
