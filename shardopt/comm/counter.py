@@ -18,11 +18,12 @@ class Counter:
         begin: the number of the first term.
 
     Attributes:
+        next: the number of the next term.
         sums: (k, sum of 2^k terms in float32), the latest terms last.
     """
 
     def __init__(self, begin: int = 0) -> None:
-        self._next = begin
+        self.next = begin
         self.sums: list[tuple[int, Tensor | None]] = []
 
     @property
@@ -34,13 +35,17 @@ class Counter:
         """Adds terms, each itself a sum of 2^level terms. Their memory is not kept."""
         for term in terms:
             total, reached = term, level
-            while self.sums and self.sums[-1][0] == reached and self._next >> reached & 1:
+            while self.sums and self.sums[-1][0] == reached and self.next >> reached & 1:
                 total = _sum(self.sums.pop()[1], total)
                 reached += 1
             if term is not None and total is term:
                 total = term.to(torch.float32, copy=True)
             self.sums.append((reached, total))
-            self._next += 1 << level
+            self.next += 1 << level
+
+    def skip_to(self, number: int) -> None:
+        """Adds zeros for the terms before a number that have not arrived."""
+        self.push([None] * (number - self.next))
 
     def finish(self, mean: Tensor, divisor: int) -> None:
         """Writes the sum of all terms, from the latest to the oldest, over the divisor, rounded once.
@@ -63,7 +68,7 @@ class Counter:
     def of_parts(parts: Sequence[tuple[Counter, slice]]) -> Counter:
         """A counter of terms that are made of parts of others' terms, which had as many."""
         first = parts[0][0]
-        counter = Counter(first._next)
+        counter = Counter(first.next)
         for i, (level, _) in enumerate(first.sums):
             sums = [(other.sums[i][1], place) for other, place in parts]
             device = next((x.device for x, _ in sums if x is not None), None)
@@ -82,5 +87,5 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
 def levels_of(begin: int, terms: int) -> list[int]:
     """The levels of the sums that terms leave, the first of which has this number."""
     counter = Counter(begin)
-    counter.push([None] * terms)
+    counter.skip_to(begin + terms)
     return [level for level, _ in counter.sums]

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
-from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of, refuse_partial_sums
+from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, groups_of, mesh_of
 from shardopt.comm.plain import PlainReducer
 from shardopt.comm.progress import Progress, progress_of
 from shardopt.comm.wire import WIRES, WireFormat
@@ -70,12 +70,13 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
         )
     progress = Progress(model.named_parameters(), micro_batches, ranks)
     if sharded:
-        refuse_partial_sums(model)
-        progress.reducers.extend(FsdpReducer(name, module, progress, wire) for name, module in sharded.items())
+        for name, module in sharded.items():
+            FsdpReducer(name, module, progress, wire)
     elif replicas:
-        progress.reducers.extend(DdpReducer(replica, progress, wire) for replica in replicas)
+        for replica in replicas:
+            DdpReducer(replica, progress, wire)
     else:
-        progress.reducers.append(PlainReducer(model, progress, wire))
+        PlainReducer(model, progress, wire)
     progress.watch(model)
 
 
@@ -137,7 +138,7 @@ def _ranks_of(
     if not sharded:
         return 1, []
     check_untouched(model, sharded)
-    meshes = {name: Mesh(group) for name, module in sharded.items() for group in groups_of(module)}
+    meshes = {name: mesh_of(group) for name, module in sharded.items() for group in groups_of(module)}
     (first, mesh), *others = meshes.items()
     for name, other in others:
         if (other.size, other.rank) != (mesh.size, mesh.rank):

@@ -27,13 +27,21 @@ class Reduction:
     """
 
     def __init__(
-        self, progress: Progress, wire: Wire, shards: ProcessGroup | None, replicas: ProcessGroup | None
+        self,
+        progress: Progress,
+        wire: Wire,
+        shards: ProcessGroup | None = None,
+        replicas: ProcessGroup | None = None,
     ) -> None:
         self._progress, self.wire = progress, wire
         self._shards, self._replicas = shards, replicas
         self.counter = Counter()
-        self.counter.push([None] * progress.first)
-        self.is_behind = True  # it has nothing of the running pass
+        progress.reductions.add(self)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has nothing of the running pass."""
+        return self.counter.next <= self._progress.first
 
     @without_autograd
     def push(self, chunks: Tensor, out: Tensor) -> None:
@@ -44,7 +52,7 @@ class Reduction:
             out: this rank's chunk. In the step's last pass, gets the mean over its micro-batches, rounded once to the
                 dtype, of HSDP's the part that this rank owns; else zeros. May be ``chunks``.
         """
-        self.is_behind = False
+        self.counter.skip_to(self._progress.first)
         message = self.wire.encode(chunks)
         pieces = message
         if self._shards is not None and self._shards.size() > 1:
@@ -83,19 +91,5 @@ class Reduction:
         if self._replicas is not None:
             size = -(-self.wire.numel // self._replicas.size())
             own = out.zero_()[self._replicas.rank() * size :][:size]
+        self.counter.skip_to(self._progress.micro_batches)
         self.counter.finish(own, self._progress.micro_batches)
-
-    def end(self) -> None:
-        """Adds zeros for a pass that had no gradient here."""
-        if self.is_behind:
-            self.counter.push([None] * self._progress.ranks)
-        self.is_behind = True
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The sums so far."""
-        return self.counter.tensors
-
-    def reset(self) -> None:
-        self.counter = Counter()
-        self.is_behind = True
