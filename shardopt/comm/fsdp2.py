@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,27 +27,10 @@ def groups_of(module: FSDPModule) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
-class Mesh(NamedTuple):
-    """The ranks of a module's data parallelism.
-
-    Attributes:
-        shards: the ranks that own a shard each.
-        replicas: HSDP's ranks that hold copies of one shard; None without HSDP.
-        size: the number of ranks.
-        rank: the number of this rank, in the order that DistributedSampler deals micro-batches out.
-    """
-
-    shards: ProcessGroup
-    replicas: ProcessGroup | None
-    size: int
-    rank: int
-
-
-def mesh_of(group: Any) -> Mesh:
-    shards = group.mesh_info.shard_process_group
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    copies, copy = (1, 0) if replicas is None else (replicas.size(), replicas.rank())
-    return Mesh(shards, replicas, copies * shards.size(), copy * shards.size() + shards.rank())
+def mesh_of(group: Any) -> list[ProcessGroup]:
+    """The ranks that own a shard each, and HSDP's ranks that hold copies of one shard."""
+    groups = group.mesh_info.shard_process_group, getattr(group.mesh_info, "replicate_process_group", None)
+    return [each for each in groups if each is not None]
 
 
 class FsdpReducer:
@@ -64,11 +47,12 @@ class FsdpReducer:
         self._name, self._progress, self._format = name, progress, wire
         (self._group,) = groups_of(module)
         assert isinstance(module, Module)
-        self._mesh = mesh_of(self._group)
+        self._shards, *replicas = mesh_of(self._group)
+        self._replicas = replicas[0] if replicas else None
         self._sums: Reduction | None = None
         self._summed: list[Any] = []  # the parameters in the sums
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
-        if self._mesh.shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
+        if self._shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(self._take)
         module.set_gradient_divide_factor(1.0)  # the mean is taken here
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -116,7 +100,7 @@ class FsdpReducer:
 
     def _take(self, gradient: Tensor) -> None:
         """Replaces one rank's gradient."""
-        self(gradient, gradient, self._mesh.shards, None)
+        self(gradient, gradient, self._shards, None)
 
     def _params(self) -> list[Any]:
         """FSDP2's parameters that have gradients."""
@@ -124,7 +108,7 @@ class FsdpReducer:
 
     def _parts(self) -> list[tuple[int, int]]:
         """Rows, and elements per row, that a rank's chunk has of each parameter."""
-        size = self._mesh.shards.size()
+        size = self._shards.size()
         parts = []
         for param in self._params():
             shape, dim = list(param._orig_size), param.fsdp_placement.dim
@@ -145,7 +129,7 @@ class FsdpReducer:
                 "none in this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params "
                 "(2.13); use all of a module's parameters, or DistributedDataParallel"
             )
-        return Reduction(self._progress, wire, self._mesh.shards, self._mesh.replicas)
+        return Reduction(self._progress, wire, self._shards, self._replicas)
 
     @without_autograd
     def _end(self) -> None:
@@ -155,8 +139,8 @@ class FsdpReducer:
             return
         out = self._like.new_empty(sums.wire.numel)
         sums.finish(out)
-        if self._mesh.replicas is not None:
-            dist.all_reduce(out, group=self._mesh.replicas)
+        if self._replicas is not None:
+            dist.all_reduce(out, group=self._replicas)
         start = 0
         for param, (rows, row_numel) in zip(self._params(), self._parts(), strict=True):
             mean = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride, start)

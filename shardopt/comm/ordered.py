@@ -140,19 +140,29 @@ def _ranks_of(
     check_untouched(model, sharded)
     meshes = {name: mesh_of(group) for name, module in sharded.items() for group in groups_of(module)}
     (first, mesh), *others = meshes.items()
+    ranks, rank = _place_in(mesh)
     for name, other in others:
-        if (other.size, other.rank) != (mesh.size, mesh.rank):
+        if _place_in(other) != (ranks, rank):
             raise ValueError(
-                f"got {first!r} on {mesh.size} ranks and {name!r} on {other.size}, expected one mesh for all modules: "
-                "gradients of a smaller mesh (experts under expert parallelism) are sums over several micro-batches "
-                "already; shard all modules over one mesh"
+                f"got {first!r} on {ranks} ranks and {name!r} on {_place_in(other)[0]}, expected one mesh for all "
+                "modules: gradients of a smaller mesh (experts under expert parallelism) are sums over several "
+                "micro-batches already; shard all modules over one mesh"
             )
-    if mesh.replicas is not None and mesh.shards.size() == 1 < mesh.size:
+    if len(mesh) == 2 and mesh[0].size() == 1 < ranks:
         raise ValueError(
-            f"got HSDP on a mesh of {mesh.size} replicas with 1 shard, expected several shards: FSDP2 calls no "
+            f"got HSDP on a mesh of {ranks} replicas with 1 shard, expected several shards: FSDP2 calls no "
             "reduce-scatter there; use DistributedDataParallel, or a mesh of one dim"
         )
-    return mesh.size, [mesh.shards] + ([mesh.replicas] if mesh.replicas is not None else [])
+    return ranks, mesh
+
+
+def _place_in(mesh: Sequence[ProcessGroup]) -> tuple[int, int]:
+    """The number of ranks, and that of this rank in the order in which DistributedSampler deals micro-batches out."""
+    ranks, rank = 1, 0
+    for group in mesh:
+        rank += ranks * group.rank()
+        ranks *= group.size()
+    return ranks, rank
 
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:

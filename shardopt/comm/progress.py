@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardopt.comm.counter import Counter
 from shardopt.report.memory import keepers_of_sums
 
-if TYPE_CHECKING:
-    from shardopt.comm.reduction import Reduction
-
 #: A gradient's address, and PyTorch's count of writes to it.
 _Written = tuple[int, int]
+
+
+class Sums(Protocol):
+    """A :class:`shardopt.comm.reduction.Reduction`."""
+
+    counter: Counter
+
+    @property
+    def is_behind(self) -> bool: ...
 
 
 class Progress:
@@ -41,7 +47,7 @@ class Progress:
         self._params = {name: param for name, param in params if param.numel()}
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
-        self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        self.reductions: weakref.WeakSet[Sums] = weakref.WeakSet()
         self.at_end: list[Callable[[], object]] = []
         self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
