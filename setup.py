@@ -47,7 +47,6 @@ CUDA_SOURCES = (
     "csrc/step/cuda.cu",
     "csrc/step/cuda_rules.cu",
     "csrc/step/cuda_sum_rules.cu",
-    "csrc/comm/cuda.cu",
     "csrc/norm/cuda.cu",
 )
 
@@ -59,18 +58,16 @@ def cpu_sources() -> list[str]:
     names = [f"csrc/step/{name}" for name in step]
     names += [
         "csrc/bindings.cpp",
-        "csrc/bindings_comm.cpp",
         "csrc/threads/copies.cpp",
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
-        "csrc/comm/cpu.cpp",
         "csrc/norm/cpu.cpp",
         "csrc/step/cpu.cpp",
         "csrc/threads/pool.cpp",
     ]
     if toolkit:
         names += ["csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp"]
-    return names + [f"csrc/{room}/{name}" for room in ("comm", "norm") for name in others]
+    return names + [f"csrc/norm/{name}" for name in others]
 
 
 def pybind11_headers() -> str:

@@ -117,7 +117,6 @@ double sum_value(const Table<int64_t>& words) {
 
 }  // namespace
 
-void bind_comm(py::module_& m);  // bindings_comm.cpp
 #if defined(SHARDOPT_WITH_CUDA)
 void bind_cuda(py::module_& m);  // bindings_cuda.cpp
 #endif
@@ -204,7 +203,6 @@ PYBIND11_MODULE(_C, m) {
       py::arg("to"), py::arg("source"), py::arg("nbytes"), py::arg("threads"),
       "Copies ranges of memory, given by their addresses, past the caches.");
   bind_inputs(m);
-  bind_comm(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;
   bind_cuda(m);

@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "bindings_comm.h"
-#include "comm/cuda.h"
 #include "kernel_rows.h"
 #include "norm/cuda.h"
 #include "step/cuda.h"
@@ -82,23 +80,6 @@ void unpin_on_cuda(int device, uint64_t address) {
   unpin_cuda(address);
 }
 
-void encode_on_cuda(const LayoutArguments& layout, uint64_t floats, DType dtype, uint64_t message, int64_t chunks,
-                    int device, uint64_t stream) {
-  const EncodeCall call = encode_call(layout, floats, dtype, message, chunks);
-  const py::gil_scoped_release release;
-  const CudaDeviceGuard guard(device);
-  encode_cuda(call, pointer<void>(stream));
-}
-
-void sum_on_cuda(const LayoutArguments& layout, uint64_t message, DType raw, int64_t terms, int64_t first,
-                 int64_t begin, const std::vector<uint64_t>& in, const std::vector<uint64_t>& out, uint64_t mean,
-                 DType dtype, float divisor, int device, uint64_t stream) {
-  const SumCall call = sum_call(layout, message, raw, terms, first, begin, in, out, mean, dtype, divisor);
-  const py::gil_scoped_release release;
-  const CudaDeviceGuard guard(device);
-  sum_cuda(call, pointer<void>(stream));
-}
-
 void norm_on_cuda(uint64_t kernel_rows, uint64_t tasks, int64_t task_count, NormPass pass, uint64_t factor, int device,
                   uint64_t stream) {
   const py::gil_scoped_release release;
@@ -141,12 +122,6 @@ void bind_cuda(py::module_& m) {
   m.def("pin_cuda", &pin_on_cuda, py::arg("device"), py::arg("address"), py::arg("nbytes"),
         "Page-locks memory of the host for all devices, in a device's context; CUDA's error, 0 for none.");
   m.def("unpin_cuda", &unpin_on_cuda, py::arg("device"), py::arg("address"), "Undoes pin_cuda.");
-  m.def("encode_message_cuda", &encode_on_cuda, py::arg("layout"), py::arg("floats"), py::arg("dtype"),
-        py::arg("message"), py::arg("chunks"), py::arg("device"), py::arg("stream"),
-        "Codes floats into a message, in a stream.");
-  m.def("sum_message_cuda", &sum_on_cuda, py::arg("layout"), py::arg("message"), py::arg("raw"), py::arg("terms"),
-        py::arg("first"), py::arg("begin"), py::arg("sums"), py::arg("out"), py::arg("mean"), py::arg("dtype"),
-        py::arg("divisor"), py::arg("device"), py::arg("stream"), "Adds a message's chunks to sums, in a stream.");
 }
 
 }  // namespace shardopt

@@ -64,10 +64,9 @@ max_moments: int
 max_hyper: int
 sum_lowest_bit: int
 sum_words: int
-message_block: int
 with_cuda: bool
 
-# With CUDA only, up to sum_message_cuda.
+# With CUDA only, up to unpin_cuda.
 cuda_prepared_bytes: int
 cuda_launched_gradients: int
 cuda_norm_task: int
@@ -108,57 +107,8 @@ def norm_cuda(
 def clip_cuda(words: int, is_magnitude: bool, max_norm: float, clip: int, device: int, stream: int) -> None: ...
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
 def unpin_cuda(device: int, address: int) -> None: ...
-def encode_message_cuda(
-    layout: tuple[int, int, int, int, int],
-    floats: int,
-    dtype: DType,
-    message: int,
-    chunks: int,
-    device: int,
-    stream: int,
-) -> None: ...
-def sum_message_cuda(
-    layout: tuple[int, int, int, int, int],
-    message: int,
-    raw: DType,
-    terms: int,
-    first: int,
-    begin: int,
-    sums: list[int],
-    out: list[int],
-    mean: int,
-    dtype: DType,
-    divisor: float,
-    device: int,
-    stream: int,
-) -> None: ...
 def copy_ranges(
     to: npt.NDArray[np.uint64], source: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64], threads: int
-) -> None: ...
-def message_row_bytes(numel: int) -> int: ...
-def encode_message(
-    layout: tuple[int, int, int, int, int],
-    floats: int,
-    dtype: DType,
-    message: int,
-    chunks: int,
-    threads: int,
-    target: str,
-) -> None: ...
-def sum_message(
-    layout: tuple[int, int, int, int, int],
-    message: int,
-    raw: DType,
-    terms: int,
-    first: int,
-    begin: int,
-    sums: list[int],
-    out: list[int],
-    mean: int,
-    dtype: DType,
-    divisor: float,
-    threads: int,
-    target: str,
 ) -> None: ...
 def cpu_targets() -> list[str]: ...
 def power(base: float, exponent: float) -> float: ...

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from shardopt.kernels.messages import Layout, add_up
 
 
 class Counter:
@@ -17,15 +15,15 @@ class Counter:
     zeros, which take no memory.
 
     Args:
-        numel: elements of a sum.
         begin: the number of the first term.
 
     Attributes:
+        next: the number of the next term.
         sums: (k, sum of 2^k terms in float32), the latest terms last.
     """
 
-    def __init__(self, numel: int, begin: int = 0) -> None:
-        self._numel, self._begin, self._next = numel, begin, begin
+    def __init__(self, begin: int = 0) -> None:
+        self.next = begin
         self.sums: list[tuple[int, Tensor | None]] = []
 
     @property
@@ -33,66 +31,44 @@ class Counter:
         """The sums of terms that are not all zeros."""
         return [x for _, x in self.sums if x is not None]
 
-    def push(self, terms: Tensor, layout: Layout, level: int = 0) -> None:
-        """Adds terms.
+    def push(self, terms: Iterable[Tensor | None], level: int = 0) -> None:
+        """Adds terms, each itself a sum of 2^level terms. Their memory is not kept."""
+        for term in terms:
+            total, reached = term, level
+            while self.sums and self.sums[-1][0] == reached and self.next >> reached & 1:
+                total = _sum(self.sums.pop()[1], total)
+                reached += 1
+            if term is not None and total is term:
+                total = term.to(torch.float32, copy=True)
+            self.sums.append((reached, total))
+            self.next += 1 << level
+
+    def skip_to(self, number: int) -> None:
+        """Adds zeros for the terms before a number that have not arrived."""
+        self.push([None] * (number - self.next))
+
+    def finish(self, mean: Tensor, divisor: int) -> None:
+        """Writes the sum of all terms, from the latest to the oldest, over the divisor, rounded once.
 
         Args:
-            terms: as in :func:`add_up`.
-            layout: of each.
-            level: a term is itself a sum, of 2^level terms.
-        """
-        first, begin = self._next >> level, -(-self._begin >> level)
-        levels = [k for k, _ in self.sums]
-        least = len(levels)
-        for _ in range(len(terms)):
-            levels.append(self._merge(levels, level))
-            least = min(least, len(levels) - 1)
-            self._next += 1 << level
-        taken = [x for _, x in self.sums[least:]]
-        free = [x for x in taken if x is not None]
-        out = [
-            free.pop() if free else torch.empty(self._numel, dtype=torch.float32, device=terms.device)
-            for _ in levels[least:]
-        ]
-        add_up(terms, layout, first=first, begin=begin, sums=taken, out=out)
-        self.sums[least:] = zip(levels[least:], out, strict=True)
-
-    def finish(self, terms: Tensor, layout: Layout, mean: Tensor, divisor: int, level: int = 0) -> None:
-        """Adds the last terms, and writes the sum of all, from the latest to the oldest, over the divisor.
-
-        Args:
-            terms: as in :func:`add_up`; none if all have been pushed.
-            layout: of each.
-            mean: gets the quotient, rounded once to the dtype of ``mean``.
+            mean: as many elements as sums have, or the first few of them.
             divisor: of the sum.
-            level: of the terms.
         """
-        first, sums = self._next >> level, [x for _, x in self.sums]
-        add_up(terms, layout, first=first, begin=-(-self._begin >> level), sums=sums, mean=mean, divisor=divisor)
-        self.sums, self._next = [], self._begin
-
-    def skip(self, terms: int) -> None:
-        """Adds terms of zeros."""
-        for _ in range(terms):
-            term = None
-            levels = [k for k, _ in self.sums]
-            level = self._merge(levels, 0)
-            for _, left in reversed(self.sums[len(levels) :]):
-                term = left if term is None else term if left is None else left.add_(term)
-            self.sums[len(levels) :] = [(level, term)]
-            self._next += 1
-
-    def _merge(self, levels: list[int], level: int) -> int:
-        """Takes the sums away that become one with the next term; its level."""
-        while levels and levels[-1] == level and self._next >> level & 1:
-            level = levels.pop() + 1
-        return level
+        total = None
+        while self.sums:
+            total = _sum(self.sums.pop()[1], total)
+        if total is None:
+            mean.zero_()
+            return
+        # A number as divisor would be multiplied by its reciprocal on a GPU. -0 becomes +0.
+        over = torch.full((), divisor, dtype=torch.float32, device=total.device)
+        mean.copy_(total.div_(over).add_(0.0)[: len(mean)])
 
     @staticmethod
     def of_parts(parts: Sequence[tuple[Counter, slice]]) -> Counter:
         """A counter of terms that are made of parts of others' terms, which had as many."""
-        first, counter = parts[0][0], Counter(sum(place.stop - place.start for _, place in parts))
-        counter._next = first._next
+        first = parts[0][0]
+        counter = Counter(first.next)
         for i, (level, _) in enumerate(first.sums):
             sums = [(other.sums[i][1], place) for other, place in parts]
             device = next((x.device for x, _ in sums if x is not None), None)
@@ -101,8 +77,15 @@ class Counter:
         return counter
 
 
+def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
+    """In the memory of the earlier sum, where that has some."""
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    return earlier.add_(later)
+
+
 def levels_of(begin: int, terms: int) -> list[int]:
     """The levels of the sums that terms leave, the first of which has this number."""
-    counter = Counter(0, begin)
-    counter.skip(terms)
+    counter = Counter(begin)
+    counter.skip_to(begin + terms)
     return [level for level, _ in counter.sums]

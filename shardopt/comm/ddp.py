@@ -4,8 +4,8 @@ Annotations here are classes, not strings: DistributedDataParallel compares thos
 """
 
 import weakref
-from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,14 @@ from shardopt.kernels.autograd import without_autograd
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+class _Place(NamedTuple):
+    """Where a parameter is summed: the sums, the ids of their bucket's parameters, and its rows in their chunks."""
+
+    sums: Reduction
+    bucket: list[int]
+    rows: slice
+
+
 class DdpReducer:
     """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter.
 
@@ -36,8 +44,7 @@ class DdpReducer:
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         self._replica, self._progress, self._format = replica, progress, wire
         self._group = replica.process_group
-        self._of: dict[Tensor, tuple[Reduction, slice]] = {}  # its sums, and its place in their chunks
-        self._buckets: dict[tuple[int, ...], Reduction] = {}  # by their parameters
+        self._of: dict[Tensor, _Place] = {}
         self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
         # Hooks that PyTorch's reducer reaches would keep the module alive for good if they held this. The module does.
         this = weakref.ref(self)
@@ -45,6 +52,7 @@ class DdpReducer:
             if param.requires_grad:
                 param.register_hook(lambda _: _found(this)._begin())  # type: ignore[no-untyped-call]
         replica.register_comm_hook(this, _reduce)
+        progress.at_end.append(self._end)
 
     def _begin(self) -> None:
         if not self._replica.require_backward_grad_sync:
@@ -86,45 +94,37 @@ class DdpReducer:
         _all_gather(total, chunk, group=self._group)
         total = total.view(size, -1)
         for param, grad in grads.items():
-            rows = total[:, self._of[param][1]].reshape(-1)
+            rows = total[:, self._of[param].rows].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
             if self._replica.find_unused_parameters:
                 self._means[param] = grad
 
-    def _reduction_of(self, params: Sequence[Tensor]) -> Reduction:
-        """The sums of a bucket, which take over the sums of the buckets before DDP arranges them anew."""
-        key = tuple(map(id, params))
-        bucket_sums = self._buckets.get(key)
-        if bucket_sums is None:
-            size = self._group.size()
-            wholes = [rows_of(param.shape) for param in params]
-            parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
-            bucket_sums = self._buckets[key] = Reduction(self._progress, Wire(self._format, parts), self._group, None)
-            before = [self._of[param] for param in params if param in self._of]
-            if self._progress.first:
-                bucket_sums.counter = Counter.of_parts([(reduction.counter, place) for reduction, place in before])
-            start = 0
-            for param, (rows, row_numel) in zip(params, parts, strict=True):
-                self._of[param] = bucket_sums, slice(start, start := start + rows * row_numel)
-        return bucket_sums
-
-    def reductions(self) -> list[Reduction]:
-        return list(self._buckets.values())
+    def _reduction_of(self, params: list[Tensor]) -> Reduction:
+        """The sums of a bucket. They take over the earlier sums where DDP has formed other buckets."""
+        bucket, known = list(map(id, params)), self._of.get(params[0])
+        if known is not None and known.bucket == bucket:
+            return known.sums
+        size = self._group.size()
+        wholes = [rows_of(param.shape) for param in params]
+        parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
+        sums = Reduction(self._progress, Wire(self._format, parts), self._group)
+        if self._progress.first:
+            sums.counter = Counter.of_parts([(self._of[param].sums.counter, self._of[param].rows) for param in params])
+        start = 0
+        for param, (rows, row_numel) in zip(params, parts, strict=True):
+            self._of[param] = _Place(sums, bucket, slice(start, start := start + rows * row_numel))
+        return sums
 
     @without_autograd
-    def end(self, *, is_last: bool) -> None:
+    def _end(self) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
-        is_behind = not self._buckets or any(reduction.is_behind for reduction, _ in self._of.values())
+        is_behind = not self._of or any(place.sums.is_behind for place in self._of.values())
         if is_behind and self._progress.has_changed(self._replica.parameters()):
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
                 "call DistributedDataParallel, not its module, outside of no_sync()"
             )
-        current = {id(reduction) for reduction, _ in self._of.values()}
-        self._buckets = {key: bucket_sums for key, bucket_sums in self._buckets.items() if id(bucket_sums) in current}
-        for reduction in self._buckets.values():
-            reduction.end()
-        if is_last:
+        if self._progress.is_last:
             for param, mean in self._means.items():
                 if param.grad is not None:
                     param.grad.copy_(mean)

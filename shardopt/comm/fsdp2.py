@@ -27,25 +27,10 @@ def groups_of(module: FSDPModule) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
-class Mesh:
-    """The ranks of a module's data parallelism.
-
-    Attributes:
-        shards: the ranks that own a shard each.
-        replicas: HSDP's ranks that hold copies of one shard; None without HSDP.
-        size: the number of ranks.
-        rank: the number of this rank, in the order that DistributedSampler deals micro-batches out.
-    """
-
-    def __init__(self, group: Any) -> None:
-        info = group.mesh_info
-        self.shards: ProcessGroup = info.shard_process_group
-        self.replicas: ProcessGroup | None = getattr(info, "replicate_process_group", None)
-        size, rank = self.shards.size(), self.shards.rank()
-        if self.replicas is not None:
-            rank += size * self.replicas.rank()
-            size *= self.replicas.size()
-        self.size, self.rank = size, rank
+def mesh_of(group: Any) -> list[ProcessGroup]:
+    """The ranks that own a shard each, and HSDP's ranks that hold copies of one shard."""
+    groups = group.mesh_info.shard_process_group, getattr(group.mesh_info, "replicate_process_group", None)
+    return [each for each in groups if each is not None]
 
 
 class FsdpReducer:
@@ -62,16 +47,18 @@ class FsdpReducer:
         self._name, self._progress, self._format = name, progress, wire
         (self._group,) = groups_of(module)
         assert isinstance(module, Module)
-        self._mesh = Mesh(self._group)
+        self._shards, *replicas = mesh_of(self._group)
+        self._replicas = replicas[0] if replicas else None
         self._sums: Reduction | None = None
         self._summed: list[Any] = []  # the parameters in the sums
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
-        if self._mesh.shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
+        if self._shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(self._take)
         module.set_gradient_divide_factor(1.0)  # the mean is taken here
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        module.register_forward_pre_hook(lambda *_: self._drop_unreduced())
+        module.register_forward_pre_hook(lambda *_: self._begin_forward())
+        progress.at_end.append(self._end)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the reduction's input or output: from PyTorch's allocator, as without this object."""
@@ -80,22 +67,10 @@ class FsdpReducer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Adds a micro-batch of each rank, in the current stream.
+        """Adds a micro-batch of each rank, in the current stream, as FSDP2 would call its own reduce-scatter.
 
-        Args:
-            output_tensor: becomes the mean over the step's micro-batches in its last backward pass, zeros before.
-            input_tensor: this rank's gradient, a chunk per rank.
-            group: the ranks that own shards.
-            op: is left to the mean.
-            async_op: has to be False.
-
-        Raises:
-            RuntimeError: the pass is one too many, a divide factor has been set, the module was used twice, other
-                parameters are trained than in the step's first pass, or a parameter has no gradient and this PyTorch
-                leaves it out.
-            ValueError: a parameter is sharded along a dim other than 0, and the wire is "e4m3".
+        The output becomes the mean over the step's micro-batches in its last backward pass, zeros before.
         """
-        _check_factor(self._name, self._group, 1.0)
         self._progress.begin()
         chunks = input_tensor.view(group.size(), -1)
         params = self._params()
@@ -114,16 +89,18 @@ class FsdpReducer:
         self._sums.push(chunks, output_tensor)
         self._like = output_tensor.new_empty(0)  # for its dtype and device
 
-    def _drop_unreduced(self) -> None:
+    def _begin_forward(self) -> None:
         """A backward pass that raised leaves gradients behind, to which FSDP2 would add the next pass's."""
-        if not is_in_backward():
-            for param in self._group.fsdp_params:
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+        if is_in_backward():
+            return
+        _check_reduction(self._name, self._group, 1.0)
+        for param in self._group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
     def _take(self, gradient: Tensor) -> None:
         """Replaces one rank's gradient."""
-        self(gradient, gradient, self._mesh.shards, None)
+        self(gradient, gradient, self._shards, None)
 
     def _params(self) -> list[Any]:
         """FSDP2's parameters that have gradients."""
@@ -131,20 +108,16 @@ class FsdpReducer:
 
     def _parts(self) -> list[tuple[int, int]]:
         """Rows, and elements per row, that a rank's chunk has of each parameter."""
-        size = self._mesh.shards.size()
+        size = self._shards.size()
         parts = []
         for param in self._params():
             shape, dim = list(param._orig_size), param.fsdp_placement.dim
-            if dim == 0:
-                rows, row_numel = rows_of(shape)
-                parts.append((-(-rows // size), row_numel))
-                continue
-            if self._format == "e4m3":
+            if dim != 0 and self._format == "e4m3":
                 raise ValueError(
                     f"{self._name!r}: got a parameter sharded along dim {dim} and wire='e4m3', expected dim 0: its "
                     "blocks of 128 would be others on each number of ranks; use wire='bf16'"
                 )
-            shape[dim] //= size
+            shape[dim] = -(-shape[dim] // size)
             parts.append(rows_of(shape))
         return parts
 
@@ -156,24 +129,18 @@ class FsdpReducer:
                 "none in this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params "
                 "(2.13); use all of a module's parameters, or DistributedDataParallel"
             )
-        return Reduction(self._progress, wire, self._mesh.shards, self._mesh.replicas)
-
-    def reductions(self) -> list[Reduction]:
-        return [] if self._sums is None else [self._sums]
+        return Reduction(self._progress, wire, self._shards, self._replicas)
 
     @without_autograd
-    def end(self, *, is_last: bool) -> None:
+    def _end(self) -> None:
+        """Writes the mean where the last pass had no gradient here."""
         sums = self._sums
-        if sums is None:
-            return
-        was_reduced = not sums.is_behind
-        sums.end()
-        if not is_last or was_reduced or not sums.tensors:
+        if sums is None or not (self._progress.is_last and sums.is_behind and sums.counter.tensors):
             return
         out = self._like.new_empty(sums.wire.numel)
         sums.finish(out)
-        if self._mesh.replicas is not None:
-            dist.all_reduce(out, group=self._mesh.replicas)
+        if self._replicas is not None:
+            dist.all_reduce(out, group=self._replicas)
         start = 0
         for param, (rows, row_numel) in zip(self._params(), self._parts(), strict=True):
             mean = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride, start)
@@ -182,44 +149,22 @@ class FsdpReducer:
                 param.sharded_param.grad._local_tensor.copy_(mean)
 
 
-def _check_factor(name: str, group: Any, wanted: float | None) -> None:
-    if group.gradient_divide_factor != wanted:
+def _check_reduction(name: str, group: Any, factor: float | None) -> None:
+    """Checks that FSDP2 reduces each pass's gradients, and does not divide them."""
+    if group.gradient_divide_factor != factor:
         raise RuntimeError(
             f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), expected no such call, as "
             "ordered gradients are means over the micro-batches; leave it out"
         )
-
-
-def _always(method: str) -> Any:
-    """Stands in for a method of FSDP2's that has gradients added before they are sent."""
-
-    def call(flag: bool, *, recurse: bool = True) -> None:
-        if not flag:
-            raise RuntimeError(
-                f"got {method}(False) with ordered_gradients, expected {method}(True), as False adds gradients before "
-                "they are sent; leave the call out, sums wait on their owners"
-            )
-
-    return call
-
-
-def refuse_partial_sums(model: Module) -> None:
-    """Has FSDP2's modules refuse what adds gradients before they are sent. A root may have no parameters of its own."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-                setattr(module, method, _always(method))
+    if not (group.reduce_grads and group.all_reduce_grads):
+        raise RuntimeError(
+            f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True, as "
+            "False adds gradients before they are sent; leave the call out, sums wait on their owners"
+        )
 
 
 def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
-    """Checks that FSDP2 reduces all of a model's gradients in its own way so far.
-
-    Raises:
-        RuntimeError: a module has a communication hook, a divide factor, or does not synchronize its gradients.
-        ValueError: a module has parameters on several meshes, or a parameter belongs to no such module.
-    """
+    """Raises if FSDP2 does not reduce all of a model's gradients, or not in its own way."""
     managed: set[int] = set()
     for name, module in sharded.items():
         groups = groups_of(module)
@@ -232,12 +177,7 @@ def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
                 f"{name!r}: got a module whose reduction has been replaced ({comm}), expected FSDP2's own; call "
                 "ordered_gradients once, and set no other communication hook"
             )
-        _check_factor(name, group, None)
-        if not (group.reduce_grads and group.all_reduce_grads):
-            raise RuntimeError(
-                f"{name!r}: got set_requires_gradient_sync(False) or set_requires_all_reduce(False), expected True, as "
-                "False adds gradients before they are sent; leave the call out"
-            )
+        _check_reduction(name, group, None)
         managed.update(id(param.sharded_param) for param in group.fsdp_params)
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in managed:

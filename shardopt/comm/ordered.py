@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
-from shardopt.comm.fsdp2 import FsdpReducer, Mesh, check_untouched, groups_of, refuse_partial_sums
+from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, groups_of, mesh_of
 from shardopt.comm.plain import PlainReducer
 from shardopt.comm.progress import Progress, progress_of
 from shardopt.comm.wire import WIRES, WireFormat
@@ -70,12 +70,13 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
         )
     progress = Progress(model.named_parameters(), micro_batches, ranks)
     if sharded:
-        refuse_partial_sums(model)
-        progress.reducers.extend(FsdpReducer(name, module, progress, wire) for name, module in sharded.items())
+        for name, module in sharded.items():
+            FsdpReducer(name, module, progress, wire)
     elif replicas:
-        progress.reducers.extend(DdpReducer(replica, progress, wire) for replica in replicas)
+        for replica in replicas:
+            DdpReducer(replica, progress, wire)
     else:
-        progress.reducers.append(PlainReducer(model, progress, wire))
+        PlainReducer(model, progress, wire)
     progress.watch(model)
 
 
@@ -137,21 +138,31 @@ def _ranks_of(
     if not sharded:
         return 1, []
     check_untouched(model, sharded)
-    meshes = {name: Mesh(group) for name, module in sharded.items() for group in groups_of(module)}
+    meshes = {name: mesh_of(group) for name, module in sharded.items() for group in groups_of(module)}
     (first, mesh), *others = meshes.items()
+    ranks, rank = _place_in(mesh)
     for name, other in others:
-        if (other.size, other.rank) != (mesh.size, mesh.rank):
+        if _place_in(other) != (ranks, rank):
             raise ValueError(
-                f"got {first!r} on {mesh.size} ranks and {name!r} on {other.size}, expected one mesh for all modules: "
-                "gradients of a smaller mesh (experts under expert parallelism) are sums over several micro-batches "
-                "already; shard all modules over one mesh"
+                f"got {first!r} on {ranks} ranks and {name!r} on {_place_in(other)[0]}, expected one mesh for all "
+                "modules: gradients of a smaller mesh (experts under expert parallelism) are sums over several "
+                "micro-batches already; shard all modules over one mesh"
             )
-    if mesh.replicas is not None and mesh.shards.size() == 1 < mesh.size:
+    if len(mesh) == 2 and mesh[0].size() == 1 < ranks:
         raise ValueError(
-            f"got HSDP on a mesh of {mesh.size} replicas with 1 shard, expected several shards: FSDP2 calls no "
+            f"got HSDP on a mesh of {ranks} replicas with 1 shard, expected several shards: FSDP2 calls no "
             "reduce-scatter there; use DistributedDataParallel, or a mesh of one dim"
         )
-    return mesh.size, [mesh.shards] + ([mesh.replicas] if mesh.replicas is not None else [])
+    return ranks, mesh
+
+
+def _place_in(mesh: Sequence[ProcessGroup]) -> tuple[int, int]:
+    """The number of ranks, and that of this rank in the order in which DistributedSampler deals micro-batches out."""
+    ranks, rank = 1, 0
+    for group in mesh:
+        rank += ranks * group.rank()
+        ranks *= group.size()
+    return ranks, rank
 
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:

@@ -22,13 +22,14 @@ class PlainReducer:
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
         self._progress = progress
         self._sums = [
-            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)]), None, None))
+            (param, Reduction(progress, Wire(wire, [rows_of(param.shape)])))
             for param in model.parameters()
             if param.numel()
         ]
         self._hooked: set[Parameter] = set()
         self._hook()
         model.register_forward_pre_hook(lambda *_: self._hook())
+        progress.at_end.append(self._end)
 
     def _hook(self) -> None:
         """Has the gradients of all parameters begin a pass, of those that are no longer frozen, too."""
@@ -37,11 +38,8 @@ class PlainReducer:
                 self._hooked.add(param)
                 param.register_hook(lambda _: self._progress.begin())  # type: ignore[no-untyped-call]
 
-    def reductions(self) -> list[Reduction]:
-        return [reduction for _, reduction in self._sums]
-
     @without_autograd
-    def end(self, *, is_last: bool) -> None:
+    def _end(self) -> None:
         for param, reduction in self._sums:
             grad = param.grad
             if grad is not None:
@@ -49,4 +47,3 @@ class PlainReducer:
                 reduction.push(flat, flat[0])
                 if flat.data_ptr() != grad.data_ptr():  # a copy, of strided memory
                     grad.copy_(flat.view_as(grad))
-            reduction.end()

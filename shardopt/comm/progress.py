@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardopt.comm.counter import Counter
 from shardopt.report.memory import keepers_of_sums
 
 #: A gradient's address, and PyTorch's count of writes to it.
@@ -21,28 +22,12 @@ _Written = tuple[int, int]
 
 
 class Sums(Protocol):
-    """Sums of micro-batches' gradients.
+    """A :class:`shardopt.comm.reduction.Reduction`."""
 
-    Attributes:
-        is_behind: no gradient of the running pass is in the sums.
-    """
-
-    is_behind: bool
+    counter: Counter
 
     @property
-    def tensors(self) -> Iterable[Tensor]: ...
-
-    def reset(self) -> None:
-        """Forgets the sums."""
-
-
-class Reducer(Protocol):
-    """Adds up some parameters' gradients."""
-
-    def reductions(self) -> Iterable[Sums]: ...
-
-    def end(self, *, is_last: bool) -> None:
-        """Is called when a backward pass is over, and PyTorch has done with it."""
+    def is_behind(self) -> bool: ...
 
 
 class Progress:
@@ -54,15 +39,16 @@ class Progress:
         ranks: the number of ranks.
 
     Attributes:
-        first: the number of the running backward pass's first micro-batch.
-        reducers: are told of the ends of passes.
+        reductions: the sums of all gradients, which their reducers keep alive.
+        at_end: called when a backward pass is over, and PyTorch has done with it.
     """
 
     def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
         self._params = {name: param for name, param in params if param.numel()}
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
-        self.reducers: list[Reducer] = []
+        self.reductions: weakref.WeakSet[Sums] = weakref.WeakSet()
+        self.at_end: list[Callable[[], object]] = []
         self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
@@ -75,6 +61,7 @@ class Progress:
 
     @property
     def first(self) -> int:
+        """The number of the running backward pass's first micro-batch."""
         return self.done * self.ranks
 
     @property
@@ -138,15 +125,20 @@ class Progress:
     def _end(self) -> None:
         if not self._is_running:
             return
-        if not self._has_reduced() and not self.has_changed(self._params.values()):
+        if all(sums.is_behind for sums in self.reductions) and not self.has_changed(self._params.values()):
             self._is_running = False  # nothing was accumulated, as by torch.autograd.grad
             return
         is_last = self.is_last
         try:
-            for reducer in self.reducers:
-                reducer.end(is_last=is_last)
+            for end in self.at_end:
+                end()
             self._left = self._with_gradient()
-            self._check_left()
+            if not self._left:
+                raise RuntimeError(
+                    "got a backward pass without gradients in the parameters that ordered_gradients was given, "
+                    "expected the model to have kept its parameters; call ordered_gradients after to_empty() and "
+                    "load_state_dict(assign=True), which replace parameters"
+                )
         except BaseException:
             self._fail()
             raise
@@ -163,21 +155,10 @@ class Progress:
     def _fail(self) -> None:
         self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
 
-    def _check_left(self) -> None:
-        if not self._left:
-            raise RuntimeError(
-                "got a backward pass without gradients in the parameters that ordered_gradients was given, expected "
-                "the model to have kept its parameters; call ordered_gradients after to_empty() and "
-                "load_state_dict(assign=True), which replace parameters"
-            )
-
     def has_changed(self, params: Iterable[Parameter]) -> bool:
         """Whether the running pass has written to a parameter's gradient."""
         now = self._with_gradient()
         return any(now.get(param) != self._at_begin.get(param) for param in params)
-
-    def _has_reduced(self) -> bool:
-        return any(not sums.is_behind for reducer in self.reducers for sums in reducer.reductions())
 
     def _with_gradient(self) -> dict[Parameter, _Written]:
         """The parameters that have a gradient, and when that was written last."""
@@ -194,9 +175,8 @@ class Progress:
 
     def _reset(self) -> None:
         self.done, self._has_failed, self._left = 0, False, {}
-        for reducer in self.reducers:
-            for sums in reducer.reductions():
-                sums.reset()
+        for sums in self.reductions:
+            sums.counter = Counter()
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         ids = set(map(id, self._params.values()))
@@ -205,9 +185,8 @@ class Progress:
     def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
         """See :class:`shardopt.report.memory.KeepsSums`."""
         if any(id(param) in params for param in self._params.values()):
-            for reducer in self.reducers:
-                for sums in reducer.reductions():
-                    yield from sums.tensors
+            for sums in self.reductions:
+                yield from sums.counter.tensors
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
-
-from shardopt.kernels.messages import BLOCK, Layout, Part, encode
+from torch.nn.functional import pad
 
 WireFormat = Literal["fp32", "bf16", "e4m3"]
 WIRES: tuple[str, ...] = get_args(WireFormat)
+
+#: Elements that share a scale.
+BLOCK = 128
 
 
 class Wire:
     """The messages of chunks, one for or from each rank, which hold rows of several parameters one after another.
 
-    Rounding depends on an element's row alone, thus not on the number of ranks. Rows shorter than 128 elements travel
-    in float32 where others are coded.
+    An element's rounding depends on its row alone, so it is the same on any number of ranks. With ``"e4m3"``, rows
+    shorter than 128 elements travel in float32.
 
     Args:
         wire: the format.
@@ -25,17 +28,65 @@ class Wire:
 
     Attributes:
         numel: elements of a chunk.
-        layout: of a message's chunks.
     """
 
     def __init__(self, wire: WireFormat, parts: Sequence[tuple[int, int]]) -> None:
-        self._wire = wire
-        self.numel = sum(rows * row_numel for rows, row_numel in parts)
-        coded = [Part(rows, row_numel, row_numel >= BLOCK) for rows, row_numel in parts]
-        self.layout = Layout(coded if wire == "e4m3" else [Part(1, self.numel, False)])
+        self._wire, self._parts = wire, parts
+        self._numels = [rows * row_numel for rows, row_numel in parts]
+        self._bytes = [
+            4 * rows * row_numel if row_numel < BLOCK else rows * (row_numel + -(-row_numel // BLOCK))
+            for rows, row_numel in parts
+        ]
+        self.numel = sum(self._numels)
 
     def encode(self, chunks: Tensor) -> Tensor:
-        """The message of chunks of floats, (ranks, elements); for ``"fp32"`` they themselves."""
-        if self._wire == "e4m3":
-            return encode(chunks, self.layout)
-        return chunks.bfloat16() if self._wire == "bf16" else chunks
+        """The message of chunks of floats, (ranks, elements). For ``"fp32"`` these are ``chunks`` themselves."""
+        if chunks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"got a gradient of {chunks.dtype}, expected float32, bfloat16 or float16; set "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        if self._wire != "e4m3":
+            return chunks.bfloat16() if self._wire == "bf16" else chunks
+        pieces = zip(chunks.split(self._numels, 1), self._parts, strict=True)
+        return torch.cat([_encoded(x.float().reshape(len(x), *part)) for x, part in pieces], 1)
+
+    def decode(self, term: Tensor) -> Tensor:
+        """A chunk's floats, from its part of a message."""
+        if self._wire != "e4m3":
+            return term
+        pieces = zip(term.split(self._bytes), self._parts, strict=True)
+        return torch.cat([_decoded(x, *part) for x, part in pieces])
+
+
+def _encoded(x: Tensor) -> Tensor:
+    """Bytes of rows of float32, (ranks, rows, elements): all codes, then all scales."""
+    row_numel = x.shape[2]
+    if row_numel < BLOCK:
+        return x.flatten(1).view(torch.uint8)
+    x = _blocks(x)
+    is_finite = x.isfinite()
+    largest = x.abs().where(is_finite, 0.0).amax(-1, keepdim=True)
+    # 448 is 1.75 * 2^8: a mantissa above 1.75 carries into the exponent
+    scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
+    y = (x * _power_of_two(254 - scale)).clamp(-448.0, 448.0).where(is_finite, torch.nan)
+    codes = y.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)[..., :row_numel]
+    return torch.cat([codes.flatten(1), scale.to(torch.uint8).flatten(1)], 1)
+
+
+def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:
+    if row_numel < BLOCK:
+        return message.clone().view(torch.float32)  # the clone's address is a multiple of 4
+    codes, scales = message.split([rows * row_numel, rows * -(-row_numel // BLOCK)])
+    x = _blocks(codes.view(torch.float8_e4m3fn).float().view(rows, row_numel))
+    return (x * _power_of_two(scales.int()).view(*x.shape[:2], 1)).flatten(1)[:, :row_numel].flatten()
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """Rows in blocks, the last of which is filled with zeros."""
+    return pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+
+
+def _power_of_two(biased_exponent: Tensor) -> Tensor:
+    """Exactly, which torch.exp2 does not promise."""
+    return (biased_exponent << 23).view(torch.float32)

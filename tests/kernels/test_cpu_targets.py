@@ -1,7 +1,7 @@
 """The CPU kernels of all instruction sets leave the same bits and touch nothing beyond the end of a tensor.
 
-cpu_targets/digests.cpp takes the steps, and cpu_targets/messages.cpp codes gradients, in buffers before pages that
-cannot be read. Kernels of another processor are run in an emulator.
+cpu_targets/digests.cpp takes the steps in buffers before pages that cannot be read. Kernels of another processor are
+run in an emulator.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ def tool(name: str) -> str:
     return found
 
 
-def build(folder: Path, compiler: str, target: str, *flags: str, of: str = "step") -> Path:
-    """The program with the kernels of one instruction set, of steps or of messages ("comm")."""
-    name = {"step": "digests", "comm": "messages"}[of]
-    sources = [SOURCES / of / f"cpu_{target}.cpp", ROOT / f"tests/kernels/cpu_targets/{name}.cpp"]
-    program = folder / f"{name}_{target}"
+def build(folder: Path, compiler: str, target: str, *flags: str) -> Path:
+    """The program with the kernels of one instruction set."""
+    sources = [SOURCES / f"step/cpu_{target}.cpp", ROOT / "tests/kernels/cpu_targets/digests.cpp"]
+    program = folder / f"digests_{target}"
     run([compiler, *FLAGS, *flags, f"-DSHARDOPT_KERNELS={target}", *sources, "-o", program])
     return program
 
@@ -94,32 +93,6 @@ def test_neon(tables: Path, expected: list[str], tmp_path: Path) -> None:
     emulator = tool("qemu-aarch64-static")
     program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static")
     assert run([emulator, program, tables]).splitlines() == expected
-
-
-@pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Digests of what the portable kernels of messages make, a line per case."""
-    program = build(tmp_path_factory.mktemp("messages"), tool("g++"), "portable", "-O2", of="comm")
-    found = run([program]).splitlines()
-    assert len(found) == 108
-    return found
-
-
-@EACH_TARGET
-@pytest.mark.parametrize("flags", [("-O2",), SANITIZED], ids=["optimized", "sanitized"])
-def test_messages(messages: list[str], target: str, flags: Sequence[str], tmp_path: Path) -> None:
-    if target == "avx512vbmi":
-        target = "avx512"  # such processors run its kernels
-    more = ("-mf16c",) if target == "avx2" else ()
-    program = build(tmp_path, tool("g++"), target, *flags, *TARGETS[target], *more, of="comm")
-    assert run([program]).splitlines() == messages
-
-
-def test_messages_neon(messages: list[str], tmp_path: Path) -> None:
-    """AArch64's, in an emulator."""
-    emulator = tool("qemu-aarch64-static")
-    program = build(tmp_path, tool("aarch64-linux-gnu-g++"), "neon", "-O2", "-static", of="comm")
-    assert run([emulator, program]).splitlines() == messages
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ coroutines. Neither shows what ptxas makes of the PTX, nor whatever else needs a
 
 from __future__ import annotations
 
-from itertools import islice, product
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,6 @@ from shardopt import _C
 from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
-from shardopt.kernels.messages import Layout, Part
 from slow_cases import slow
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import BF16, FP32
@@ -277,27 +276,6 @@ def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
         cuda_emulated.compare(
             emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options
         )
-
-
-#: Each dtype with each layout, but of those with the largest one only one by default.
-MESSAGES = list(product(message_problem.DTYPES, range(len(message_problem.LAYOUTS))))
-FEW_MESSAGES = [(torch.bfloat16, MESSAGES[-1][1]), *(case for case in MESSAGES if case[1] < MESSAGES[-1][1])]
-
-
-@pytest.mark.parametrize(("dtype", "layout"), [*FEW_MESSAGES, *slow(MESSAGES, besides=FEW_MESSAGES)])
-def test_messages(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: int) -> None:
-    """Gradients as bytes: the kernels of csrc/comm."""
-    for name in ("encode_message", "sum_message"):
-        kernel = getattr(emulated, f"{name}_cuda")
-        monkeypatch.setattr(_C, name, lambda *args, kernel=kernel: kernel(*args[:-2], device=0, stream=0))
-    parts, chunks = message_problem.LAYOUTS[layout]
-    kinds = message_problem.numbers(dtype, chunks * Layout(parts).numel, chunks)
-    # The default one of the largest layout is for its size: some kinds of numbers do.
-    for _, floats in islice(kinds, 3 if (dtype, layout) == FEW_MESSAGES[0] else None):
-        message_problem.check(floats, parts, chunks)
-    unaligned = torch.randn(1001).to(dtype)[1:]
-    message_problem.check(unaligned, [Part(2, 250, True)], 2)
-    message_problem.check_floats(unaligned, 3)
 
 
 def test_norms(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,6 @@ INCLUDES = {
     "codecs": {"core", "codecs"},
     "threads": {"threads"},
     "step": {"core", "rules", "codecs", "step", "threads"},
-    "comm": {"core", "step", "comm", "threads"},
     "norm": {"core", "step", "norm", "threads"},
 }
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
@@ -271,7 +270,7 @@ GOOD = {
         ("csrc/bindings.cpp", "#include <torch/extension.h>\n"),
         ("csrc/step/x.cu", "#include <ATen/ATen.h>\n"),
         ("csrc/step/x.cpp", "#include <pybind11/pybind11.h>\n"),
-        ("csrc/comm/x.cpp", '#include "inputs.h"\n'),
+        ("csrc/norm/x.cpp", '#include "inputs.h"\n'),
         ("shardopt/optim/long.py", "x = 1\n" * (MAX_LINES + 1)),
         ("csrc/step/long.cu", "\n" * (MAX_LINES + 1)),
     ],

@@ -27,7 +27,7 @@ import kernel_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETER = ROOT / "tests/ptx"
-KERNELS = ("csrc/step/cuda", "csrc/step/cuda_rules", "csrc/step/cuda_sum_rules", "csrc/comm/cuda", "csrc/norm/cuda")
+KERNELS = ("csrc/step/cuda", "csrc/step/cuda_rules", "csrc/step/cuda_sum_rules", "csrc/norm/cuda")
 HOST = ("csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
 #: sm_80 and sm_90 have the same PTX, and so have those from sm_100 on.
 ARCHS = ("75", "90", "120")

@@ -218,15 +218,6 @@ class LateDevice(Device):
         *where, _, stream = args
         self.put(self.streams[stream], lambda: _C.clip(*where))
 
-    def message_kernel(self, name: str) -> Callable[..., None]:
-        kernel = getattr(_C, name)
-
-        def launch(*args: Any) -> None:
-            *where, _, stream = args
-            self.put(self.streams[stream], lambda: kernel(*where, 1, cpu_target()))
-
-        return launch
-
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -326,7 +317,5 @@ def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         "copy_cuda": device.copy_cuda,
         "pin_cuda": device.host_register,
         "unpin_cuda": device.host_unregister,
-        "encode_message_cuda": device.message_kernel("encode_message"),
-        "sum_message_cuda": device.message_kernel("sum_message"),
     }.items():
         patch.setattr(_C, name, value, raising=False)

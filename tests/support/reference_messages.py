@@ -1,57 +1,27 @@
-"""Messages and sums in PyTorch (csrc/comm/message.h): the definition that the kernels must equal bit for bit."""
+"""Gradients in E4M3 and sums of terms, as docs/gradients.md defines them, written another way than in the package."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 128
-ALIGNMENT = 16
-NAN = 0x7F
 
 
-class Coded(NamedTuple):
-    """Coded rows without the bytes that fill them up.
-
-    Attributes:
-        codes: uint8, (rows, elements per row).
-        scales: uint8, (rows, blocks per row).
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-
-def split(rows: Tensor, row_numel: int) -> Coded:
-    """Codes and scales of the bytes of rows, (rows, bytes)."""
-    codes_bytes, blocks = -(-row_numel // ALIGNMENT) * ALIGNMENT, -(-row_numel // BLOCK)
-    return Coded(rows[:, :row_numel], rows[:, codes_bytes : codes_bytes + blocks])
-
-
-def encode(floats: Tensor) -> Coded:
-    """Codes rows of floats."""
-    rows, row_numel = floats.shape
-    blocks = -(-row_numel // BLOCK)
-    x = pad(floats.float(), (0, blocks * BLOCK - row_numel)).view(rows, blocks, BLOCK)
+def rounded(rows: Tensor) -> Tensor:
+    """Rows of floats as E4M3 codes with scales give them back."""
+    count, row_numel = rows.shape
+    x = pad(rows.float(), (0, -row_numel % BLOCK)).view(count, -(-row_numel // BLOCK), BLOCK)
     finite = x.isfinite()
     largest = torch.where(finite, x.abs(), 0.0).amax(2, keepdim=True)
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [.5, 1); 448 = .875 * 2^9
-    scale = torch.where(largest > 0, exponent - 9 + (mantissa > 0.875).int(), -124).clamp(-124, 119)
-    y = torch.ldexp(x.double(), -scale).clamp(-448, 448).float()  # exact, or far below the smallest code
-    codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = torch.where(finite, codes, NAN).view(rows, blocks * BLOCK)[:, :row_numel]
-    return Coded(codes, (scale + 127).to(torch.uint8).squeeze(2))
-
-
-def decode(coded: Coded) -> Tensor:
-    """The rows' float32 numbers."""
-    codes, scales = coded
-    scale = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
-    return codes.contiguous().view(torch.float8_e4m3fn).float() * scale
+    exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-124, 119)
+    scale = torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64), exponent)
+    codes = (x.double() / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)  # exact, or far below the least code
+    return torch.where(finite, codes.double() * scale, torch.nan).float().flatten(1)[:, :row_numel]
 
 
 def ranges(begin: int, end: int) -> Iterator[range]:

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "comm/cuda.h"
-#include "comm/cuda_kernel.h"
 #include "norm/cuda_kernel.h"
 #include "step/cuda_prepare.h"
 
@@ -48,20 +46,6 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), static_cast<size_t>(nbytes[i]));
 }
-
-namespace {
-
-// Three thread blocks, so that each takes several turns of the kernel's loop.
-template <class Call>
-void run_message(void (*kernel)(const Call, int64_t), const Call& call) {
-  constexpr unsigned kThreadBlocks = 3;
-  run_grid(kThreadBlocks, emulated::kMessageThreads, [&] { kernel(call, kThreadBlocks); });
-}
-
-}  // namespace
-
-void encode_cuda(const EncodeCall& call, void*) { run_message(emulated::encode_of(call.dtype), call); }
-void sum_cuda(const SumCall& call, void*) { run_message(emulated::sum_of(call.raw), call); }
 
 void norm_cuda(const NormCall& call, const NormTask* tasks, int64_t task_count, const float* factor, void*) {
   constexpr unsigned kThreads = emulated::kNormThreads;

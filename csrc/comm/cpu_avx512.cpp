@@ -1,5 +1,0 @@
-// The CPU kernels of messages for one instruction set; setup.py gives this file its flags.
-#define SHARDOPT_TARGET avx512
-#define SHARDOPT_LANES 16
-#define SHARDOPT_PACK 4
-#include "comm/cpu_kernel.h"

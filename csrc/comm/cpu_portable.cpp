@@ -1,5 +1,0 @@
-// The CPU kernels of messages for one instruction set; setup.py gives this file its flags.
-#define SHARDOPT_TARGET portable
-#define SHARDOPT_LANES 4
-#define SHARDOPT_PACK 1
-#include "comm/cpu_kernel.h"
