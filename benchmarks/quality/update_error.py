@@ -43,9 +43,7 @@ from shardopt.codec import CODECS, Moment, Rounded
 from shardopt.layout import Shard
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper import entries as of_entries
-from shardopt.wrapper.coding import coded_names
-from shardopt.wrapper.entries import Entries
-from shardopt.wrapper.loading import UNSIGNED, codec_name
+from shardopt.wrapper.entries import Entries, coded_names
 
 #: Bins of :attr:`UpdateError.histogram`: 4 per octave from 2^-40 on, up to 2^24.
 BINS_PER_OCTAVE, FIRST_OCTAVE, BINS = 4, -40, 256
@@ -150,9 +148,8 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
 def _form_of_quantize_state(
     shape: tuple[int, ...], entries: Mapping[str, LazyTensor], quantized: Sequence[str], options: Mapping[str, Any]
 ) -> SliceSpec:
-    own = Entries({}, options[UNSIGNED], ())
-    coding = own.with_options({"codec": codec_name(options["codec"]), "block_size": options["block_size"]})
-    form = SliceSpec.of(Shard(shape, shape), torch.float32, coding, tuple(map(own.moment, quantized)))
+    own = Entries({"min_quantized_numel": options["min_quantized_numel"]}, options["unsigned"], ())
+    form = own.spec(Shard(shape, shape), quantized, own.saved_options(options, quantized))
     for key, entry in form.moment_entries.items():
         found = entries[key]
         if (found.dtype, found.shape) != (entry.dtype, entry.shape):
@@ -342,7 +339,7 @@ def _code_counts(path: PathLike) -> dict[tuple[str, str], Tensor]:
 def order_of_codes(entry: str, codec: str) -> Tensor:
     """The 256 codes of an entry, from the one of the least value to the one of the largest."""
     codes = torch.arange(256, device="cpu")
-    own = CODECS.get(codec_name(codec) or codec)
+    own = CODECS.get(codec.removesuffix(" by entry"))
     if own is None or own.shared or entry.removesuffix("_codes") in of_entries.UNSIGNED:
         return codes
     return own.decode(codes.to(torch.uint8), torch.ones(1, device="cpu"), signed=True).argsort(stable=True)
