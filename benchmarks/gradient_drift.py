@@ -14,10 +14,10 @@ from collections.abc import Callable
 from itertools import chain
 
 import torch
+from free_running import SCENARIOS
 from torch import Tensor
 
 import results
-from free_running import SCENARIOS
 from results import Cell, Column
 from shardopt.comm.wire import Wire
 

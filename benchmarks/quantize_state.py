@@ -24,7 +24,7 @@ import shardopt
 from results import Cell, Column
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from wrapped import SEPARABLE, TOGETHER, Make, network, train_mode
+from wrapped import SEPARABLE, Make, network, train_mode
 
 CODECS = ("log8", "dynamic8")
 
@@ -51,11 +51,10 @@ def final_loss(wrap: Callable[[Optimizer], Optimizer], make: Make, steps: int = 
 
 def losses(names: list[str]) -> Iterator[list[Cell]]:
     """Of each optimizer whose package is installed, with its state as it is and by codec."""
-    for name, make in {**SEPARABLE, **TOGETHER}.items():
+    for name, make in SEPARABLE.items():
         if find_spec(name.split()[0]) is None or (names and name not in names):
             continue
-        options = {"working_memory": None if name in TOGETHER else 0}
-        wraps = [partial(shardopt.quantize_state, codec=codec, **options) for codec in CODECS]
+        wraps = [partial(shardopt.quantize_state, codec=codec) for codec in CODECS]
         yield [name, final_loss(lambda optimizer: optimizer, make), *(final_loss(wrap, make) for wrap in wraps)]
 
 

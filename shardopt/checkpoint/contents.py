@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.quantized_owner import QuantizedOwner
 from shardopt.kernels.memory import check_storage
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
@@ -31,9 +30,7 @@ def owner_for(optimizer: Optimizer) -> Owner:
         TypeError: the optimizer is none of these.
     """
     inner = owner_of(optimizer)
-    if isinstance(inner, QuantizedState):
-        return QuantizedOwner(optimizer.param_groups, inner)
-    if isinstance(inner, ShardedOptimizer):
+    if isinstance(inner, ShardedOptimizer | QuantizedState):
         return Owner(optimizer.param_groups, inner)
     raise TypeError(
         f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of quantize_state; "
@@ -47,7 +44,7 @@ def model_key(name: str) -> str:
 
 
 def state_key(name: str, entry: str) -> str:
-    """A state entry's name in a checkpoint; ``name`` is empty for state that belongs to no parameter."""
+    """The name in a checkpoint of a state entry of the parameter ``name``."""
     return f"optimizer.{name}.{entry}"
 
 
@@ -61,7 +58,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
     read_model(model)
     wait_for_steps(model.parameters())
     if owner is not None:
-        owner.synchronize()
+        owner.optimizer.synchronize()
     group_of = {} if owner is None else owner.group_of
     own = {id(param) for param in model.parameters()}
     items = list(_parameters(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
@@ -72,6 +69,12 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
             f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
             "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
             "replace parameters"
+        )
+    others = [] if owner is None else [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
+    if others:
+        raise CheckpointError(
+            f"got an optimizer with state of {others[0]!r:.80}, which is no parameter, expected state of parameters; "
+            "save optimizer.state_dict() with torch.save"
         )
     slices = {} if owner is None else {param: owner.slices(param, group) for param, group in group_of.items()}
     for item in items:
@@ -157,18 +160,11 @@ def chunks_to_save(model: Module, owner: Owner | None, items: Sequence[Item]) ->
     tensors = {model_key(item.name): parameter_chunks(item.shard, item.local) for item in of_model}
     if owner is None:
         return tensors
-    tensors.update((state_key("", entry), chunks) for entry, chunks in owner.common_chunks().items())
     for item in items:
         if item.spec is None or not item.spec.shard.is_here:
             continue
         shard, state = item.spec.shard, item.state
-        is_assumed = (
-            not state
-            and owner.has_fixed_entries
-            and isinstance(shard, FlatShard)
-            and shard.partition is not None
-            and shard.numel == 0
-        )
+        is_assumed = not state and isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
         for entry, chunks in state_chunks(item.spec, item.spec.new(_CPU) if is_assumed else state).items():
             chunks.is_assumed = is_assumed
             tensors[state_key(item.name, entry)] = chunks

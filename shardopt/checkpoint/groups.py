@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from shardopt.checkpoint.wording import few, line, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.removed import OPTIONS
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
+from shardopt.wrapper.optimizer import QuantizedState
 
 #: Options of the run, which a loading optimizer keeps; other options are loaded. ``repay`` is among them because codec
 #: and weights, which a load may convert, decide whether it is possible. Options of earlier
@@ -27,33 +28,24 @@ SavedGroup = dict[str, Any]
 
 def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     """A param group as JSON: names of its parameters, and its options as far as JSON can hold them."""
-    options = {key: value for key, value in group.items() if key not in _NOT_SAVED}
-    return {"parameters": list(names), "options": options_as_json(options, _number_in)}
+    options = {key: _as_json(value) for key, value in group.items() if key not in _NOT_SAVED}
+    return {"parameters": list(names), "options": {key: x for key, x in options.items() if x is not NOT_JSON}}
 
 
 #: Stands for a value that JSON cannot hold.
 NOT_JSON = object()
 
 
-def options_as_json(options: Mapping[str, Any], of_tensor: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """The options that JSON can hold; ``of_tensor`` gives the JSON of a tensor in the option of a name, or NOT_JSON."""
-
-    def plain(key: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return of_tensor(key, value)
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, list | tuple):
-            items = [plain(key, item) for item in value]
-            return NOT_JSON if any(item is NOT_JSON for item in items) else items
-        return NOT_JSON
-
-    values = {key: plain(key, value) for key, value in options.items()}
-    return {key: value for key, value in values.items() if value is not NOT_JSON}
-
-
-def _number_in(key: str, value: Tensor) -> Any:
-    return value.item() if value.numel() == 1 else NOT_JSON
+def _as_json(value: Any) -> Any:
+    """An option as JSON: a tensor of one element as its number; NOT_JSON for what JSON cannot hold."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_complex() else NOT_JSON
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        items = [_as_json(item) for item in value]
+        return NOT_JSON if any(item is NOT_JSON for item in items) else items
+    return NOT_JSON
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
@@ -145,33 +137,40 @@ def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGr
 _REMEDY = "the header is damaged, load another checkpoint"
 
 
-def merged_from(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: SavedGroup, index: int) -> dict[str, Any]:
+def merged_from(
+    optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: SavedGroup, index: int
+) -> dict[str, Any]:
     """The result of :func:`merged` for the options of a checkpoint, which may be damaged.
 
     Raises:
         CheckpointError: an option is not allowed, or a hyper-parameter is out of range.
     """
     try:
-        check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
+        if isinstance(optimizer, QuantizedState):
+            optimizer._entries.saved_options(saved, ())
+        else:
+            check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         return merged(optimizer, group, saved)
     except ValueError as error:
         raise CheckpointError(f"param group {index}: {line(error)}") from error
 
 
-def merged(optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def merged(
+    optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
     """A param group's options with a checkpoint's hyper-parameters; options that lay out the state are not loaded.
 
     Raises:
         ValueError: one of the merged options is not allowed.
     """
-    kept = {*STATE_FORMAT, *OF_THE_RUN, *_NOT_SAVED}
-    if saved.get("master_weight_bits") != group["master_weight_bits"]:
+    kept = {*STATE_FORMAT, *OF_THE_RUN, *_NOT_SAVED, *optimizer._internals.format}
+    if saved.get("master_weight_bits") != group.get("master_weight_bits"):
         kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple | None):
             taken[key] = tuple(value)
-    check_options({**group, **taken})
+    check_options({**DEFAULTS, **group, **taken})
     optimizer.check_group({**group, **taken})
     for key, value in taken.items():
         present = group.get(key)

@@ -33,7 +33,6 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.flat_encoding import encode_flat
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.wrapper.coding import coded_names
 
 _CPU = torch.device("cpu")
 
@@ -96,7 +95,7 @@ class Restoration:
         self._owned = [p for g in self._owner.optimizer.param_groups for p in g["params"]] if self._owner else []
         self._owned_ids = {id(param) for param in self._owned}
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
-        self._check_lengths([*extra.values(), *self._free_entries()])
+        self._check_lengths(list(extra.values()))
         for item in self._items:
             self._plan_item(item, saved_groups)
         for item in self._buffers:
@@ -114,9 +113,6 @@ class Restoration:
             alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
         }
         self._extra_tensors = {name.removeprefix("extra."): self._empty(stored) for name, stored in extra.items()}
-        has_common = self._owner is not None and not self._owner.has_fixed_entries
-        common = self._entries.get("", {}) if has_common else {}
-        self._common = {entry: self._empty(stored) for entry, stored in common.items()}
         self._check_tensors()
 
     @property
@@ -137,8 +133,6 @@ class Restoration:
             tensors[model_key(alias)] = parameter_chunks(item.shard, values)
         for name, values in self._extra_tensors.items():
             tensors[f"extra.{name}"] = Chunks.whole(values)
-        for entry, values in self._common.items():
-            tensors[state_key("", entry)] = Chunks.whole(values)
         return tensors
 
     def convert(self) -> None:
@@ -169,10 +163,10 @@ class Restoration:
                 apply(group, new, keys)
         for param in self._owned:
             if param in self._states:
-                self._owner.put(param, self._states[param])
+                self._owner.internals.put(param, self._states[param])
             else:
                 self._owner.optimizer.state.pop(param, None)
-        self._owner.finish(self._common)
+        self._owner.internals.forget_tables(anew=True)
 
     @property
     def _all(self) -> list[Item]:
@@ -204,20 +198,10 @@ class Restoration:
                 "the model that was saved: build it with the same sizes and names"
             )
 
-    def _free_entries(self) -> list[StoredTensor]:
-        """The state entries whose shapes are not those of a parameter's codes, scales or elements."""
-        if self._owner is None or self._owner.has_fixed_entries:
-            return []
-        shape_of = {item.name: item.shard.global_shape for item in self._all}
-        free = []
-        for name, entries in self._entries.items():
-            coded = {each + end for each in coded_names(entries) for end in ("_codes", "_scales")} if name else ()
-            shapes = ((), shape_of.get(name))
-            free += [stored for key, stored in entries.items() if stored.shape not in shapes and key not in coded]
-        return free
-
     def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
         """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""
+        if not tensors:
+            return
         files = {file for stored in tensors for file in stored.files_of(((0,) * len(stored.shape), stored.shape))}
         lengths = [stored.data for number in files if (stored := self._index.files[number]) is not None]
         if sum(stored.nbytes for stored in tensors) > sum(lengths):
@@ -247,7 +231,7 @@ class Restoration:
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
         with self._naming():
-            self._owner.check_saved(self._index.header, self._entries)
+            self._owner.check_saved(self._index.header)
         options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
         names = names_by_group(self._items, len(self._owner.groups))
         new, saved = [], []
@@ -286,6 +270,7 @@ class Restoration:
         if item.saved is None:
             return
         is_here = self._owner.has_state_here(item) and id(item.param) in self._owned_ids
+        self._check_lengths([x for key, x in entries.items() if x.shape and item.saved.is_whole(key)])
         if is_here or item.converts_weights:
             with self._in_memory():
                 item.state = item.saved.new(_CPU)
@@ -347,7 +332,7 @@ class Restoration:
         group = items[0].group
         assert self._owner is not None
         assert group is not None
-        return self._owner.placed(param, self._options[group], [item.state for item in items])
+        return self._owner.internals.placed(param, self._options[group], [item.state for item in items])
 
     def _check_states(self) -> None:
         """Checks the states that were read, as far as one rank can."""
@@ -360,12 +345,8 @@ class Restoration:
                 )
         for item in self._items:
             self._check_values(item)
-        if self._owner is None:
-            return
-        if self._owner.one_step_count:
+        if self._owner is not None:
             self._check_steps()
-        with self._naming():
-            self._owner.check_common(self._common)
 
     def _check_values(self, item: Item) -> None:
         if item.saved is None or not item.state:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -15,14 +16,14 @@ from shardopt import _C
 from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange, FlatBuffer, assigned, number_of, use_numbers
+from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, assigned, number_of, use_numbers
 from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.options import make_plain
 from shardopt.state.residency import StateResidency
-from shardopt.state.slice_spec import LOW_BITS
+from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
@@ -31,6 +32,8 @@ from shardopt.step.stepper import Stepper
 
 #: Gradients that are looked at before a clip coefficient is used: all would take a tenth of a step of small tensors.
 _WATCHED = 16
+
+_CPU = torch.device("cpu")
 
 
 class Released(Protocol):
@@ -134,6 +137,50 @@ class Internals:
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
         return tensor_state_of(param, group, self.optimizer.rule(group).moments)
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name in a checkpoint."""
+        return type(self.optimizer).__name__
+
+    #: What a checkpoint's param groups have beside the options of the optimizer's own.
+    format: Mapping[str, Any] = MappingProxyType({})
+
+    def form(
+        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
+    ) -> SliceSpec:
+        """The form of a parameter's state with these options, whatever entries a checkpoint has."""
+        return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
+
+    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, Mapping[str, Any]]:
+        """Form and entries of a parameter's present state."""
+        return self.state_of(param, group), self.optimizer.state.get(param, {})
+
+    def placed(
+        self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
+    ) -> tuple[TensorState, dict[str, Any]]:
+        """The new state of a parameter, on its devices, with its form.
+
+        Args:
+            param: the parameter.
+            options: those of its param group after the load.
+            states: the entries of each slice, as they were read; none for a slice that was saved without state.
+        """
+        spec, where = self.state_of(param, options), self.residency.of(param)
+        of_slices = [state or each.spec.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        return spec, spec.join(
+            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
+        )
+
+    def put(self, param: Tensor, placed: tuple[TensorState, dict[str, Any]]) -> None:
+        """Gives a parameter its new state, which :meth:`placed` has made."""
+        spec, state = placed
+        self.optimizer.state[param] = state
+        self.residency.put(param, spec, state)
+
+    def is_counter(self, key: str, value: Any) -> bool:
+        """Whether a value of a param group was put there by a step, and goes if a checkpoint has none: none is."""
+        return False
 
     @property
     def stepper(self) -> Stepper:

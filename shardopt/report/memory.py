@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -107,8 +107,9 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             add("parameters", local.detach())
             if param.grad is not None:
                 add("gradients", _local(param.grad))
-            for key, tensor in _entries(owner.state.get(param, {})):
-                add(kind_of(key), _local(tensor))
+            for key, value in owner.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    add(kind_of(key), _local(value))
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for keeper in keepers_of_sums:
         for tensor in keeper.sums_of(params):
@@ -120,15 +121,6 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
         if owner._internals.released is not None:
             report.host.gradients += owner._internals.released.host_bytes
     return report
-
-
-def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a parameter's state; under quantize_state a flat tensor's state has a dict per parameter."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield key, value
-        elif isinstance(value, dict):
-            yield from _entries(value)
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:

@@ -2,9 +2,8 @@
 
 ``FullyShardedDataParallel.optim_state_dict`` puts state together from flat tensors of the parameters' shapes and of one
 dtype; scales have other shapes, and blocks may be cut. State of shardopt's optimizers passes as
-:mod:`shardopt.state.packed` has it, in both directions and between any numbers of ranks. State of quantize_state is
-refused. torch.optim's state passes unchanged: ``state_dict(dequantize=True)``, and state that torch's own optimizer
-saved.
+:mod:`shardopt.state.packed` has it, in both directions and between any numbers of ranks. torch.optim's state passes
+unchanged: ``state_dict(dequantize=True)``, and state that torch's own optimizer saved.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.loading import is_quantized
-from shardopt.wrapper.optimizer import QuantizedState
 
 
 def hook_fsdp1(module: Any) -> None:
@@ -112,14 +109,14 @@ def _without_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _drop_empty_entries(optimizer: Any) -> None:
     """Drops entries that reading ``optimizer.state[param]`` made, for which torch would take the state as present."""
-    if isinstance(optimizer, ShardedOptimizer | QuantizedState):
+    if isinstance(optimizer, ShardedOptimizer):
         for param in [param for param, entries in optimizer.state.items() if entries == {}]:
             del optimizer.state[param]
 
 
 def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) -> None:
     """Warns if torch leaves out saved state of parameters that are frozen now."""
-    if not isinstance(owner_of(optimizer), ShardedOptimizer | QuantizedState):
+    if not isinstance(owner_of(optimizer), ShardedOptimizer):
         return
     state_dict = state_dict or {}
     saved, names_of = state_dict.get("state", state_dict), getattr(info, "fqn_param_mapping", {})
@@ -185,16 +182,10 @@ def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
         flattened: whether torch is to flatten the state dict.
 
     Raises:
-        RuntimeError: the optimizer is of quantize_state, or the state dict is to be flattened.
+        RuntimeError: the state dict is to be flattened.
     """
     if not _has_flat_shards(optimizer):
         return
-    if isinstance(owner_of(optimizer), QuantizedState):
-        raise RuntimeError(
-            "got an optimizer of quantize_state for torch's optim_state_dict of FSDP1, which carries state of the "
-            "parameters' shapes only, expected shardopt.checkpoint.save(path, model, optimizer), or one of shardopt's "
-            "own optimizers"
-        )
     if flattened:
         raise RuntimeError(
             "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch could "
@@ -238,19 +229,16 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
 
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
-    is_wrapped = isinstance(owner_of(optimizer), QuantizedState)
-    return any(
-        (is_wrapped or is_own(group)) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups
-    )
+    return any(is_own(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
 def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether a state dict, maybe flattened by torch (``param_groups.<name>.<option>``), is of shardopt."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(is_own(group) or is_quantized(group) for group in state_dict["param_groups"])
+        return any(is_own(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
-    return is_own(options) or is_quantized(options)
+    return is_own(options)
 
 
 def _computes_on_the_cpu(model: Any) -> bool:

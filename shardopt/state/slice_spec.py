@@ -51,6 +51,20 @@ class EntryFormat(NamedTuple):
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
 
 
+class KeptEntry(NamedTuple):
+    """A state entry of quantize_state that is no moment: the optimizer inside decides what it is.
+
+    Attributes:
+        name: the entry's name.
+        format: this rank's part.
+        is_whole: whether all ranks have the same; else it is sharded as the parameter is.
+    """
+
+    name: str
+    format: EntryFormat
+    is_whole: bool
+
+
 @dataclass(frozen=True)
 class SliceSpec:
     """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
@@ -61,6 +75,7 @@ class SliceSpec:
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
     ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
+    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``.
 
     All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors.
     """
@@ -71,6 +86,7 @@ class SliceSpec:
     moments: tuple[Moment, ...]
     weights: WeightFormat
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
+    kept: tuple[KeptEntry, ...] | None = None
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
@@ -106,6 +122,8 @@ class SliceSpec:
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
+        if self.kept is not None:
+            return {**self.moment_entries, **{entry.name: entry.format for entry in self.kept}}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
             formats[ROW_MOMENTS] = EntryFormat(self.shard.scales_shape(self.row_grid), torch.float32, (0,))
@@ -152,7 +170,7 @@ class SliceSpec:
 
     def is_whole(self, key: str) -> bool:
         """Whether a state entry is replicated on all ranks, not sharded."""
-        return key == "step"
+        return key == "step" if self.kept is None else any(entry.name == key and entry.is_whole for entry in self.kept)
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
@@ -266,7 +284,8 @@ class SliceSpec:
         Raises:
             ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
         """
-        checked_step(state, name)
+        if self.kept is None:
+            checked_step(state, name)
         self.check_moments(state, name)
         if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
             raise unsound(ROW_MOMENTS, name, signed=False)

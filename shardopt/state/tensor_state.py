@@ -156,7 +156,7 @@ class TensorState:
             for key, entry in slice_.spec.entries.items():
                 name = slice_.entry_name(key)
                 if name in state:
-                    slice_state[key] = state[name] if key == "step" else self.shard.local(state[name])
+                    slice_state[key] = state[name] if slice_.spec.is_whole(key) else self.shard.local(state[name])
                     if slice_.name is not None and key != "step":
                         first = ends.get(name, 0)
                         ends[name] = first + entry.shape[0]

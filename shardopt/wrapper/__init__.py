@@ -1,4 +1,4 @@
-"""Any torch optimizer with its state in 8 bits: the optimizer steps chunks of parameters, decoded for the moment."""
+"""Any torch optimizer with its state in 8 bits: a step decodes, steps and encodes one parameter at a time."""
 
 from shardopt.wrapper.optimizer import QuantizedState, quantize_state
 

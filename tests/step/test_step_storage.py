@@ -186,10 +186,3 @@ def test_state_that_two_parameters_share_is_refused() -> None:
     optimizer.state[second]["step"] = optimizer.state[first]["step"]
     with pytest.raises(RuntimeError, match=r"state step: got memory .* shares with parameter 0.* state step"):
         step(optimizer, 1)
-
-
-def test_quantize_state_refuses_shared_memory() -> None:
-    optimizer = shardopt.quantize_state(torch.optim.AdamW([Parameter(values((64, 64), 0))]))
-    optimizer.param_groups[0]["params"] *= 2
-    with pytest.raises(RuntimeError, match=r"got parameters 0 and 1 .* in the same memory"):
-        optimizer.step()

@@ -101,17 +101,12 @@ BY_PARAMETER: dict[str, Make] = {
     "pytorch_optimizer SM3": of(POPT, "SM3", lr=1e-1),
     "pytorch_optimizer SOAP": of(POPT, "SOAP", lr=1e-3),
 }
+#: Refused: they look at all parameters together.
 TOGETHER: dict[str, Make] = {
     "pytorch_optimizer Prodigy": of(POPT, "Prodigy", lr=1.0),
-    "pytorch_optimizer DAdaptAdaGrad": of(POPT, "DAdaptAdaGrad", lr=1.0),
     "pytorch_optimizer DAdaptAdam": of(POPT, "DAdaptAdam", lr=1.0),
-    "pytorch_optimizer DAdaptAdan": of(POPT, "DAdaptAdan", lr=1e-3),
-    "pytorch_optimizer DAdaptLion": of(POPT, "DAdaptLion", lr=0.1),
-    "pytorch_optimizer DAdaptSGD": of(POPT, "DAdaptSGD", lr=1.0),
-    "prodigyopt Prodigy": of("prodigyopt", "Prodigy", lr=1.0),
-    "pytorch_optimizer AdamS": of(POPT, "AdamS", lr=1e-3),
     "pytorch_optimizer SPAM": of(POPT, "SPAM", lr=1e-3),
-    "timm Lamb clipping": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=1.0),
+    "prodigyopt Prodigy": of("prodigyopt", "Prodigy", lr=1.0),
 }
 SEPARABLE = {**ELEMENTWISE, **BY_PARAMETER}
 
@@ -215,15 +210,14 @@ class Counting(Optimizer):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] / 3
-            group["scale"] = group.get("scale", torch.tensor(1.0)) / 3
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 state = self.state[param]
                 if not state:
                     state["count"], state["rate"], state["z"] = 0, 1.0, param.detach().clone()
-                    state["average"] = torch.zeros_like(param)
-                    state["nothing"], state["names"] = None, ["a", (True, torch.tensor(2, dtype=torch.int16))]
+                    state["average"], state["flag"] = torch.zeros_like(param), True
+                    state["tensor"] = torch.tensor(2, dtype=torch.int16)
                 state["count"] += 1
                 state["rate"] /= 3
                 state["average"].lerp_(param.grad, 0.1)

@@ -1,25 +1,31 @@
-"""quantize_state: which entries are quantized or kept, steps, and refusals."""
+"""quantize_state: steps are the bare optimizer's, what is quantized and refused, and torch's optimizer protocol."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
 
+import shardopt
 import wrapped
 from shardopt import quantize_state
-from shardopt.codec import CODECS, Moment
-from shardopt.layout import FlatShard, Shard
-from shardopt.state import slice_spec
-from shardopt.state.options import with_defaults
-from shardopt.state.slice_spec import SliceSpec
+from shardopt.wrapper.entries import WEIGHT_COPIES
+from shardopt.wrapper.known import BY_PARAMETER as LISTED_BY_PARAMETER
+from shardopt.wrapper.known import ELEMENTWISE as LISTED_ELEMENTWISE
+from shardopt.wrapper.known import full_name
 from wrapped import (
+    BY_PARAMETER,
     ELEMENTWISE,
+    SEPARABLE,
+    TOGETHER,
     AdamW,
     Custom,
     bits,
@@ -28,232 +34,227 @@ from wrapped import (
     quietly,
     same,
     set_gradients,
+    train_mode,
     trained,
     trained_adamw,
 )
 
-BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not codec.shared]
+NEVER = 2**40
 
 
-def rounded(x: Tensor, name: str, codec: str, *, signed: bool) -> Tensor:
-    """A state entry as one step leaves it to the next."""
-    group = with_defaults({"codec": codec})
-    spec = SliceSpec.of(Shard(tuple(x.shape), tuple(x.shape)), torch.float32, group, (Moment(name, signed),))
-    (value,) = spec.decode(spec.encode([x]))
-    return value
+def skip_unless_installed(name: str) -> None:
+    """Skips the test of an optimizer that is not there."""
+    package, optimizer = name.split()[:2]
+    if package != "torch":
+        pytest.importorskip({"timm": "timm.optim"}.get(package, package))
+    elif not hasattr(torch.optim, optimizer):
+        pytest.skip(f"torch.optim.{optimizer} comes with a newer PyTorch")
 
 
-@pytest.mark.parametrize("codec", BLOCKWISE)
-def test_each_step_rounds_the_state(codec: str) -> None:
-    """The bits of a bare optimizer whose state is encoded and decoded after each step."""
-    params, bare_params = parameters(), parameters()
-    optimizer, bare = quantize_state(AdamW(params), codec=codec), AdamW(bare_params)
-    for step in range(4):
-        trained(optimizer, params, range(step, step + 1))
-        trained(bare, bare_params, range(step, step + 1))
-        for param, state in bare.state.items():
-            if param.numel() >= 4096 and param.grad is not None:
-                state["exp_avg"].copy_(rounded(state["exp_avg"], "exp_avg", codec, signed=True))
-                state["exp_avg_sq"].copy_(rounded(state["exp_avg_sq"], "exp_avg_sq", codec, signed=False))
-    assert all(map(torch.equal, params, bare_params))
-    expected, got = bare.state_dict()["state"], optimizer.state_dict(dequantize=True)["state"]
-    assert all(torch.equal(got[i][key], x) for i, state in expected.items() for key, x in state.items())
+def equal(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor):
+        return isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(x, y)
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(equal(x[key], y[key]) for key in x)
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(equal, x, y))
+    return bool(x == y)
 
 
-def test_state_entries() -> None:
-    params, optimizer = trained_adamw()
-    big, cut, *small = params
-    assert set(optimizer.state[big]) == {
-        "step",
-        *(f"exp_avg{end}" for end in ("_codes", "_scales", "_sq_codes", "_sq_scales")),
-    }
-    assert optimizer.state[cut]["exp_avg_codes"].shape == cut.shape
-    assert optimizer.state[cut]["exp_avg_codes"].dtype == torch.uint8
-    assert optimizer.state[cut]["exp_avg_scales"].shape == (40, 2)
-    assert optimizer.state[cut]["exp_avg_sq_scales"].shape == (40, 2, 2)
-    for param in small:
-        assert optimizer.state[param]["exp_avg"].dtype == torch.float32
-    assert optimizer.state[big]["step"] == 3  # one step was without a gradient
+class TestSteps:
+    @pytest.mark.parametrize("name", SEPARABLE)
+    def test_are_those_of_the_bare_optimizer(self, name: str) -> None:
+        """Bit for bit, where no state is quantized; param groups stay the same objects."""
+        skip_unless_installed(name)
+        bare_params, params = parameters(), parameters()
+        bare = SEPARABLE[name](bare_params)
+        optimizer = quantize_state(SEPARABLE[name](params), min_quantized_numel=NEVER)
+        before = [(id(group), id(group["params"])) for group in optimizer.param_groups]
+        for each, own in ((bare, bare_params), (optimizer, params)):
+            train_mode(each)
+            torch.manual_seed(0)
+            trained(each, own, range(7))
+        assert equal(params, bare_params)
+        assert equal(optimizer.state_dict(dequantize=True), bare.state_dict())
+        assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == before
 
+    @pytest.mark.parametrize("name", ELEMENTWISE)
+    def test_of_parts_are_parts_of_steps(self, name: str) -> None:
+        """Rows of a parameter step as parameters of their own do, which stepping local shards relies on."""
+        skip_unless_installed(name)
+        whole = parameters()
+        parts = [Parameter(x.detach().clone()) for p in whole for x in p.detach().chunk(3)]
+        optimizers = [ELEMENTWISE[name](own) for own in (whole, parts)]
+        for optimizer in optimizers:
+            train_mode(optimizer)
+        for step in range(7):
+            set_gradients(whole, step)
+            gradients = [g for p in whole for g in ([None] * 3 if p.grad is None else p.grad.chunk(3))]
+            for part, gradient in zip(parts, gradients, strict=False):
+                part.grad = None if gradient is None else gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(*(torch.cat([p.detach().reshape(-1) for p in own]) for own in (parts, whole)))
 
-@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch Adagrad", "torch ASGD", "torch Rprop"])
-def test_chunks_do_not_show(name: str) -> None:
-    results = []
-    for working_memory in (0, "200KiB", None):
+    @pytest.mark.parametrize("name", SEPARABLE)
+    def test_copies_of_weights_are_known_by_name(self, name: str) -> None:
+        skip_unless_installed(name)
         params = parameters()
-        optimizer = trained(quantize_state(ELEMENTWISE[name](params), working_memory=working_memory), params)
-        results.append(bits(params, optimizer))
-    assert same(results[0], results[2])
-    assert same(results[1], results[2])
-
-
-def test_state_from_before_is_quantized() -> None:
-    params, others = parameters(), parameters()
-    bare = trained(AdamW(others), others)
-    optimizer = quantize_state(trained(AdamW(params), params))
-    again = quantize_state(AdamW(parameters()))
-    again.load_state_dict(bare.state_dict())
-    assert same(bits([], optimizer), bits([], again))
-    assert "exp_avg_codes" in optimizer.state[params[0]]
-
-
-def test_kept_entries() -> None:
-    params = parameters()
-    optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
-    state = optimizer.state[params[0]]
-    assert {"start", "count", "rows", "squares_codes", "moment_codes"} <= set(state)
-    assert state["squares_scales"].shape == (64, 1, 2)  # unsigned
-    assert state["moment_scales"].shape == (64, 1)
-    assert torch.equal(state["start"], parameters()[0])
-    kept = trained(quietly(Custom(params), keep=("moment",)), params)
-    assert "moment" in kept.state[params[0]]
-    assert "squares_codes" in kept.state[params[0]]
-
-
-def test_entries_of_zeros_are_no_copies_of_weights() -> None:
-    params = [Parameter(torch.zeros(64, 128))]
-    params[0].grad = torch.zeros_like(params[0])
-    optimizer = quantize_state(AdamW(params))
-    optimizer.step()
-    assert "exp_avg_codes" in optimizer.state[params[0]]
-
-
-@pytest.mark.parametrize("tested", [True, False])
-def test_gradients_that_equal_the_weights(tested: bool) -> None:
-    """A moment that happens to equal the weights is no copy of them: its name is that of all parameters' moments."""
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    param, other = (Parameter(torch.randn(64, 128)) for _ in range(2))
-    optimizer = quietly((torch.optim.SGD if tested else Mine)([param, other], lr=0.1, momentum=0.9))
-    for _ in range(2):
-        (0.5 * param.square().sum() + other.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert "momentum_buffer_codes" in optimizer.state[param]
-    assert "momentum_buffer_codes" in optimizer.state[other]
-
-
-@pytest.mark.parametrize("name", ["torch ASGD", "torch Rprop"])
-def test_names_that_are_kept(name: str) -> None:
-    params = parameters()
-    optimizer = trained(quantize_state(ELEMENTWISE[name](params)), params)
-    assert {"torch ASGD": "ax", "torch Rprop": "step_size"}[name] in optimizer.state[params[0]]
-
-
-def test_negative_values_in_an_unsigned_entry() -> None:
-    params = parameters()
-    optimizer = quietly(Custom(params, square=-1.0), unsigned=("squares",))
-    set_gradients(params, 0)
-    with pytest.raises(ValueError, match=r"squares: got -\d.* expected numbers >= 0"):
-        optimizer.step()
-    assert params[0] not in optimizer.state
-
-
-def test_a_failed_step_leaves_the_state() -> None:
-    class Failing(torch.optim.AdamW):
-        fails = False
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step()
-            if self.fails:
-                raise RuntimeError("no more")
-
-    params = parameters()
-    inner = Failing(params)
-    optimizer = trained(quietly(inner, working_memory=0), params)
-    before = copy.deepcopy(bits([], optimizer))
-    lists = [group["params"] for group in optimizer.param_groups]
-    inner.fails = True
-    with pytest.raises(RuntimeError, match="no more"):
+        optimizer = SEPARABLE[name](params)
+        train_mode(optimizer)
+        before = [param.detach().clone() for param in params]
         trained(optimizer, params, range(1))
-    codes = [x for x in bits([], optimizer) if x.dtype == torch.uint8]
-    assert same(codes, [x for x in before if x.dtype == torch.uint8])
-    assert [group["params"] for group in optimizer.param_groups] == lists
-    assert "exp_avg" not in optimizer.state[params[0]]
-    inner.fails = False
-    trained(optimizer, params, range(1))
+        for param, old in zip(params, before, strict=True):
+            for entry, x in optimizer.state[param].items():
+                if isinstance(x, Tensor) and x.shape == param.shape and (torch.equal(x, old) or torch.equal(x, param)):
+                    assert entry in WEIGHT_COPIES
+
+    def test_the_tables_have_what_is_tested(self) -> None:
+        """Of packages that are installed: each class in the tables is tested, and each tested one is in them."""
+        for makes, listed in ((ELEMENTWISE, LISTED_ELEMENTWISE), (BY_PARAMETER, LISTED_BY_PARAMETER)):
+            installed = {package for package in ("torch", "pytorch_optimizer", "schedulefree") if find_spec(package)}
+            made = [makes[name](parameters()) for name in makes if name.split()[0] in installed]
+            names = {full_name(optimizer) for optimizer in made}
+            own = {name for name in listed if name.split(".")[0] in installed}
+            assert names <= own
+            assert {name.split(".")[-1] for name in own} == {name.split(".")[-1] for name in names}
+
+    def test_counters_advance_once_per_step(self) -> None:
+        class Counts(torch.optim.SGD):
+            number = 0
+
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                self.number += 1
+                for group in self.param_groups:
+                    group["k"] = group.get("k", 0) + 1
+                    group["tensor"] += 1
+                    group.setdefault("history", []).append(group["k"])
+                super().step()
+
+        params = parameters()
+        counter = torch.zeros(())
+        inner = Counts([{"params": params[:2], "tensor": counter}, {"params": params[2:], "tensor": torch.ones(())}])
+        inner.number = 0
+        trained(quietly(inner), params, range(3))
+        assert inner.number == 3
+        assert [(group["k"], float(group["tensor"])) for group in inner.param_groups] == [(3, 3.0), (3, 4.0)]
+        assert inner.param_groups[0]["history"] == [1, 2, 3]
+        assert inner.param_groups[0]["tensor"] is counter
+
+    @pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused", "torch NAdam"])
+    def test_strided_parameters(self, name: str) -> None:
+        """A parameter in another order of memory has the bits of a contiguous one."""
+        results = []
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            torch.manual_seed(0)
+            param = Parameter(torch.randn(16, 8, 6, 6).to(memory_format=memory_format))
+            optimizer = quantize_state(ELEMENTWISE[name]([param]))
+            for _ in range(3):
+                param.grad = torch.randn(16, 8, 6, 6).to(memory_format=memory_format)
+                optimizer.step()
+            results.append(bits([param], optimizer))
+        assert same(*results)
+
+    def test_a_failed_step_leaves_the_state(self) -> None:
+        class Failing(torch.optim.AdamW):
+            fails = False
+
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                super().step()
+                if self.fails:
+                    raise RuntimeError("no more")
+
+        params = parameters()
+        inner = Failing(params)
+        optimizer = trained(quietly(inner), params)
+        before = copy.deepcopy(bits([], optimizer))
+        groups = [(id(group), id(group["params"])) for group in optimizer.param_groups]
+        inner.fails = True
+        with pytest.raises(RuntimeError, match="no more"):
+            trained(optimizer, params, range(1))
+        codes = [x for x in bits([], optimizer) if x.dtype == torch.uint8]
+        assert same(codes, [x for x in before if x.dtype == torch.uint8])
+        assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == groups
+        inner.fails = False
+        trained(optimizer, params, range(1))
+
+    def test_memory(self) -> None:
+        """State in full exists for one parameter at a time, and codes stay where they are."""
+        params, optimizer = trained_adamw()
+        addresses = [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8]
+        trained(optimizer, params)
+        assert [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8] == addresses
+        report = shardopt.memory_report(optimizer)
+        assert report.host.scales > 0
+        assert report.host.state < 2.2 * sum(param.numel() for param in params)
 
 
-def test_bf16_parameters() -> None:
-    """Entries keep their dtypes: the parameter's, or another."""
-    params = parameters(torch.bfloat16)
-    optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
-    state = optimizer.state_dict(dequantize=True)["state"][0]
-    assert (state["moment"].dtype, state["squares"].dtype) == (torch.bfloat16, torch.float32)
-    again = quietly(Custom(parameters(torch.bfloat16)), unsigned=("squares",))
-    again.load_state_dict(optimizer.state_dict())
-    assert again.state_dict(dequantize=True)["state"][0]["squares"].dtype == torch.float32
-    assert same(bits([], again), bits([], optimizer))
+class TestEntries:
+    def test_names_and_shapes(self) -> None:
+        params, optimizer = trained_adamw()
+        big, cut, *small = params
+        ends = ("_codes", "_scales", "_sq_codes", "_sq_scales")
+        assert set(optimizer.state[big]) == {"step", *(f"exp_avg{end}" for end in ends)}
+        assert optimizer.state[cut]["exp_avg_codes"].shape == cut.shape
+        assert optimizer.state[cut]["exp_avg_codes"].dtype == torch.uint8
+        assert optimizer.state[cut]["exp_avg_scales"].shape == (40, 2)
+        assert optimizer.state[cut]["exp_avg_sq_scales"].shape == (40, 2, 2)
+        assert all(optimizer.state[param]["exp_avg"].dtype == torch.float32 for param in small)
+        assert optimizer.state[big]["step"] == 3  # one step was without a gradient
 
+    def test_state_from_before_is_quantized(self) -> None:
+        params, others = parameters(), parameters()
+        bare = trained(AdamW(others), others)
+        optimizer = quantize_state(trained(AdamW(params), params))
+        again = quantize_state(AdamW(parameters()))
+        again.load_state_dict(bare.state_dict())
+        assert same(bits([], optimizer), bits([], again))
+        assert "exp_avg_codes" in optimizer.state[params[0]]
 
-@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused", "torch NAdam"])
-def test_strided_parameters(name: str) -> None:
-    """A parameter in another order of memory has the bits of a contiguous one."""
-    results = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(0)
-        param = Parameter(torch.randn(16, 8, 6, 6).to(memory_format=memory_format))
-        optimizer = quantize_state(ELEMENTWISE[name]([param]))
-        for _ in range(3):
-            param.grad = torch.randn(16, 8, 6, 6).to(memory_format=memory_format)
+    def test_what_is_kept(self) -> None:
+        params = parameters()
+        optimizer = trained(quietly(Custom(params), unsigned=("squares",), keep=("start",)), params)
+        state = optimizer.state[params[0]]
+        assert {"start", "count", "rows", "squares_codes", "moment_codes"} <= set(state)
+        assert state["squares_scales"].shape == (64, 1, 2)  # unsigned
+        assert state["moment_scales"].shape == (64, 1)
+        assert torch.equal(state["start"], parameters()[0])
+        for name, kept in (("torch ASGD", {"ax"}), ("torch Rprop", {"step_size"})):
+            assert kept <= set(trained(quantize_state(ELEMENTWISE[name](params)), params).state[params[0]])
+        centered = trained(quantize_state(ELEMENTWISE["torch RMSprop centered momentum"](params)), params)
+        assert {"grad_avg", "square_avg", "momentum_buffer_codes"} <= set(centered.state[params[0]])
+
+    def test_negative_values_in_an_unsigned_entry(self) -> None:
+        params = parameters()
+        optimizer = quietly(Custom(params, square=-1.0), unsigned=("squares",))
+        set_gradients(params, 0)
+        with pytest.raises(ValueError, match=r"squares: got -\d.* expected numbers >= 0"):
             optimizer.step()
-        results.append(bits([param], optimizer))
-    assert same(*results)
+        assert params[0] not in optimizer.state
 
+    def test_dtypes(self) -> None:
+        """Entries keep their dtypes: the parameter's, or another."""
+        params = parameters(torch.bfloat16)
+        optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
+        again = quietly(Custom(parameters(torch.bfloat16)), unsigned=("squares",))
+        again.load_state_dict(optimizer.state_dict())
+        for each in (optimizer, again):
+            state = each.state_dict(dequantize=True)["state"][0]
+            assert (state["moment"].dtype, state["squares"].dtype) == (torch.bfloat16, torch.float32)
+        assert same(bits([], again), bits([], optimizer))
 
-def test_nothing_to_quantize_is_told_once() -> None:
-    flat = Parameter(torch.zeros(10000))
-    optimizer = quantize_state(AdamW([flat]))
-    flat.grad = torch.ones(10000)
-    with pytest.warns(UserWarning, match="none to quantize"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-
-
-def test_names_of_no_entry() -> None:
-    """Said once, after the first step that makes state."""
-    params = parameters()
-    optimizer = quietly(Custom(params), unsigned=iter(("squares", "sqares")), keep=("moments",))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()  # without gradients
-    with pytest.warns(UserWarning, match="got 'moments', 'sqares' in keep= or unsigned=") as caught:
-        trained(optimizer, params)
-    (warning,) = caught
-    assert "expected names of state entries, such as count, moment, rows, squares, start" in str(warning.message)
-    assert warning.filename == wrapped.__file__
-    assert optimizer.state[params[0]]["squares_scales"].shape == (64, 1, 2)
-
-
-def test_names_that_are_in_the_tables() -> None:
-    params = parameters()
-    optimizer = quantize_state(AdamW(params), unsigned=("exp_avg_sq",), keep=("exp_avg",))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(optimizer, params)
-
-
-@pytest.mark.parametrize("limit", [1, 100, 700])
-@pytest.mark.parametrize("codec", BLOCKWISE)
-def test_strips_do_not_show(limit: int, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes of a parameter, or of a range of one, are computed a strip at a time."""
-    x = torch.randn(7, 330)
-    shards = (Shard((7, 330), (7, 330)), FlatShard((7, 330), 45, 2000))
-    for shard, values in ((shards[0], x), (shards[1], x.reshape(-1)[45:2000])):
-        for signed in (True, False):
-            group = with_defaults({"codec": codec, "min_quantized_numel": 1})
-            spec = SliceSpec.of(shard, torch.float32, group, (Moment("m", signed),))
-            monkeypatch.setattr(slice_spec, "CODED_AT_A_TIME", 1 << 20)
-            whole = spec.encode([values if signed else values**2])
-            decoded = spec.decode(whole)
-            monkeypatch.setattr(slice_spec, "CODED_AT_A_TIME", limit)
-            strips = spec.encode([values if signed else values**2])
-            assert same([*strips.values()], [*whole.values()])
-            assert same(spec.decode(whole), decoded)
+    def test_names_of_no_entry(self) -> None:
+        """Said once, after the first step that makes state."""
+        params = parameters()
+        optimizer = quietly(Custom(params), unsigned=iter(("squares", "sqares")), keep=("moments",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()  # without gradients
+        with pytest.warns(UserWarning, match="got 'moments', 'sqares' in keep= or unsigned=") as caught:
+            trained(optimizer, params)
+        (warning,) = caught
+        assert "expected names of state entries, such as count, moment, rows, squares, start" in str(warning.message)
+        assert warning.filename == wrapped.__file__
 
 
 class TestRefusals:
@@ -265,6 +266,7 @@ class TestRefusals:
             (of("torch.optim", "AdamW", differentiable=True), ValueError, "differentiable"),
             (of("shardopt", "AdamW8bit"), TypeError, "quantized already"),
             (lambda params: quantize_state(AdamW(params)), TypeError, "quantized already"),
+            (lambda params: trained(quantize_state(AdamW(params)), params)._inner, TypeError, "result of the first"),
             (lambda params: params, TypeError, "torch.optim.Optimizer"),
         ],
     )
@@ -272,58 +274,142 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             quantize_state(make(parameters()))
 
-    def test_an_optimizer_with_codes(self) -> None:
-        """Codes of one wrapper mean nothing to another."""
-        params = parameters()
-        inner = AdamW(params)
-        trained(quantize_state(inner), params)
-        with pytest.raises(TypeError, match=r"AdamW with exp_avg in codes, expected .* use the result of the first"):
-            quantize_state(inner, codec="dynamic8")
+    @pytest.mark.parametrize("name", TOGETHER)
+    def test_optimizers_of_all_parameters_together(self, name: str) -> None:
+        skip_unless_installed(name)
+        with pytest.raises(TypeError, match="looks at all parameters together"):
+            quantize_state(TOGETHER[name](parameters()))
 
     def test_an_optimizer_around_another(self) -> None:
-        inner = AdamW(parameters())
         outer = Custom(parameters())
-        outer.base = inner  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match="Custom around AdamW"):
-            quantize_state(outer)
-
-    def test_clipping_by_the_norm_of_all_gradients(self) -> None:
-        outer = Custom(parameters())
-        outer.param_groups[0]["max_grad_norm"] = 1.0
-        with pytest.raises(ValueError, match="max_grad_norm"):
+        outer.base = AdamW(parameters())  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="put Custom around the result"):
             quantize_state(outer)
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "error", "message"),
         [
-            ({"codec": "fp32"}, "codec: got 'fp32'"),
-            ({"codec": "log7"}, "codec: got 'log7'"),
-            ({"block_size": 100}, "block_size"),
-            ({"min_quantized_numel": -1}, "min_quantized_numel"),
-            ({"working_memory": "much"}, "working_memory: got 'much'"),
-            ({"offload": "step"}, "offload: got 'step'"),
+            ({"codec": "fp32"}, ValueError, "codec: got 'fp32'"),
+            ({"codec": "log7"}, ValueError, "codec: got 'log7'"),
+            ({"block_size": 100}, ValueError, "block_size"),
+            ({"min_quantized_numel": -1}, ValueError, "min_quantized_numel"),
+            ({"offload": "step"}, ValueError, "offload: got 'step'"),
+            ({"keep": "exp_avg"}, TypeError, "keep: got 'exp_avg'"),
+            ({"unsigned": "exp_avg"}, TypeError, "unsigned: got 'exp_avg'"),
         ],
     )
-    def test_options(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
+    def test_options(self, options: dict[str, Any], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
             quantize_state(AdamW(parameters()), **options)
-
-    @pytest.mark.parametrize("option", ["keep", "unsigned"])
-    def test_a_name_in_place_of_names(self, option: str) -> None:
-        with pytest.raises(TypeError, match=f"{option}: got 'exp_avg'"):
-            quantize_state(AdamW(parameters()), **{option: "exp_avg"})  # type: ignore[arg-type]
 
     def test_untested_optimizers_warn_once(self) -> None:
         params = parameters()
-        inner = Custom(params)
-        with pytest.warns(UserWarning, match=r"Custom, untested .* working_memory=None") as caught:
-            trained(quantize_state(inner), params)
+        with pytest.warns(UserWarning, match=r"Custom, untested .* copies of weights in keep=") as caught:
+            trained(quantize_state(Custom(params)), params)
         assert len(caught) == 1
         assert caught[0].filename == __file__
-        assert "not detected" not in str(caught[0].message)
 
-    def test_copies_of_weights_in_state_from_before(self) -> None:
-        """Copies from before may no longer equal the weights, so that they are not found."""
+
+class TestProtocol:
+    def test_hooks_run_once_per_step(self) -> None:
+        params, seen = parameters(), []
+        optimizer = quantize_state(AdamW(params))
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append("pre"))
+        optimizer.register_step_post_hook(lambda o, *_: seen.append("post"))
+        trained(optimizer, params, range(2))
+        assert seen == ["pre", "post"] * 2
+
+    def test_schedulers(self) -> None:
+        results = []
+        for wrap in (lambda o: quantize_state(o, min_quantized_numel=NEVER), lambda o: o):
+            params = parameters()
+            optimizer = wrap(AdamW(params))
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+            for step in range(4):
+                trained(optimizer, params, range(step, step + 1))
+                scheduler.step()
+            results.append(params)
+        assert all(map(torch.equal, *results))
+
+    @pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused"])
+    def test_grad_scaler(self, name: str) -> None:
+        """Gradients are unscaled once, and a step with an infinite one is left out."""
+        params, scaled = parameters(), parameters()
+        optimizer, again = (quantize_state(ELEMENTWISE[name](own)) for own in (params, scaled))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.zeros(()))
+        trained(optimizer, params, range(1))
+        for step, last in ((0, 8.0), (1, torch.inf)):
+            set_gradients(scaled, step)
+            for param in scaled:
+                assert param.grad is not None
+                param.grad *= last
+            scaler.step(again)
+            scaler.update()
+            assert same(bits(scaled, again), bits(params, optimizer))
+
+    def test_closure_and_param_groups(self) -> None:
+        params, calls = parameters(), []
+        inner = AdamW(params[:2])
+        optimizer = quantize_state(inner)
+        optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+
+        def closure() -> float:
+            calls.append(torch.is_grad_enabled())
+            set_gradients(params, 0)
+            return 2.5
+
+        assert optimizer.step(closure) == 2.5
+        assert calls == [True]
+        assert optimizer.param_groups is inner.param_groups
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5]
+        assert set(optimizer.state) == set(params)
+        optimizer.zero_grad()
+        before = bits(params, optimizer)
+        optimizer.step()  # without gradients
+        assert same(bits(params, optimizer), before)
+
+    @pytest.mark.parametrize("options", [{"differentiable": True}, {"max_grad_norm": 1.0}])
+    def test_added_and_loaded_groups_are_checked(self, options: dict[str, Any]) -> None:
         params = parameters()
-        with pytest.warns(UserWarning, match=r"copies of weights in keep=, as they are not detected in state that is"):
-            quantize_state(trained(Custom(params), params))
+        optimizer = trained(quantize_state(AdamW(params[:2])), params)
+        before = [x.clone() for x in bits(params, optimizer)]
+        (error,) = options
+        with pytest.raises(ValueError, match=error):
+            optimizer.add_param_group({"params": params[2:], **options})
+        saved = optimizer.state_dict()
+        with pytest.raises(ValueError, match=error):
+            optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], **options}]})
+        assert len(optimizer.param_groups) == 1
+        assert same(bits(params, optimizer), before)
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_copies(self, duplicate: Any) -> None:
+        params, optimizer = trained_adamw()
+        others, again = duplicate((params, optimizer))
+        for run, own_params in ((optimizer, params), (again, others)):
+            trained(run, own_params, range(4, 6))
+        assert same(bits(others, again), bits(params, optimizer))
+        assert again.state is not optimizer.state
+
+    def test_methods_of_the_optimizer_inside(self) -> None:
+        class Modes(torch.optim.AdamW):
+            def train(self) -> str:
+                return "training"
+
+        optimizer = quietly(Modes(nn.Linear(128, 64).named_parameters()))
+        assert optimizer.train() == "training"
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            optimizer.nothing()
+
+    def test_names_follow_their_parameters(self) -> None:
+        class Named(Optimizer):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                seen.extend(zip(self.param_groups[0]["param_names"], self.param_groups[0]["params"], strict=True))
+
+        seen: list[Any] = []
+        model = nn.Linear(128, 64)
+        model(torch.ones(2, 128)).sum().backward()
+        quietly(Named(model.named_parameters(), {})).step()
+        assert [(name, id(param)) for name, param in seen] == [(n, id(p)) for n, p in model.named_parameters()]

@@ -26,7 +26,7 @@ def test_round_trip() -> None:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    again = quantize_state(AdamW(others), working_memory=0)
+    again = quantize_state(AdamW(others))
     again.load_state_dict(torch.load(file, weights_only=True))
     with torch.no_grad():
         for x, y in zip(others, params, strict=True):
@@ -44,16 +44,6 @@ def test_to_the_bare_optimizer_and_back() -> None:
     back = quantize_state(AdamW(parameters()))
     back.load_state_dict(optimizer.state_dict(dequantize=True))
     assert same(bits([], back), bits([], optimizer))
-
-
-def test_copies_of_weights_stay_what_they_are() -> None:
-    params = parameters()
-    optimizer = trained(quietly(Custom(params)), params)
-    again = quietly(Custom(parameters()))
-    again.load_state_dict(optimizer.state_dict())
-    assert same(bits([], again), bits([], optimizer))
-    trained(again, again.param_groups[0]["params"])
-    assert "start" in again.state[again.param_groups[0]["params"][0]]
 
 
 def test_another_format() -> None:
@@ -107,8 +97,8 @@ def unsigned(signs: Any) -> Damage:
         (changed(exp_avg_codes=torch.zeros(3, 3, dtype=torch.uint8)), "exp_avg_codes"),
         (changed(exp_avg_codes=torch.zeros(64, 128)), "exp_avg_codes of torch.float32"),
         (changed(exp_avg_scales=torch.full((64, 1), torch.nan)), "exp_avg_scales"),
-        (without("exp_avg_codes"), "got exp_avg_scales alone, expected codes and scales together"),
-        (without("exp_avg_scales"), "got exp_avg_codes alone, expected codes and scales together"),
+        (without("exp_avg_codes"), "got state with .*, expected .*exp_avg_codes"),
+        (without("exp_avg_scales"), "got state with .*, expected .*exp_avg_scales"),
         (of_parameter_0(3), "expected a dict of entries by name"),
         (of_parameter_0({3: torch.zeros(1)}), "expected a dict of entries by name"),
         (unsigned(None), "got state saved with unsigned="),
@@ -166,18 +156,6 @@ def test_a_stable_embedding_keeps_its_floats_alone() -> None:
     assert same(bits(others, again), bits(params, optimizer))
 
 
-def test_a_failed_load_leaves_what_is_kept() -> None:
-    """Entries that a state dict has in full are kept in later steps only if the whole state dict was loaded."""
-    params, others = parameters(), parameters()
-    saved = trained(quantize_state(AdamW(params), keep=("exp_avg",)), params).state_dict()
-    saved["state"][1] = {**saved["state"][1], "exp_avg_sq_scales": torch.full((40, 2, 2), torch.nan)}
-    again = trained(quantize_state(AdamW(others)), others)
-    with pytest.raises(ValueError, match="exp_avg_sq_scales"):
-        again.load_state_dict(saved)
-    trained(again, others, range(1))
-    assert "exp_avg_codes" in again.state[others[0]]
-
-
 @pytest.mark.parametrize("codec", BLOCKWISE)
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(("squares",), ()), ((), ("squares", "moment"))])
 def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str, ...]) -> None:
@@ -185,7 +163,9 @@ def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str
     params = parameters()
     saved = trained(quietly(Custom(params), codec=codec, unsigned=saved_as), params).state_dict()
     again = quietly(Custom(parameters()), codec=codec, unsigned=loaded_as)
-    with pytest.raises(ValueError, match=r"got squares saved as .*signed, expected .*signed; pass .* unsigned="):
+    with pytest.raises(
+        ValueError, match=r"got (squares|moment) saved as .*signed, expected .*signed; pass .* unsigned="
+    ):
         again.load_state_dict(saved)
     assert not again.state
     again = quietly(Custom(parameters()), codec=codec, unsigned=[*saved_as, "of_no_entry"])

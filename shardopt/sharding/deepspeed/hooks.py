@@ -91,9 +91,11 @@ def install(engine_module: ModuleType) -> None:
                     leave_gradients(self.module)
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
             if isinstance(optimizer, QuantizedState):
-                _check_wrapped(self, optimizer)
-                self._shardopt_pauses.enter_context(optimizer.paused())
-            if isinstance(optimizer, ShardedOptimizer | QuantizedState) and self.zero_use_cpu_optimizer():
+                raise RuntimeError(
+                    f"got {optimizer!r:.80} under DeepSpeed, which flattens parameters, expected one of shardopt's own "
+                    "optimizers; name one in the config, or shard with fully_shard (FSDP2)"
+                )
+            if isinstance(optimizer, ShardedOptimizer) and self.zero_use_cpu_optimizer():
                 self._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
             return optimizer
 
@@ -116,16 +118,13 @@ def install(engine_module: ModuleType) -> None:
             _warn_of_lost_updates(self)
             refuse_single_states(self.optimizer)
             own(self)
-        elif isinstance(self.basic_optimizer, QuantizedState):
-            assign_partitions(self)
-            own(self)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
     engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
-    known = [ShardedOptimizer, *OPTIMIZERS.values(), QuantizedState]
+    known = [ShardedOptimizer, *OPTIMIZERS.values()]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
 
@@ -207,25 +206,6 @@ def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
                 f"offload: got {group['offload']!r} under DeepSpeed, which offloads by itself, expected None; leave "
                 'offload out, and set zero_optimization.offload_optimizer to {"device": "cpu"} in the DeepSpeed config'
             )
-
-
-def _check_wrapped(engine: Any, optimizer: QuantizedState) -> None:
-    """Raises for settings of DeepSpeed that do not work with the result of quantize_state."""
-    _check_config(engine)
-    _check_offload([optimizer._entries.options])
-    if engine.zero_nvme_offload_optimizer():
-        raise ValueError("offload_optimizer.device: got nvme with quantize_state, expected cpu; offload to the cpu")
-    name = type(optimizer._inner).__name__
-    if engine.zero_optimization() and not optimizer.is_elementwise:
-        raise RuntimeError(
-            f"got {name} with ZeRO, which flattens parameters, expected an optimizer that is known to compute element "
-            "by element; use ZeRO 0"
-        )
-    if engine.zero_optimization() and optimizer.state:
-        raise RuntimeError(
-            f"got {name} with state of parameters that ZeRO replaces by flat ones, expected state that is made in the "
-            "first step; call deepspeed.initialize before, and use another optimizer instead of Adagrad"
-        )
 
 
 def _warn_of_lost_updates(engine: Any) -> None:

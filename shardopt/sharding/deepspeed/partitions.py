@@ -21,7 +21,6 @@ from shardopt.layout import (
     keeps_float32_state,
 )
 from shardopt.layout.names import parameter_names
-from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.experts import name_experts
 from shardopt.sharding.exchange import RanksExchange, own_device
 
@@ -76,8 +75,6 @@ def assign_partitions(engine: Any) -> None:
 def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
     """Raises if DeepSpeed steps parts of the parameters one by one, and the rule has sums over all of them."""
     optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, ShardedOptimizer):
-        return
     if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
         raise RuntimeError(
             f"got {type(optimizer).__name__} with {len(flats)} {parts}, which ZeRO steps one after another, expected a "

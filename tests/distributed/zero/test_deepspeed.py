@@ -303,3 +303,11 @@ def test_other_types() -> None:
     engine = make_engine(make_net(), config(1, kind, params={"min_quantized_numel": 64}) | _plain(kind))
     assert isinstance(engine.basic_optimizer, getattr(torch.optim, kind))
     assert dist.get_world_size() == 2
+
+
+@pytest.mark.deepspeed_ranks(1)
+def test_quantize_state_is_refused() -> None:
+    model = make_net()
+    optimizer = shardopt.quantize_state(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="under DeepSpeed, which flattens parameters"):
+        make_engine(model, config(2, None), optimizer=optimizer, model_parameters=None)

@@ -20,7 +20,6 @@ from ranks.snapshot import Snapshot, as_tensor
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.wrapper import QuantizedState
-from shardopt.wrapper.chunks import units_of
 
 _WRAPPERS = ("_fsdp_wrapped_module", "module")
 
@@ -213,8 +212,7 @@ def _states(
         return {}
     if piece.segment is None:
         return {None: dict(state)}
-    if isinstance(optimizer, QuantizedState):
-        return dict(enumerate(u.state_in(state) for u in units_of([{"params": [piece.tensor]}], local=True)))
+    assert isinstance(optimizer, ShardedOptimizer)
     return dict(enumerate(optimizer._internals.state_of(piece.tensor, group).split(state)))
 
 
