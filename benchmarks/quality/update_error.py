@@ -148,7 +148,8 @@ def _states(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], options: dic
 def _form_of_quantize_state(
     shape: tuple[int, ...], entries: Mapping[str, LazyTensor], quantized: Sequence[str], options: Mapping[str, Any]
 ) -> SliceSpec:
-    own = Entries({"min_quantized_numel": options["min_quantized_numel"]}, options["unsigned"], ())
+    inner = torch.optim.SGD([torch.zeros((), device="cpu")])  # of any kind: only names and options decide here
+    own = Entries(inner, {"min_quantized_numel": options["min_quantized_numel"]}, options["unsigned"], ())
     form = own.spec(Shard(shape, shape), quantized, own.saved_options(options, quantized))
     for key, entry in form.moment_entries.items():
         found = entries[key]
