@@ -17,7 +17,7 @@ from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.wrapper.internals import OF_QUANTIZE_STATE
+from shardopt.wrapper.entries import OF_QUANTIZE_STATE
 from shardopt.wrapper.optimizer import QuantizedState
 
 

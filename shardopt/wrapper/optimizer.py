@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
+from shardopt.optim.loading import checked_containers
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.entries import DTYPE, Entries, State, coded_names
-from shardopt.wrapper.internals import WrapperInternals
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
 from shardopt.wrapper.step import step_all
 
@@ -29,7 +29,6 @@ def quantize_state(
     min_quantized_numel: int = 4096,
     unsigned: Iterable[str] = (),
     keep: Iterable[str] = (),
-    offload: str | None = None,
 ) -> QuantizedState:
     """Keeps the state of a torch optimizer in 8 bits: any of torch.optim's, or one from elsewhere.
 
@@ -47,7 +46,6 @@ def quantize_state(
         unsigned: names of state entries that are never below zero, beside those in shardopt's table: averages of
             squares. Unsigned entries are coded with the same relative error for small values as for large ones.
         keep: names of state entries that are not to be quantized, such as copies of weights.
-        offload: None, or "state": codes and scales of parameters on a GPU live in the host's memory.
 
     Raises:
         TypeError: the optimizer cannot be quantized, or is already.
@@ -58,16 +56,12 @@ def quantize_state(
     for what, names in (("unsigned", unsigned), ("keep", keep)):
         if isinstance(names, str):
             raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
-    options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel, "offload": offload}
+    options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel}
     check_options({**DEFAULTS, **options})
     blockwise = [name for name, known in CODECS.items() if known.blockwise and not known.shared]
     if codec not in blockwise:
         raise ValueError(f"codec: got {codec!r}, expected one of {', '.join(map(repr, blockwise))}")
-    if offload not in (None, "state"):
-        raise ValueError(
-            f"offload: got {offload!r}, expected None or 'state'; the optimizer itself steps on the device"
-        )
-    return QuantizedState(optimizer, Entries(options, unsigned, keep, is_tested=is_known(optimizer)))
+    return QuantizedState(Entries(optimizer, options, unsigned, keep))
 
 
 class QuantizedState(Optimizer):
@@ -82,23 +76,20 @@ class QuantizedState(Optimizer):
     #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
 
-    def __init__(self, optimizer: Optimizer, entries: Entries) -> None:
-        self._begin(optimizer, entries)
+    _entries: Entries
+    _inner: Optimizer
+    _is_first_step: bool
+
+    def __init__(self, entries: Entries) -> None:
+        self.__setstate__({"_entries": entries})
         self.check_group(*self.param_groups)
-        if not is_known(optimizer):
+        if not is_known(self._inner):
             warn_user(
-                f"got {type(optimizer).__name__}, untested with quantize_state: it must not look at several parameters "
-                "together; name state entries that are never below zero in unsigned=, and copies of weights in keep=",
+                f"got {type(self._inner).__name__}, untested with quantize_state: it must not look at several "
+                "parameters together; name state entries that are never below zero in unsigned=, and copies of weights in keep=",
                 UserWarning,
             )
         self._quantize_present_state()
-
-    def _begin(self, optimizer: Optimizer, entries: Entries) -> None:
-        self._inner, self._entries = optimizer, entries
-        self._internals = WrapperInternals(self, entries)
-        self._is_first_step = True
-        self.defaults = optimizer.defaults
-        super().__setstate__({})  # hooks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -114,9 +105,6 @@ class QuantizedState(Optimizer):
         if not name.startswith("_") and callable(getattr(type(self._inner), name, None)):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__} of {self._inner!r}"
 
     def synchronize(self) -> None:
         """Waits for nothing: a step leaves its state complete."""
@@ -160,7 +148,7 @@ class QuantizedState(Optimizer):
                 loss = closure()
         if self._is_first_step:
             self.check_group(*self.param_groups)  # parameters may have been sharded since
-        step_all(self._inner, self._entries, elementwise=is_elementwise(self._inner, self.param_groups))
+        step_all(self._entries, elementwise=is_elementwise(self._inner, self.param_groups))
         if self._is_first_step and self.state:
             self._is_first_step = False
             self._warn_of_unknown_names()
@@ -204,7 +192,8 @@ class QuantizedState(Optimizer):
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else {}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        for_inner, states = self._internals.adopt(state_dict)
+        self.check_group(*checked_containers(state_dict)[0])
+        for_inner, states = self._entries.adopt(state_dict)
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
@@ -212,10 +201,14 @@ class QuantizedState(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_inner": self._inner, "_entries": self._entries}
+        return {"_entries": self._entries}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(state["_inner"], state["_entries"])
+        self._entries = self._internals = state["_entries"]
+        self._inner = self._entries.inner
+        self._is_first_step = True
+        self.defaults = self._inner.defaults
+        super().__setstate__({})  # hooks
 
     def check_group(self, *groups: Mapping[str, Any]) -> None:
         """Checks the options in param groups, and whether the inner optimizer with these can step the parameters.

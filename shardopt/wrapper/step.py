@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer
 
 from shardopt.layout import Shard, shard_of
 from shardopt.wrapper.entries import Entries
@@ -16,13 +15,13 @@ from shardopt.wrapper.entries import Entries
 _PARAMS = frozenset(["params", "param_names"])
 
 
-def step_all(optimizer: Optimizer, entries: Entries, *, elementwise: bool) -> None:
+def step_all(entries: Entries, *, elementwise: bool) -> None:
     """Takes a step of all parameters that have gradients.
 
     Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every parameter
     begins with the same values of its param group, and of the numbers among the optimizer's attributes.
     """
-    groups = optimizer.param_groups
+    optimizer, groups = entries.inner, entries.inner.param_groups
     numbers = {key: x for key, x in vars(optimizer).items() if type(x) in (int, float)}
     try:
         for group in groups:
@@ -37,16 +36,16 @@ def step_all(optimizer: Optimizer, entries: Entries, *, elementwise: bool) -> No
                 if param is None:
                     optimizer.step()
                 else:
-                    _step_parameter(optimizer, entries, param, elementwise=elementwise)
+                    _step_parameter(entries, param, elementwise=elementwise)
                 options = {key: x for key, x in optimizer.param_groups[0].items() if key not in _PARAMS}
             _put(group, options)
     finally:
         optimizer.param_groups = groups
 
 
-def _step_parameter(optimizer: Optimizer, entries: Entries, param: Tensor, *, elementwise: bool) -> None:
+def _step_parameter(entries: Entries, param: Tensor, *, elementwise: bool) -> None:
     """Steps one parameter. If that fails, its state is as it was."""
-    shard, states = shard_of(param), optimizer.state
+    optimizer, shard, states = entries.inner, shard_of(param), entries.inner.state
     target = _stand_in(shard, param) if elementwise and not shard.plain else param
     stored = new = states.pop(param, {})
     if stored:

@@ -293,7 +293,6 @@ class TestRefusals:
             ({"codec": "log7"}, ValueError, "codec: got 'log7'"),
             ({"block_size": 100}, ValueError, "block_size"),
             ({"min_quantized_numel": -1}, ValueError, "min_quantized_numel"),
-            ({"offload": "step"}, ValueError, "offload: got 'step'"),
             ({"keep": "exp_avg"}, TypeError, "keep: got 'exp_avg'"),
             ({"unsigned": "exp_avg"}, TypeError, "unsigned: got 'exp_avg'"),
         ],

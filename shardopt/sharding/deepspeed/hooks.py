@@ -92,8 +92,9 @@ def install(engine_module: ModuleType) -> None:
                 self._shardopt_pauses.enter_context(optimizer._internals.paused())
             if isinstance(optimizer, QuantizedState):
                 raise RuntimeError(
-                    f"got {optimizer!r:.80} under DeepSpeed, which flattens parameters, expected one of shardopt's own "
-                    "optimizers; name one in the config, or shard with fully_shard (FSDP2)"
+                    f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens "
+                    "parameters, expected one of shardopt's own optimizers; name one in the config, or shard with "
+                    "fully_shard (FSDP2)"
                 )
             if isinstance(optimizer, ShardedOptimizer) and self.zero_use_cpu_optimizer():
                 self._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too

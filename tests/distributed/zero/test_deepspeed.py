@@ -309,5 +309,5 @@ def test_other_types() -> None:
 def test_quantize_state_is_refused() -> None:
     model = make_net()
     optimizer = shardopt.quantize_state(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(RuntimeError, match="under DeepSpeed, which flattens parameters"):
+    with pytest.raises(RuntimeError, match="quantize_state of AdamW under DeepSpeed, which flattens parameters"):
         make_engine(model, config(2, None), optimizer=optimizer, model_parameters=None)
