@@ -33,7 +33,7 @@ if _typing.TYPE_CHECKING:  # see __getattr__
     from shardopt import comm as comm
     from shardopt import unit as unit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "GradientRelease",

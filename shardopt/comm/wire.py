@@ -48,14 +48,14 @@ class Wire:
             )
         if self._wire != "e4m3":
             return chunks.bfloat16() if self._wire == "bf16" else chunks
-        pieces = zip(torch.split(chunks, self._numels, 1), self._parts, strict=True)
+        pieces = zip(chunks.split_with_sizes(self._numels, 1), self._parts, strict=True)
         return torch.cat([_encoded(x.float().reshape(len(x), *part)) for x, part in pieces], 1)
 
     def decode(self, term: Tensor) -> Tensor:
         """A chunk's floats, from its part of a message."""
         if self._wire != "e4m3":
             return term
-        pieces = zip(torch.split(term, self._bytes), self._parts, strict=True)
+        pieces = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
         return torch.cat([_decoded(x, *part) for x, part in pieces])
 
 
@@ -65,8 +65,9 @@ def _encoded(x: Tensor) -> Tensor:
     if row_numel < BLOCK:
         return x.flatten(1).view(torch.uint8)
     x = _blocks(x)
-    is_finite = x.isfinite()
-    largest = x.abs().where(is_finite, 0.0).amax(-1, keepdim=True)
+    magnitude = torch.maximum(x, -x)
+    is_finite = magnitude < torch.inf
+    largest = magnitude.where(is_finite, 0.0).amax(-1, keepdim=True)
     # 448 is 1.75 * 2^8: a mantissa above 1.75 carries into the exponent
     scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
     y = (x * _power_of_two(254 - scale)).clamp(-448.0, 448.0).where(is_finite, torch.nan)
@@ -77,15 +78,14 @@ def _encoded(x: Tensor) -> Tensor:
 def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:
     if row_numel < BLOCK:
         return message.clone().view(torch.float32)  # the clone's address is a multiple of 4
-    codes, scales = torch.split(message, [rows * row_numel, rows * -(-row_numel // BLOCK)])
+    codes, scales = message.split_with_sizes([rows * row_numel, rows * -(-row_numel // BLOCK)])
     x = _blocks(codes.view(torch.float8_e4m3fn).float().view(rows, row_numel))
     return (x * _power_of_two(scales.int()).view(*x.shape[:2], 1)).flatten(1)[:, :row_numel].flatten()
 
 
 def _blocks(x: Tensor) -> Tensor:
     """Rows in blocks, the last of which is filled with zeros."""
-    filled = pad(x, (0, -x.shape[-1] % BLOCK))
-    return filled.view(*x.shape[:-1], -1, BLOCK)
+    return pad(x, (0, -x.shape[-1] % BLOCK)).view(*x.shape[:-1], -(-x.shape[-1] // BLOCK), BLOCK)
 
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
