@@ -31,12 +31,11 @@ from shardopt.checkpoint.convert.stream import (
     state_of_tensors,
 )
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.groups import checked_groups, options_by_name
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.inspect_command import table
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.storage import PathLike, folder_at
 from shardopt.checkpoint.summary import summarize
 from shardopt.checkpoint.wording import line, named
 from shardopt.codec import CODECS, Moment, Rounded

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
+from shardopt.checkpoint.storage import Folder, folder_at
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.state.slice_spec import LOW_BITS, SHARED_CODES
 

@@ -17,12 +17,10 @@ from shardopt.checkpoint.convert.torch_file import read_torch, write_torch
 from shardopt.checkpoint.convert.unfinished import unfinished
 from shardopt.checkpoint.convert.universal import COMMON, read_universal
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.header import dumped
 from shardopt.checkpoint.index import INDEX_NAME, is_own_name
-from shardopt.checkpoint.local_folder import LocalFolder
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.storage import LocalFolder, PathLike, folder_at
 from shardopt.checkpoint.wording import few
 
 #: Formats that can be written.
@@ -175,7 +173,7 @@ def _write(to: str, checkpoint: Checkpoint, target: PathLike, numel: int, progre
         return
     with unfinished(Path(str(folder))) as path:
         if to == "portable":
-            write_portable(checkpoint, LocalFolder(path), numel, progress)
+            write_portable(checkpoint, folder_at(path), numel, progress)
         elif to == "dcp":
             from shardopt.checkpoint.convert.dcp import write_dcp  # imports torch.distributed.checkpoint
 

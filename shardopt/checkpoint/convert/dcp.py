@@ -30,8 +30,8 @@ from shardopt.checkpoint.convert.stream import (
 )
 from shardopt.checkpoint.convert.torch_zip import torch_objects
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike, open_own, sync_folder
 from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.storage import PathLike, folder_at, sync_folder
 from shardopt.checkpoint.wording import kind_of, named, shown
 from shardopt.layout.partition import rectangles_of_range
 
@@ -169,7 +169,8 @@ def _value_in(folder: Path, chunk: _Chunk) -> Any:
     """The tensor or the plain value that torch.save wrote, mapped into memory."""
     path = folder / chunk.file
     try:
-        descriptor = open_own(path)
+        folder_at(folder).size(chunk.file)  # raises if it is no regular file
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be opened: {error.strerror or error}; load another checkpoint"

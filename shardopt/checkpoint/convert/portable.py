@@ -14,7 +14,6 @@ from torch import Tensor
 from shardopt.checkpoint.convert.recoding import add_states, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, rebuilt
 from shardopt.checkpoint.data_file import DataFiles, Part, write_data_file
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import (
     INDEX_NAME,
@@ -27,6 +26,7 @@ from shardopt.checkpoint.index import (
 )
 from shardopt.checkpoint.reading import stored_chunks
 from shardopt.checkpoint.saving import require_little_endian
+from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.layout.partition import GridPartition, rectangles_of_range
 

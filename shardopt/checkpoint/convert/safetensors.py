@@ -24,9 +24,9 @@ from shardopt.checkpoint.convert.pickled import refusing
 from shardopt.checkpoint.convert.recoding import FLOAT32, add_states, class_of_entries, of_names
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, places_of, write_pieces
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.owner import is_of_quantize_state
+from shardopt.checkpoint.storage import PathLike
 from shardopt.checkpoint.table import MAX_DIMS
 from shardopt.checkpoint.wording import few, named, shown
 from shardopt.kernels.memory import memoryview_of

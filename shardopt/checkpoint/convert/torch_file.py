@@ -21,9 +21,9 @@ from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, lazy_tensor
 from shardopt.checkpoint.convert.stream import Checkpoint, lazy, places_of, refuse_quantize_state, write_pieces
 from shardopt.checkpoint.convert.torch_zip import mapped_tensor, torch_objects
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
 from shardopt.checkpoint.peers.structure import check_structure
 from shardopt.checkpoint.peers.torchao import CLASSES
+from shardopt.checkpoint.storage import PathLike
 from shardopt.checkpoint.wording import few, line
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS

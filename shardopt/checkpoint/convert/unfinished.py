@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import sync_folder
-from shardopt.checkpoint.folder_lock import LOCK_NAME, FolderLock
+from shardopt.checkpoint.storage import LOCK_NAME, folder_at, sync_folder
 
 _CONTENT = "content"
 
@@ -31,19 +30,20 @@ def unfinished(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.iterdir():
             if re.fullmatch(re.escape(target.name) + r"\.[0-9a-f]{8}\.unfinished", left.name) and _is_folder(left):
-                with suppress(OSError):  # another user's
+                with suppress(OSError, CheckpointError):  # another user's, or locked
                     _remove_if_free(left)
         folder = target.with_name(f"{target.name}.{secrets.token_hex(4)}.unfinished")
         folder.mkdir()
-        lock = FolderLock(folder)
+        release = None
         try:
-            lock.acquire()
+            release = folder_at(folder).lock(10.0)
             yield folder / _CONTENT
             os.replace(folder / _CONTENT, target)
             sync_folder(target.parent)
         finally:
             _remove(folder)
-            lock.release()
+            if release is not None:
+                release()
     except OSError as error:
         raise CheckpointError(
             f"{target}: got {error} while writing, expected room for it; choose another path"
@@ -55,12 +55,12 @@ def _is_folder(path: Path) -> bool:
 
 
 def _remove_if_free(folder: Path) -> None:
-    lock = FolderLock(folder)
-    if lock.try_acquire():  # an owner that has just made the folder waits for the lock, and makes the folder again
+    release = folder_at(folder).lock(0)
+    if release is not None:  # an owner that has just made the folder waits for the lock, and makes the folder again
         try:
             _remove(folder)
         finally:
-            lock.release()
+            release()
 
 
 def _remove(folder: Path) -> None:

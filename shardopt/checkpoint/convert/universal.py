@@ -21,7 +21,7 @@ from shardopt.checkpoint.convert.state_dicts import is_whole_tensor, take_state_
 from shardopt.checkpoint.convert.stream import Checkpoint, LazyTensor, elements, lazy
 from shardopt.checkpoint.convert.torch_file import loaded
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import PathLike
+from shardopt.checkpoint.storage import PathLike
 from shardopt.checkpoint.wording import few, named, shown
 from shardopt.optim.loading import HELD
 from shardopt.state.options import STATE_FORMAT

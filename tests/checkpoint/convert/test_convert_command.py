@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from filelock import FileLock
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardopt
@@ -23,9 +24,8 @@ from shardopt import checkpoint
 from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, convert_command
 from shardopt.checkpoint.convert import FORMATS, convert
-from shardopt.checkpoint.folder_lock import FolderLock
 from shardopt.checkpoint.index import dump_index, load_index
-from shardopt.checkpoint.location import folder_at
+from shardopt.checkpoint.storage import folder_at
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_an_interrupt_leaves_nothing(saved: Path, tmp_path: Path, to: str) -> No
 
 
 def test_urls(saved: Path) -> None:
-    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'shardopt[object-stores]'")
+
     convert(saved, "memory://converted/one", codec="companded8", piece_numel=PIECE)
     convert("memory://converted/one", "memory://converted/two", codec="companded8", piece_numel=PIECE)
     expected = make(codec="companded8")
@@ -305,7 +305,7 @@ def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
     (unreadable / "checkpoint.lock").mkdir(parents=True)
     held = tmp_path / "target.89abcdef.unfinished"
     held.mkdir()
-    lock = FolderLock(held)
+    lock = FileLock(held / "checkpoint.lock")
     lock.acquire()
     convert(saved, target, to, piece_numel=PIECE)
     kept = {tmp_path / "saved", folder, target, mine, held, link, linked.parent, unreadable, *others}
@@ -318,7 +318,8 @@ def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
 
 
 def test_what_a_killed_conversion_leaves_in_an_object_store_is_no_obstacle(saved: Path) -> None:
-    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'shardopt[object-stores]'")
+    import fsspec
+
     fsspec.filesystem("memory").pipe_file("/killed/one/0123456789abcdef-0.bin", b"half")
     convert(saved, "memory://killed/one", piece_numel=PIECE)
     fsspec.filesystem("memory").pipe_file("/killed/two/notes", b"a user's")
