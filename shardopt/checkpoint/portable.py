@@ -161,9 +161,13 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
-    thread.start()
-    _thread = thread
+    may_begin = threading.Event()  # a thread that has work at once would keep the caller from the interpreter
+    try:
+        thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
+        thread.start()
+        _thread = thread
+    finally:
+        may_begin.set()
 
 
 def _wait_for_thread() -> None:
@@ -171,7 +175,8 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
+    may_begin.wait()
     try:
         if last is not None:
             last.join()

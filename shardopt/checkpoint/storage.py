@@ -235,6 +235,13 @@ class LocalFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Write]:
+        with self._writing(name) as write:
+            yield write
+        sync_folder(Path(self._path))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Write]:
+        """As :meth:`writing`, but the file's name is not durable yet."""
         descriptor = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
         def write(data: memoryview, position: int) -> None:
@@ -252,10 +259,9 @@ class LocalFolder(Folder):
             with suppress(OSError):
                 self.remove(name)
             raise
-        sync_folder(Path(self._path))
 
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        with self.writing(unfinished) as write:
+        with self._writing(unfinished) as write:
             write(memoryview(data), 0)
         try:
             os.replace(self._at(unfinished), self._at(name))
@@ -273,7 +279,7 @@ class LocalFolder(Folder):
         """
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._at(LOCK_NAME), timeout=patience, thread_local=False)
+        lock = FileLock(self._at(LOCK_NAME), timeout=patience, thread_local=False, fallback_to_soft=False)
         while True:
             try:
                 lock.acquire()

@@ -148,7 +148,7 @@ def test_a_full_disk_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_only(tmp_path, seed=2)
 
 
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP])
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(error, os.strerror(error))
@@ -157,27 +157,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match="has no locks; make sure that only one run saves into this folder"):
         saved(tmp_path)
     assert_only(tmp_path)
-
-
-def test_a_system_without_flock_has_other_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package filelock then makes the lock's file anew for each lock."""
-
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(saving_module, "_PATIENCE", 0.2)
-    for seed in (1, 2):
-        with pytest.warns(UserWarning, match="falling back to SoftFileLock"):
-            saved(tmp_path, seed=seed)
-    with pytest.warns(UserWarning, match="falling back"):
-        held = _acquired(tmp_path)
-    with pytest.raises(CheckpointError, match="got another save"), pytest.warns(UserWarning, match="falling back"):
-        saved(tmp_path, seed=3)
-    held.release()
-    monkeypatch.undo()
-    saved(tmp_path, seed=4)
-    assert_only(tmp_path, seed=4)
 
 
 @pytest.mark.parametrize("exists", [True, False])
