@@ -61,12 +61,12 @@ def check_digests(
     for number, (names, starts) in enumerate(copies):
         if _are_alike([values[number] for values in of_ranks], starts):
             continue
-        own_digests = ranks.agree(
+        by_rank = ranks.gathered_numbers(
             lambda names=names, is_copy=starts[ranks.rank] >= 0: [  # type: ignore[misc]
                 _of_chunks(tensors[name]) if is_copy else 0 for name in names
             ]
         )
-        by_name = zip(names, zip(*ranks.gathered_numbers(own_digests), strict=True), strict=True)
+        by_name = zip(names, zip(*by_rank, strict=True), strict=True)
         refuse({name for name, of_name in by_name if not _are_alike(of_name, starts)}, "values")
 
 

@@ -11,11 +11,9 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -23,9 +21,8 @@ from torch import Tensor
 
 from shardopt.checkpoint import table
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder, SourceFile
 from shardopt.checkpoint.index import Index, StoredFile, unknown_content
-from shardopt.checkpoint.interrupts import interruption_point
+from shardopt.checkpoint.storage import Folder, Source
 from shardopt.checkpoint.table import StoredChunk, Table
 from shardopt.kernels.memory import memoryview_of
 
@@ -50,29 +47,23 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
     Raises:
         OSError: the file exists already, or the system cannot write it.
     """
-    target = folder.create(name)
     numbers: list[int] = []
     stored: list[StoredChunk] = []
 
     def jobs() -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
         for number, chunk, data in placed(name, parts):
-            interruption_point()
             numbers.append(number)
             yield partial(_with_checksum, chunk, memoryview_of(data))
 
-    try:
+    with folder.writing(name) as write:
         # One thread writes: several would wait for each other at the file.
         with computed_ahead(jobs()) as checked:
             for chunk, data in checked:
-                target.write(data, chunk.position)
+                write(data, chunk.position)
                 stored.append(chunk)
         of_chunks = table.encoded(numbers, stored)
         begin = _aligned(stored[-1].position + stored[-1].bytes) if stored else 0
-        target.write(memoryview(of_chunks), begin)
-        target.finish()
-    except BaseException:
-        target.abort()
-        raise
+        write(memoryview(of_chunks), begin)
     return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
 
 
@@ -93,14 +84,12 @@ def placed(name: str, parts: Iterable[Part]) -> Iterator[tuple[int, StoredChunk,
 class DataFiles:
     """The data files of a checkpoint, opened when they are asked for. A context manager.
 
-    Keeps the first 256 files open, so that their bytes stay readable if another save removes the files, and opens the
-    others for a while.
+    Keeps the last 256 files open, so that their bytes stay readable if another save removes the files.
     """
 
     def __init__(self, folder: Folder, index: Index) -> None:
         self.folder, self._index = folder, index
-        self._kept: dict[int, SourceFile] = {}
-        self._passing: dict[int, SourceFile] = {}
+        self._open: dict[int, Source] = {}
         #: The number of each tensor in the tables.
         self.numbers = {name: number for number, name in enumerate(sorted(index.tensors))}
         self._shapes = [index.tensors[name].shape for name in self.numbers]
@@ -110,18 +99,17 @@ class DataFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in (*self._kept.values(), *self._passing.values()):
+        for file in self._open.values():
             file.close()
-        self._kept, self._passing = {}, {}
+        self._open.clear()
 
-    def __getitem__(self, number: int) -> SourceFile:
+    def __getitem__(self, number: int) -> Source:
         """The file with a number, whose length is checked when it is opened.
 
         Raises:
             CheckpointError: the file cannot be opened, or has another length than the index says.
         """
-        file = self._kept.get(number) or self._passing.get(number)
-        if file is None:
+        if number not in self._open:
             check_lengths(self.folder, self._index, [number])
             name = self._index.file_name(number)
             try:
@@ -130,13 +118,10 @@ class DataFiles:
                 raise CheckpointError(
                     f"{self.folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
                 ) from error
-            if len(self._kept) < _MOST_OPEN:
-                self._kept[number] = file
-            else:
-                if len(self._passing) > _AHEAD:
-                    self._passing.pop(next(iter(self._passing))).close()
-                self._passing[number] = file
-        return file
+            if len(self._open) == _MOST_OPEN:  # no thread reads the first of so many any more
+                self._open.pop(next(iter(self._open))).close()
+            self._open[number] = file
+        return self._open[number]
 
     def table(self, number: int) -> Table:
         """The table of a file.
@@ -182,7 +167,6 @@ class DataFiles:
 
         def jobs() -> Iterator[Callable[[], Tensor]]:
             for number, chunk in in_order:
-                interruption_point()
                 buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
                 yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
 
@@ -252,7 +236,7 @@ def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
-def _read(file: SourceFile, path: str, data: memoryview, position: int) -> None:
+def _read(file: Source, path: str, data: memoryview, position: int) -> None:
     """Fills ``data`` with the bytes at a position of a file."""
     filled = 0
     while filled < len(data):
@@ -274,7 +258,7 @@ def _check(path: str, data: memoryview, position: int, crc32: int) -> None:
         )
 
 
-def _read_chunk(file: SourceFile, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
+def _read_chunk(file: Source, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
     """Reads a chunk into the buffer and verifies it."""
     data = buffer.numpy().data[: chunk.bytes]
     _read(file, path, data, chunk.position)
@@ -286,49 +270,17 @@ def _read_chunk(file: SourceFile, path: str, chunk: StoredChunk, buffer: Tensor)
 def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """The jobs' results in order, computed by threads a few jobs ahead of the caller.
 
-    Iterates over ``jobs`` in the caller's thread, which computes all of them if the system refuses threads. The threads
-    end with the context, also after an error.
+    Iterates over ``jobs`` in the caller's thread. The threads end with the context, also after an error.
     """
-    # Not a ThreadPoolExecutor, which an asynchronous save could not use while the interpreter exits and waits for it.
-    todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = SimpleQueue()
-    threads: list[Thread] = []
-    pending: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(_THREADS, "shardopt chunks") as threads:
 
-    def results() -> Iterator[T]:
-        for job in jobs:
-            if not threads:
-                yield job()
-                continue
-            future: Future[T] = Future()
-            pending.append(future)
-            todo.put((future, job))
-            if len(pending) == _AHEAD:
+        def results() -> Iterator[T]:
+            pending: deque[Future[T]] = deque()
+            for job in jobs:
+                pending.append(threads.submit(job))
+                if len(pending) == _AHEAD:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
-    try:
-        with suppress(RuntimeError):  # what there are will do
-            for _ in range(_THREADS):
-                thread = Thread(target=_work, args=(todo,), daemon=True)
-                thread.start()
-                threads.append(thread)
         yield results()
-    finally:
-        for future in pending:
-            future.cancel()
-        for _ in threads:
-            todo.put(None)
-        for thread in threads:
-            thread.join()
-
-
-def _work(todo: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
-    while (task := todo.get()) is not None:
-        future, job = task
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)

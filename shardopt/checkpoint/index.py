@@ -42,10 +42,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
-from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.table import MAX_DIMS, InvalidError
 from shardopt.checkpoint.wording import named, shown
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap

@@ -11,11 +11,10 @@ from typing import Any
 
 from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import stored_chunks
+from shardopt.checkpoint.storage import Folder, folder_at
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
 

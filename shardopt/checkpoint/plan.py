@@ -103,11 +103,16 @@ class _Planning:
         any_assumed: bool,
     ) -> None:
         self._ranks, self._tensors = ranks, tensors
-        text, strides, held = ranks.agree(lambda: _described(tensors, groups, unequal))
-        own_starts = {each: ranks.rank - offset for each, offset in strides.items()}
-        numbers = np.array([held, any_assumed, *own_starts.values()], dtype="<i8").tobytes()
-        own_key = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-        messages = ranks.gathered(own_key + numbers)
+
+        def described() -> tuple[bytes, bytes]:
+            """This rank's description; its digest, with the numbers that differ between ranks."""
+            text, strides, held = _described(tensors, groups, unequal)
+            starts = [ranks.rank - offset for offset in strides.values()]
+            digest_of_text = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+            return text, digest_of_text + np.array([held, any_assumed, *starts], dtype="<i8").tobytes()
+
+        text, messages = ranks.exchange(described)
+        own_key = messages[ranks.rank][:_DIGEST_BYTES]
         of_digest: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
             of_digest[message[:_DIGEST_BYTES]].append(rank)
@@ -205,12 +210,12 @@ class _Planning:
             for name, chunks in self._tensors.items()
             if chunks.placed is not None and name not in other
         )
-        self._held = sum(held for (held,) in self._ranks.gathered_numbers([own_numel]))
+        self._held = sum(held for (held,) in self._ranks.gathered_numbers(lambda: [own_numel]))
 
     def _refuse_holes(self) -> None:
         """Raises the error of tensors whose parts not all ranks hold."""
         names = sorted(self._all)
-        of_ranks = self._ranks.gathered_numbers([_numel_written(self._tensors.get(name)) for name in names])
+        of_ranks = self._ranks.gathered_numbers(lambda: [_numel_written(self._tensors.get(name)) for name in names])
         held = dict(zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True))
         for name, (_, shape, partition) in sorted(self._all.items()):
             if partition is not None:
@@ -272,13 +277,13 @@ class _Planning:
         self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
     ) -> None:
         """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
-        own_digests = self._ranks.agree(
+        by_rank = self._ranks.gathered_numbers(
             lambda: [
                 digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
                 for name, part in shared
             ]
         )
-        by_part = zip(shared, zip(*self._ranks.gathered_numbers(own_digests), strict=True), strict=True)
+        by_part = zip(shared, zip(*by_rank, strict=True), strict=True)
         alike = ((name, {of_ranks[rank] for rank in holders[name][part]}) for (name, part), of_ranks in by_part)
         refuse({name for name, values in alike if len(values) > 1}, "values")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,17 +34,15 @@ from shardopt.checkpoint.contents import (
     owner_for,
 )
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
-from shardopt.checkpoint.folder import Folder, PathLike
-from shardopt.checkpoint.index import load_index
-from shardopt.checkpoint.interrupts import deferred_interrupts
+from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.items import Chunks, Item
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
+from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import outside_inference_mode
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import engines_of
@@ -74,13 +71,11 @@ def save(
     Replaces a checkpoint in the folder; the previous checkpoint stays unchanged until the new one is complete, and if
     saving fails. Waits up to 10 seconds for another save into the folder. Ranks may hold different parameters under
     different names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold under one
-    name must have the same bits; buffers are saved from the first rank. Ctrl-C takes effect between pieces of a few
-    MiB, or at the end.
+    name must have the same bits; buffers are saved from the first rank.
 
     Args:
         path: the folder, which all ranks must see, or a URL that the package fsspec opens, such as
-            ``s3://bucket/run/step-1000`` (the extra ``object-stores``). An object store has no locks: let only one run
-            save there.
+            ``s3://bucket/run/step-1000``. An object store has no locks: let only one run save there.
         model: a plain model, or one wrapped by DDP, FSDP1 or FSDP2, with or without DTensor parameters; or a DeepSpeed
             engine.
         optimizer: an optimizer of shardopt or the result of :func:`shardopt.quantize_state`, or a
@@ -100,7 +95,7 @@ def save(
             these, or is not that of the DeepSpeed engine.
     """
     ranks, folder = Ranks(), folder_at(path)
-    with deferred_interrupts(), on_device_of(model):
+    with on_device_of(model):
         saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
         saving.run(tensors, ranks)
 
@@ -145,7 +140,7 @@ def async_save(
     """
     global _last_saving
     ranks, folder = Ranks(), folder_at(path)
-    with deferred_interrupts(), on_device_of(model):
+    with on_device_of(model):
         saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
         stager = _free_stager(None if staging_dir is None else Path(staging_dir))
         staged = ranks.agree(lambda: stager.stage(tensors))
@@ -165,26 +160,13 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    last = _thread
-    may_begin: Future[bool] = Future()  # a thread that has work at once would keep the caller from the interpreter
-
-    def run() -> None:
-        if may_begin.result():
-            _run(done, work, last)
-
-    _thread = threading.Thread(target=run, name="shardopt save")
+    may_begin = threading.Event()  # a thread that has work at once would keep the caller from the interpreter
     try:
-        _thread.start()
-    except BaseException as error:
-        is_refused = isinstance(error, RuntimeError) and _thread.ident is None
-        may_begin.set_result(not is_refused)
-        if not is_refused:  # a signal's handler raised
-            raise
-        _thread = last
-        _run(done, work, last)  # the other ranks wait for this one's part
-        warnings.warn("async_save got no thread from the system, so it blocked until the save was done", stacklevel=3)
-    else:
-        may_begin.set_result(True)
+        thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
+        thread.start()
+        _thread = thread
+    finally:
+        may_begin.set()
 
 
 def _wait_for_thread() -> None:
@@ -192,7 +174,8 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
+    may_begin.wait()
     try:
         if last is not None:
             last.join()
@@ -212,7 +195,7 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     Reads and verifies the whole checkpoint before changing anything. Takes as much host memory as this rank's part of
     the checkpoint. Makes the new state on the optimizer's device before freeing the old state. Codes, scales and
     parameters are restored bit for bit. Loads the new checkpoint if another process replaces the checkpoint meanwhile.
-    Ctrl-C changes nothing, or takes effect after the load.
+    Only Ctrl-C at the end, while model and optimizer are changed, may leave a part of them unchanged: load again.
 
     Args:
         path: the folder.
@@ -233,7 +216,7 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
     """
     folder = folder_at(path)
-    with deferred_interrupts(), on_device_of(model):
+    with on_device_of(model):
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with _opened(model, optimizer) as (bare, own):
@@ -250,15 +233,19 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
 
 def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
     ranks = Ranks()
-    index = ranks.agree(lambda: load_index(folder))
-    if len(set(ranks.gathered(index.crc32.to_bytes(4, "little")))) > 1:
+
+    def opened() -> tuple[tuple[Index, Restoration], bytes]:
+        index = load_index(folder)
+        restoration = Restoration(folder, index, model, optimizer)
+        return (index, restoration), index.crc32.to_bytes(4, "little") + restoration.claimed
+
+    (index, restoration), messages = ranks.exchange(opened)
+    if len({message[:4] for message in messages}) > 1:
         raise ReplacedError(
             f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    restoration = ranks.agree(lambda: Restoration(folder, index, model, optimizer))
-    claimed = ranks.gathered(restoration.claimed)
-    ranks.agree(lambda: restoration.plan(claimed, convert=convert))
+    ranks.agree(lambda: restoration.plan([message[4:] for message in messages], convert=convert))
     ranks.agree(lambda: read_tensors(folder, index, restoration.tensors))
     restoration.convert()
     restoration.commit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from shardopt.checkpoint.wording import line
 from shardopt.sharding.exchange import device_of
 
 T = TypeVar("T")
+
+_REPLACED, _FAILED = -1, -2  # in place of the length of a message
 
 
 class Ranks:
@@ -34,11 +36,39 @@ class Ranks:
         self.rank = 0 if is_alone else dist.get_rank(group)
         self.size = 1 if is_alone else dist.get_world_size(group)
 
+    def exchange(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
+        """Calls a function that returns a result and a message; returns the own result and each rank's message.
+
+        Raises on all ranks if the function raised on any. All ranks must call this.
+
+        Raises:
+            ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
+            CheckpointError: the function raised on another rank only. The message has the first such rank's error.
+            BaseException: the function's own error, on each rank where it raised.
+        """
+        if self.size == 1:
+            result, message = work()
+            return result, [message]
+        error: BaseException | None = None
+        try:
+            result, message = work()
+        except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
+            error = raised
+        length = len(message) if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
+        lengths = self._all_gathered(_number(length)).tolist()
+        if min(lengths) < 0:
+            self._raise(error, lengths)
+        return result, self._gathered(message, lengths)
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Calls a function on every rank, and raises on all of them if it raised on any; see :meth:`exchange`."""
+        return self.exchange(lambda: (work(), b""))[0]
+
     def gathered(self, message: bytes) -> list[bytes]:
         """The message of each rank. All ranks must call this."""
-        if self.size == 1:
-            return [message]
-        lengths = self._all_gathered(_number(len(message))).tolist()
+        return self.exchange(lambda: (None, message))[1]
+
+    def _gathered(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
         sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
         if not sent.numel():
@@ -46,9 +76,9 @@ class Ranks:
         received = self._all_gathered(sent).numpy()
         return [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
 
-    def gathered_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, from 0 to 2**64 - 1. All ranks must call this."""
-        messages = self.gathered(np.array(numbers, dtype="<u8").tobytes())
+    def gathered_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """The numbers, from 0 to 2**64 - 1, that a function returns on each rank; see :meth:`exchange`."""
+        _, messages = self.exchange(lambda: (None, np.array(work(), dtype="<u8").tobytes()))
         return [np.frombuffer(message, dtype="<u8").tolist() for message in messages]
 
     def from_rank(self, source: int, message: bytes) -> bytes:
@@ -62,27 +92,10 @@ class Ranks:
             sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         return self._broadcast(sent, source).numpy().tobytes()
 
-    def agree(self, work: Callable[[], T]) -> T:
-        """Calls a function on every rank, and raises on all of them if it raised on any. All ranks must call this.
-
-        Raises:
-            ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
-            CheckpointError: the function raised on another rank only. The message has the first such rank's error.
-            BaseException: the function's own error, on each rank where it raised.
-        """
-        if self.size == 1:
-            return work()
-        error: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
-            error = raised
-        outcome = 0 if error is None else 1 if isinstance(error, ReplacedError) else 2
-        outcomes = self._all_gathered(_number(outcome)).tolist()
-        if not any(outcomes):
-            return result
-        kind = CheckpointError if 2 in outcomes else ReplacedError
-        failed = [rank for rank, of in enumerate(outcomes) if of]
+    def _raise(self, error: BaseException | None, lengths: Sequence[int]) -> NoReturn:
+        """Raises the own error, or what the first rank with an error says."""
+        kind = CheckpointError if _FAILED in lengths else ReplacedError
+        failed = [rank for rank, length in enumerate(lengths) if length < 0]
         message = "" if error is None else f"{type(error).__name__}: {error}"
         first = self.from_rank(failed[0], message.encode(errors="replace")).decode()
         if error is not None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles, rectangle
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder, PathLike
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, noticing_replacement, unknown_content
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
+from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part

@@ -23,11 +23,11 @@ from shardopt.checkpoint.contents import (
 )
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
 from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
@@ -141,7 +141,6 @@ class Restoration:
         Raises:
             CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
         """
-        on_every_rank(self._check_states)
         flat = on_every_rank(self._flat_moments)
         specs, values = [spec for spec, _ in flat.values()], [moments for _, moments in flat.values()]
         encoded = on_every_rank(lambda: encode_flat(specs, values))
@@ -291,10 +290,11 @@ class Restoration:
             ) from error
 
     def _flat_moments(self) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
-        """Converts weights; decodes the moments of flat shards that are encoded anew, by the indices of their items.
+        """Checks states, converts weights, and decodes moments of flat shards to re-encode, by the indices of items.
 
         All ranks encode the moments of flat shards together.
         """
+        self._check_states()
         for item in self._items:
             item.convert_weights()
         return {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.folder import Folder
-from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, is_own_name, load_index
+from shardopt.checkpoint.storage import LOCK_NAME, Folder
 
 _A_DAY = 86400.0  # seconds: ranks wait for each other for minutes, so that the data of a save are of about one time
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
@@ -64,13 +63,15 @@ def remove_older(folder: Folder, keep_last: int) -> None:
                     _remove(other, names, folder)
 
 
-def _remove(other: Folder, names: list[str], newest: Folder) -> None:
+def _remove(other: Folder, names: Sequence[str], newest: Folder) -> None:
     """Removes a checkpoint, or what is left of one, unless a save into its folder is under way."""
-    if names and not any(map(_is_own, names)):
+    if names and not any(is_own_name(name) or name in (INDEX_NAME, LOCK_NAME) for name in names):
         return
-    lock = other.lock()
-    is_held = lock.try_acquire()
-    if is_held is False or (is_held is None and INDEX_NAME not in names and not _is_abandoned(other, names, newest)):
+    try:
+        release = other.lock(patience=0)
+    except CheckpointError:
+        return
+    if release is None and INDEX_NAME not in names and not _is_abandoned(other, names, newest):
         return
     try:
         present = set(other.names())
@@ -84,7 +85,8 @@ def _remove(other: Folder, names: list[str], newest: Folder) -> None:
             other.remove(LOCK_NAME)
         other.remove_if_empty()
     finally:
-        lock.release()
+        if release is not None:
+            release()
 
 
 @contextmanager
@@ -95,11 +97,7 @@ def _warning(folder: Folder) -> Iterator[None]:
         warnings.warn(f"{folder}: older checkpoints cannot be removed: {error}", RuntimeWarning, stacklevel=4)
 
 
-def _is_own(name: str) -> bool:
-    return is_own_name(name) or name in (INDEX_NAME, LOCK_NAME)
-
-
-def _is_abandoned(other: Folder, names: list[str], newest: Folder) -> bool:
+def _is_abandoned(other: Folder, names: Sequence[str], newest: Folder) -> bool:
     """Whether all data were complete a day before the newest checkpoint, by the clock of their store."""
     now = newest.modified(INDEX_NAME)
     times = [other.modified(name) for name in names if is_own_name(name)]
@@ -119,8 +117,8 @@ def _older(folder: Folder) -> list[Folder]:
     newest = _NUMBERED.fullmatch(folder.name)
     assert newest is not None
     older = []
-    for name, other in folder.siblings().items():
-        match = _NUMBERED.fullmatch(name)
+    for other in folder.siblings():
+        match = _NUMBERED.fullmatch(other.name)
         if match and match[1] == newest[1] and int(match[2]) < int(newest[2]):
-            older.append((int(match[2]), name, other))
+            older.append((int(match[2]), other.name, other))
     return [other for _, _, other in sorted(older, key=lambda item: item[:2], reverse=True)]

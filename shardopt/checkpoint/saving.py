@@ -3,7 +3,7 @@
 A checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`), which one rename puts
 in place once all data are on the disk. The previous checkpoint stays loadable until then, whatever happens. All bytes
 are verified by their checksums before use. All ranks must see the folder. Only one save at a time writes into the
-folder: the first rank holds ``checkpoint.lock`` (:mod:`shardopt.checkpoint.folder_lock`).
+folder: the first rank holds ``checkpoint.lock``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, load_index
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.plan import Plan, plan_save
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.retention import check_keep_last, remove_older, remove_strays
+from shardopt.checkpoint.storage import LOCK_NAME, Folder
+
+_PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some time to end
 
 
 class Saving:
@@ -55,7 +57,7 @@ class Saving:
         self._folder = folder
         self._header: dict[str, Any] = loaded(dumped(header))
         self._unequal = frozenset(unequal)
-        self._lock = folder.lock()
+        self._locked = ExitStack()  # unlocks the folder at its end
         self._token = ""
         self._written: str | None = None
 
@@ -66,47 +68,53 @@ class Saving:
             CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one
                 name, or another save into the folder goes on. Nothing was changed.
         """
-        try:
-            plan = plan_save(tensors, self._header.get("param_groups"), self._unequal, ranks)
-            ranks.agree(lambda: self._prepare(ranks.rank))
-            self._token = ranks.from_rank(0, self._token.encode()).decode()
-            stored, own_digests = ranks.agree(lambda: self._write(plan, tensors, ranks.rank))
-            of_ranks = ranks.gathered_numbers([*(stored or (0, 0, 0)), *own_digests])
-            check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
-            files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
-            ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
-        except LostRanksError:
-            # The first rank may complete the checkpoint yet. If it does not, the next save removes this rank's file.
-            self._lock.release()
-            raise
-        except BaseException:  # on all ranks
-            with suppress(Exception):  # the first error matters
-                self._discard()
-            raise
-        self._lock.release()
+        with self._locked:
+            try:
+                plan = plan_save(tensors, self._header.get("param_groups"), self._unequal, ranks)
+                _, tokens = ranks.exchange(lambda: (None, self._prepare(ranks.rank)))
+                self._token = tokens[0].decode()
+                of_ranks = ranks.gathered_numbers(lambda: self._write(plan, tensors, ranks.rank))
+                check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
+                files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
+                ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
+            except LostRanksError:
+                # The first rank may complete the checkpoint yet. If not, the next save removes this rank's file.
+                raise
+            except BaseException:  # on all ranks
+                with suppress(Exception):  # the first error matters
+                    self._discard()
+                raise
         if self._keep_last is not None and ranks.rank == 0:
             remove_older(self._folder, self._keep_last)
 
-    def _prepare(self, rank: int) -> None:
+    def _prepare(self, rank: int) -> bytes:
+        """Makes the folder; on the first rank also locks it, removes stray files, and returns the save's token."""
         try:
             self._folder.make()
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
-        if rank == 0:
-            self._lock.acquire()
-            in_use = self._files_in_use()
-            if in_use is not None:
-                remove_strays(self._folder, in_use)  # a save that failed on a full disk may have left files
-            self._token = secrets.token_hex(8)
+        if rank:
+            return b""
+        try:
+            unlock = self._folder.lock(_PATIENCE)
+        except OSError as error:
+            path = self._folder.shown(LOCK_NAME)
+            raise CheckpointError(f"{path}: cannot be locked: {error}; choose another path") from error
+        if unlock is not None:
+            self._locked.callback(unlock)
+        in_use = self._files_in_use()
+        if in_use is not None:
+            remove_strays(self._folder, in_use)  # a save that failed on a full disk may have left files
+        return secrets.token_hex(8).encode()
 
-    def _write(self, plan: Plan, tensors: Mapping[str, Chunks], rank: int) -> tuple[StoredFile | None, list[int]]:
-        """Writes this rank's data file, if it has anything to write; returns that and the digests of copies."""
+    def _write(self, plan: Plan, tensors: Mapping[str, Chunks], rank: int) -> list[int]:
+        """Writes this rank's data file, if it has anything to write; returns its numbers and the digests of copies."""
         own_digests = digests(plan.copies, tensors, rank)
         if not plan.own:
-            return None, own_digests
+            return [0, 0, 0, *own_digests]
         self._written = data_file_name(self._token, rank)
         with self._refusing(self._written, sum(data.nbytes for _, _, data in plan.own)):
-            return write_data_file(self._folder, self._written, plan.own), own_digests
+            return [*write_data_file(self._folder, self._written, plan.own), *own_digests]
 
     def _commit(self, plan: Plan, files: list[StoredFile | None]) -> None:
         header = self._header if plan.groups is None else {**self._header, "param_groups": plan.groups}
@@ -129,18 +137,11 @@ class Saving:
             ) from error
 
     def _discard(self) -> None:
-        """Removes this rank's data file after a save that failed, and releases the lock.
-
-        Without this call, the next save into the folder removes the file.
-        """
-        try:
-            if self._written is not None:
-                in_use = self._files_in_use()
-                if in_use is not None and self._written not in in_use:
-                    with suppress(OSError):
-                        self._folder.remove(self._written)
-        finally:
-            self._lock.release()
+        """Removes this rank's data file after a save that failed. Otherwise the next save would remove it."""
+        if self._written is not None:
+            in_use = self._files_in_use()
+            if in_use is not None and self._written not in in_use:
+                self._folder.remove(self._written)
 
     def _files_in_use(self) -> list[str] | None:
         """The data files of the checkpoint in the folder; None if the checkpoint cannot be read."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -73,29 +72,6 @@ def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path, may_write: 
     saves.clear()
     gc.collect()
     assert memory() is None
-
-
-def test_async_save_without_a_thread_saves_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may refuse threads; later saves go on as ever."""
-    model, optimizer = trained()
-    expected = everything(model, optimizer)
-
-    def start(thread: threading.Thread, start: Callable[[threading.Thread], None] = threading.Thread.start) -> None:
-        if thread.name == "shardopt save":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.warns(UserWarning, match="got no thread"):
-            saving = shardopt.checkpoint.async_save(tmp_path / "0", model, optimizer)
-    assert saving.done()
-    saving.result()
-    later = shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer)
-    assert memory_of(later) == memory_of(saving)
-    later.result()
-    for folder in "01":
-        assert_loads(tmp_path / folder, expected)
 
 
 def test_async_save_cannot_be_cancelled(tmp_path: Path, may_write: threading.Event) -> None:

@@ -25,8 +25,8 @@ from checkpoint_folder import (
 )
 from shardopt.checkpoint import CheckpointError, data_file
 from shardopt.checkpoint.index import INDEX_NAME, StoredFile, dump_index
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.reading import read_index
+from shardopt.checkpoint.storage import folder_at
 from shardopt.checkpoint.table import StoredChunk, encoded
 from shardopt.layout.partition import Cut, GridPartition, RangePartition
 

@@ -1,4 +1,4 @@
-"""One save at a time in a folder: the lock, and who cannot hold it."""
+"""One save at a time in a folder: who waits for the lock, who cannot hold it, and what happens where it fails."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from checkpoint_folder import assert_only, saved
-from shardopt.checkpoint import CheckpointError, folder_lock
-from shardopt.checkpoint.folder_lock import LOCK_NAME, FolderLock
+from shardopt.checkpoint import CheckpointError
+from shardopt.checkpoint import saving as saving_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+LOCK = "checkpoint.lock"
 
 
 def _forked(work: Callable[[], object]) -> int:
@@ -36,25 +39,37 @@ def _forked(work: Callable[[], object]) -> int:
     return child
 
 
-def _end(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+def _acquired(folder: Path) -> FileLock:
+    lock = FileLock(folder / LOCK, timeout=0)
+    lock.acquire()
+    return lock
 
 
-def test_a_second_saver_is_told_by_whom_the_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_saver_is_refused_until_the_first_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by being killed, and while its own children live on, as workers of a DataLoader do."""
     saved(tmp_path, seed=1)
-    monkeypatch.setattr(folder_lock, "_PATIENCE", 0.2)
-    other = _forked(FolderLock(tmp_path).acquire)
-    with pytest.raises(CheckpointError, match=f"got another save into this folder, by process {other} on .*, expected"):
+    monkeypatch.setattr(saving_module, "_PATIENCE", 0.2)
+    read, write = os.pipe()
+
+    def acquire_and_fork() -> FileLock:
+        lock = _acquired(tmp_path)
+        os.write(write, _forked(lambda: None).to_bytes(4, "little"))
+        return lock
+
+    other = _forked(acquire_and_fork)
+    grandchild = int.from_bytes(os.read(read, 4), "little")
+    with pytest.raises(CheckpointError, match="got another save into this folder, expected one at a time; wait for it"):
         saved(tmp_path, seed=2)
-    _end(other)
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
     assert_only(tmp_path, seed=1)
     saved(tmp_path, seed=2)
+    os.kill(grandchild, signal.SIGKILL)
     assert_only(tmp_path, seed=2)
 
 
 def test_a_second_saver_waits_for_the_first(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
+    first = FileLock(tmp_path / LOCK, thread_local=False)
     first.acquire()
     timer = threading.Timer(0.3, first.release)
     timer.start()
@@ -65,56 +80,40 @@ def test_a_second_saver_waits_for_the_first(tmp_path: Path) -> None:
     assert_only(tmp_path)
 
 
-def test_who_waits_while_the_folder_is_removed_makes_it_anew(tmp_path: Path) -> None:
+def test_who_waits_while_the_folder_is_removed_makes_it_again(tmp_path: Path) -> None:
     """And holds the lock of the new one, not that of the file that was removed."""
     folder = tmp_path / "step-1"
     folder.mkdir()
-    first, second = FolderLock(folder), FolderLock(folder)
-    first.acquire()
-    assert second.try_acquire() is False
-    waiting = threading.Thread(target=second.acquire)
+    first = _acquired(folder)
+    waiting = threading.Thread(target=saved, args=(folder,))
     waiting.start()
+    time.sleep(0.2)
     shutil.rmtree(folder)
     first.release()
     waiting.join()
-    assert os.listdir(folder) == [LOCK_NAME]
-    assert first.try_acquire() is False
+    assert_only(folder)
 
 
 def test_a_lock_taken_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flock, files = fcntl.flock, [tmp_path / LOCK_NAME]
+    """The save locks the new file, which no other process can lock then."""
+    flock, files = fcntl.flock, [tmp_path / LOCK]
+    commit, refused = saving_module.Saving._commit, []
 
     def late(descriptor: int, operation: int) -> None:
         if files:
             files.pop().unlink()
         flock(descriptor, operation)
 
-    first = FolderLock(tmp_path)
-    with monkeypatch.context() as context:
-        context.setattr(fcntl, "flock", late)
-        first.acquire()
-    assert FolderLock(tmp_path).try_acquire() is False
+    def locked(*args: object) -> None:
+        with pytest.raises(Timeout):
+            _acquired(tmp_path)
+        refused.append(True)
+        commit(*args)  # type: ignore[arg-type]
 
-
-def test_the_children_of_a_dead_saver_do_not_hold_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As workers of a DataLoader that outlive it."""
-    monkeypatch.setattr(folder_lock, "_PATIENCE", 0.5)
-    read, write = os.pipe()
-
-    def acquire_and_fork() -> FolderLock:
-        lock = FolderLock(tmp_path)
-        lock.acquire()
-        grandchild = _forked(lambda: None)
-        os.write(write, grandchild.to_bytes(4, "little"))
-        return lock
-
-    saver = _forked(acquire_and_fork)
-    grandchild = int.from_bytes(os.read(read, 4), "little")
-    with pytest.raises(CheckpointError, match="got another save"):
-        saved(tmp_path)
-    _end(saver)
+    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(saving_module.Saving, "_commit", locked)
     saved(tmp_path)
-    os.kill(grandchild, signal.SIGKILL)
+    assert refused
     assert_only(tmp_path)
 
 
@@ -124,7 +123,7 @@ def test_a_failed_save_lets_others_save(tmp_path: Path, monkeypatch: pytest.Monk
         context.setattr(os, "fsync", _no_room)
         with pytest.raises(CheckpointError, match="No space left"):
             saved(tmp_path, seed=2)
-    FolderLock(tmp_path).acquire()
+    _acquired(tmp_path).release()
     assert_only(tmp_path, seed=1)
 
 
@@ -149,9 +148,10 @@ def test_a_full_disk_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_only(tmp_path, seed=2)
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.warns(RuntimeWarning, match="has no locks; make sure that only one run saves into this folder"):
@@ -159,24 +159,21 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     assert_only(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["file", "missing", "FIFO"])
-def test_a_lock_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_lock_elsewhere_is_refused(tmp_path: Path, exists: bool) -> None:
     """A lock that is a link to somewhere else: the file there is neither emptied nor made."""
     folder, victim = tmp_path / "folder", tmp_path / "victim"
     folder.mkdir()
-    if kind == "FIFO":
-        os.mkfifo(folder / LOCK_NAME)
-    else:
-        (folder / LOCK_NAME).symlink_to(victim)
-    if kind == "file":
+    (folder / LOCK).symlink_to(victim)
+    if exists:
         victim.write_text("precious")
-    got = "something else" if kind == "FIFO" else "a symbolic link"
-    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be locked: .*got {got}, expected a .*; choose"):
+    with pytest.raises(CheckpointError, match=f"{LOCK}: cannot be locked: .*; choose another path"):
         saved(folder)
-    assert (victim.read_text() if kind == "file" else victim.exists()) == ("precious" if kind == "file" else False)
+    assert victim.exists() == exists
+    assert not exists or victim.read_text() == "precious"
 
 
 def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(CheckpointError, match=f"{LOCK_NAME}: cannot be locked"):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(CheckpointError, match=f"{LOCK}: cannot be locked"):
         saved(tmp_path)

@@ -12,11 +12,9 @@ import shardopt
 from checkpoint_folder import content_of, linear_run
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, portable
-from shardopt.checkpoint.folder import Folder
 from shardopt.checkpoint.index import Index, load_index
-from shardopt.checkpoint.local_folder import LocalFolder
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.restore import Restoration
+from shardopt.checkpoint.storage import Folder, LocalFolder, folder_at
 
 
 def _replaced_at_each_plan(path: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

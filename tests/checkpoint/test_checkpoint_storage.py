@@ -21,11 +21,11 @@ from shardopt.checkpoint import data_file, read_header
 from shardopt.checkpoint.data_file import computed_ahead
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.items import Chunk, Chunks
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_index
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
+from shardopt.checkpoint.storage import folder_at
 
 DTYPES = [torch.uint8, torch.int8, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 

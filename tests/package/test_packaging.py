@@ -52,8 +52,8 @@ def test_all_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = names_of(project["dependencies"])
     extras = set().union(*(names_of(e) for name, e in project["optional-dependencies"].items() if name != "test"))
-    assert third_party(ROOT / "shardopt", {"shardopt"}, on_import=True) == needed
-    assert third_party(ROOT / "shardopt", {"shardopt"}, on_import=False) <= needed | extras
+    imported = third_party(ROOT / "shardopt", {"shardopt"}, on_import=False)
+    assert third_party(ROOT / "shardopt", {"shardopt"}, on_import=True) <= needed <= imported <= needed | extras
     own = {"shardopt", "lm", "train"}
     # Whoever starts the job on a Ray cluster has Ray.
     assert third_party(ROOT / "launch", own, on_import=False) - {"ray"} <= needed | extras

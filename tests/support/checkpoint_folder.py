@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 import shardopt
-from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, read_header
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.location import folder_at
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.saving import Saving
+from shardopt.checkpoint.storage import LOCK_NAME, folder_at
 
 #: Places to cut the dimensions of a tensor at.
 Cuts = tuple[tuple[int, ...], ...]

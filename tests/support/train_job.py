@@ -15,7 +15,7 @@ import train
 from lm import checkpoint
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
-from shardopt.checkpoint.location import folder_at
+from shardopt.checkpoint.storage import folder_at
 
 ROOT = Path(__file__).parents[2]
 MULTINODE = ROOT / "launch" / "multinode"

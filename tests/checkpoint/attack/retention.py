@@ -14,13 +14,13 @@ import warnings
 from pathlib import Path
 from random import Random
 
+from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 
 from attack.contents import Known
 from attack.forked import Child, Outcome, Tell, call, fault, ok, shown
 from attack.index_file import INDEX
 from attack.signals import die_at
-from shardopt.checkpoint.folder_lock import FolderLock
 
 _known: list[Known] = []
 
@@ -75,7 +75,7 @@ def _removes(base: Path, kinds: list[str], keep_last: int) -> Outcome:
     return outcome
 
 
-def _fill(base: Path, folder: Path, kind: str) -> FolderLock | None:
+def _fill(base: Path, folder: Path, kind: str) -> FileLock | None:
     """Makes debris; returns the lock that another job holds."""
     if kind == "link":
         folder.symlink_to(base / "whole")
@@ -101,7 +101,7 @@ def _fill(base: Path, folder: Path, kind: str) -> FolderLock | None:
         (folder / INDEX).write_text(text.replace('"shape": [', '"shape": [1, '))
     if kind != "locked":
         return None
-    lock = FolderLock(folder)
+    lock = FileLock(folder / LOCK)
     lock.acquire()
     return lock
 

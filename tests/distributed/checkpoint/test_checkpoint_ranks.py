@@ -22,11 +22,11 @@ from checkpoint_folder import index_of
 from ranks.pool import Pool, RankFailure
 from shardopt.checkpoint import CheckpointError, read_header
 from shardopt.checkpoint.errors import LostRanksError
-from shardopt.checkpoint.folder_lock import LOCK_NAME
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.items import Chunk, Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.reading import read_index
+from shardopt.checkpoint.storage import LOCK_NAME
 
 #: Shapes and dtypes by name.
 TENSORS = {
@@ -206,20 +206,16 @@ def _save_without_room(path: Path, layout: str, seed: int, full: int) -> str:
 
 
 class Death(NamedTuple):
-    """A rank is gone when it comes to a call of a function, after so many calls of it."""
+    """A rank is gone when it comes to a call of a function of the system, after so many calls of it."""
 
     rank: int
     name: str
     calls: int
 
 
-#: The calls of a save, in this order.
-CALLED: dict[str, Any] = {"pwrite": os, "fsync": os, "replace": Path, "unlink": Path}
-
-
 def _save_and_die(path: Path, layout: str, seed: int, death: Death) -> None:
-    owner, name = CALLED[death.name], death.name
-    with replaced_on(death.rank, owner, name, _then(death.calls, getattr(owner, name), partial(os._exit, 9))):
+    dying = _then(death.calls, getattr(os, death.name), partial(os._exit, 9))
+    with replaced_on(death.rank, os, death.name, dying):
         _save(path, layout, seed)
 
 
@@ -269,7 +265,7 @@ def test_disk_full(ranks: Pool, tmp_path: Path, full: int) -> None:
         (Death(1, "fsync", 0), False),
         (Death(0, "fsync", 2), False),  # of the index
         (Death(0, "replace", 0), False),
-        (Death(0, "unlink", 0), True),
+        (Death(0, "remove", 0), True),
     ],
 )
 def test_a_rank_dies_while_saving(ranks: Pool, tmp_path: Path, death: Death, committed: bool) -> None:

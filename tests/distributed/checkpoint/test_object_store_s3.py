@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import shardopt
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError, retention
-from shardopt.checkpoint.location import folder_at
+from shardopt.checkpoint.storage import folder_at
 
 needed = ("moto", "flask", "s3fs", "boto3")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -112,9 +112,8 @@ def _load_nothing(address: str, step: int) -> str:
 def test_ranks_save_and_others_load(ranks: Pool, server: str) -> None:
     folder = "s3://runs/step-0"
     _reach(server)
-    target = folder_at(folder).create("0123456789abcdef-0.bin")  # of a save that never completed
-    target.write(memoryview(b"data"), 0)
-    target.finish()
+    with folder_at(folder).writing("0123456789abcdef-0.bin") as write:  # of a save that never completed
+        write(memoryview(b"data"), 0)
     saved = [ranks.run(3, _save, server, step)[0] for step in (1, 2, 3)]
     assert folder_at(folder).names() == ["0123456789abcdef-0.bin"]  # another job might be saving it
     for step in (2, 3):

@@ -1,0 +1,334 @@
+"""The folder of a checkpoint: on a file system, or at any URL that the package fsspec opens.
+
+Errors of the system and of stores are OSError. Nothing is retried here: a save or load that fails changes nothing, so
+that the caller can repeat it, and fsspec's packages for object stores retry requests by themselves.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.errors import CheckpointError
+
+LOCK_NAME = "checkpoint.lock"
+
+#: Protocols of stores in which an upload replaces an object at once when it ends. In others, such as sftp, the upload
+#: gets another name first, and is renamed.
+_ATOMIC_UPLOADS = frozenset(
+    ["s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "ocilake", "oss", "obs", "memory", "hf", "r2"]
+)
+_NO_LOCKS = frozenset([errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+
+PathLike = str | os.PathLike[str]
+#: Writes bytes at a position that is not before the end of what was written.
+Write = Callable[[memoryview, int], None]
+
+
+class Source(NamedTuple):
+    """A file that is open for reading, by several threads.
+
+    Attributes:
+        read_into: reads bytes from a position on, as many as exist and fit; returns how many, 0 at the end of the file.
+        close: closes the file.
+    """
+
+    read_into: Callable[[memoryview, int], int]
+    close: Callable[[], None]
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises OSError for the errors of the stores' packages, which have no common class."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+
+class Folder:
+    """The files of a checkpoint, by fsspec.
+
+    In an object store an object appears whole when its upload ends, and replaces another of its name at once. So the
+    upload of ``checkpoint.json`` commits a save, as its rename does on a file system.
+
+    Args:
+        fs: the file system of fsspec.
+        path: the folder's path there.
+        shown: the folder's path or URL for errors.
+    """
+
+    def __init__(self, fs: Any, path: str, shown: str) -> None:
+        self._fs, self._path, self._shown = fs, path, shown
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def shown(self, name: str) -> str:
+        """A file's path, for errors."""
+        return f"{self._shown}/{name}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._path.rpartition("/")[2]
+
+    @_os_errors()
+    def exists(self) -> bool:
+        """Whether the folder exists."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.isdir(self._path))
+
+    @_os_errors()
+    def make(self) -> None:
+        """Makes the folder and its missing parents, durably: a crash does not undo that."""
+        self._fs.makedirs(self._path, exist_ok=True)  # only some stores have folders
+
+    def names(self) -> list[str]:
+        """The names of the files in the folder; none if they cannot be listed, as callers only look for stray files."""
+        with suppress(OSError), _os_errors():
+            self._fs.invalidate_cache()
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False)]
+        return []
+
+    @_os_errors()
+    def siblings(self) -> list[Folder]:
+        """The folders in the same place, including this one, without links to folders."""
+        self._fs.invalidate_cache()
+        entries = self._fs.ls(self._fs._parent(self._path), detail=True)
+        paths = [e["name"].rstrip("/") for e in entries if e["type"] == "directory" and not e.get("islink")]
+        shown = self._shown.removesuffix(self.name)
+        return [type(self)(self._fs, path, shown + path.rpartition("/")[2]) for path in paths]
+
+    @_os_errors()
+    def size(self, name: str) -> int:
+        """The length in bytes of a regular file that lies in the folder itself, not behind a link."""
+        self._fs.invalidate_cache()
+        info = self._fs.info(self._at(name))
+        if info["type"] != "file" or info.get("islink"):
+            got = "a symbolic link" if info.get("islink") else "something else"
+            raise OSError(errno.EINVAL, f"got {got}, expected a regular file in the folder itself")
+        return int(info["size"])
+
+    def modified(self, name: str) -> float | None:
+        """When a file was completed, in seconds by the clock of the store; None if the store does not say."""
+        with suppress(Exception):
+            self._fs.invalidate_cache()
+            return float(self._fs.modified(self._at(name)).timestamp())
+        return None
+
+    def open(self, name: str) -> Source:
+        """Opens a file."""
+
+        @_os_errors()
+        def read_into(buffer: memoryview, position: int) -> int:
+            data = self._fs.cat_file(self._at(name), start=position, end=position + len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+
+        return Source(read_into, lambda: None)
+
+    @_os_errors()
+    def read(self, name: str) -> bytes:
+        """All of a small file."""
+        return bytes(self._fs.cat_file(self._at(name)))
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Write]:
+        """Makes a new file, which is complete and durable at the end of the context, and is removed after an error."""
+        with _os_errors():
+            file = self._fs.open(self._at(name), "wb")
+        end = 0
+
+        @_os_errors()
+        def write(data: memoryview, position: int) -> None:
+            nonlocal end
+            file.write(bytes(position - end))
+            file.write(data)
+            end = position + len(data)
+
+        try:
+            yield write
+            with _os_errors():
+                file.close()
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+                file.closed = True  # otherwise it would be uploaded when it is garbage-collected
+            raise
+
+    @_os_errors()
+    def put(self, name: str, unfinished: str, data: bytes) -> None:
+        """Puts a file in place of one of this name, at once and durably; it may be named ``unfinished`` before."""
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
+        if protocols & _ATOMIC_UPLOADS:
+            self._fs.pipe_file(self._at(name), data)
+        else:
+            self._fs.pipe_file(self._at(unfinished), data)
+            self._fs.mv(self._at(unfinished), self._at(name))
+
+    @_os_errors()
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        self._fs.rm_file(self._at(name))
+
+    def remove_if_empty(self) -> None:
+        """Removes the folder if nothing is in it."""
+        with suppress(Exception):  # only some stores have folders
+            self._fs.rmdir(self._path)
+
+    def lock(self, patience: float) -> Callable[[], None] | None:
+        """Locks the folder for one save, and makes it again if another run has just removed it.
+
+        Args:
+            patience: seconds to wait for another save.
+
+        Returns:
+            What unlocks the folder, which the end of the process does, too; None if the folder cannot be locked.
+
+        Raises:
+            CheckpointError: another save holds the lock.
+            OSError: the lock's file cannot be opened or locked.
+        """
+        return None
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+class LocalFolder(Folder):
+    """A folder on a file system. It may be a link; its files may not, so that nothing outside is read or written."""
+
+    def make(self) -> None:
+        path = Path(self._path)
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        while True:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                break
+            except FileExistsError:
+                if os.path.lexists(path):
+                    raise
+                # Another run removed the folder between two system calls of mkdir.
+        for folder in missing:
+            sync_folder(folder.parent)
+
+    def open(self, name: str) -> Source:
+        descriptor = self._open(name)
+        return Source(lambda buffer, at: os.preadv(descriptor, [buffer], at), partial(os.close, descriptor))
+
+    def read(self, name: str) -> bytes:
+        with open(self._open(name), "rb") as file:
+            return file.read()
+
+    def _open(self, name: str) -> int:
+        self.size(name)  # raises if it is a link or a pipe
+        return os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Write]:
+        with self._writing(name) as write:
+            yield write
+        sync_folder(Path(self._path))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Write]:
+        """As :meth:`writing`, but the file's name is not durable yet."""
+        descriptor = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+        def write(data: memoryview, position: int) -> None:
+            while len(data):
+                written = os.pwrite(descriptor, data, position)
+                data, position = data[written:], position + written
+
+        try:
+            try:
+                yield write
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with suppress(OSError):
+                self.remove(name)
+            raise
+
+    def put(self, name: str, unfinished: str, data: bytes) -> None:
+        with self._writing(unfinished) as write:
+            write(memoryview(data), 0)
+        try:
+            os.replace(self._at(unfinished), self._at(name))
+        except BaseException:
+            with suppress(OSError):
+                self.remove(unfinished)
+            raise
+        sync_folder(Path(self._path))
+
+    def lock(self, patience: float) -> Callable[[], None] | None:
+        """See :meth:`Folder.lock`. Warns if the file system has no locks.
+
+        The lock's file stays: after its removal two processes could lock two files of the same name. Only who removes
+        the folder removes the file, while holding the lock.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self._at(LOCK_NAME), timeout=patience, thread_local=False, fallback_to_soft=False)
+        while True:
+            try:
+                lock.acquire()
+                return lock.release
+            except Timeout:
+                raise CheckpointError(
+                    f"{self}: got another save into this folder, expected one at a time; wait for it, or end that "
+                    "process if it belongs to a run that failed"
+                ) from None
+            except FileNotFoundError:
+                self.make()
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                text = f"{self}: this file system has no locks; make sure that only one run saves into this folder"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                return None
+
+
+def folder_at(path: PathLike) -> Folder:
+    """The folder with this path or URL.
+
+    Raises:
+        TypeError: the argument is no path.
+        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL.
+    """
+    from fsspec.core import url_to_fs  # not at the top: importing it takes as long as importing this package
+    from fsspec.implementations.local import LocalFileSystem
+
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"got {type(path).__name__} for a path, expected text or os.PathLike; give the path first: "
+            "shardopt.checkpoint.save(path, model, optimizer), load(path, model, optimizer)"
+        )
+    text = os.fspath(path).removeprefix("file://").removeprefix("local://")
+    if "://" not in text:
+        return LocalFolder(LocalFileSystem(), os.path.abspath(text), os.path.abspath(text))
+    try:
+        fs, found = url_to_fs(text.rstrip("/"))
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{text}: cannot be opened: {error}") from error
+    return Folder(fs, found.rstrip("/"), text.rstrip("/"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, on file systems that support that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
