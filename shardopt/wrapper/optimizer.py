@@ -86,7 +86,8 @@ class QuantizedState(Optimizer):
         if not is_known(self._inner):
             warn_user(
                 f"got {type(self._inner).__name__}, untested with quantize_state: it must not look at several "
-                "parameters together; name state entries that are never below zero in unsigned=, and copies of weights in keep=",
+                "parameters together; name state entries that are never below zero in unsigned=, and copies of weights "
+                "in keep=",
                 UserWarning,
             )
         self._quantize_present_state()
