@@ -21,6 +21,8 @@ from wrapped import ELEMENTWISE, train_mode
 
 #: Not fused: torch's fused kernels for CPUs round the last elements of a tensor otherwise.
 NAMES = [name for name in ELEMENTWISE if "fused" not in name]
+#: They have no state, or copies of weights alone.
+NOTHING_QUANTIZED = ("torch SGD", "torch ASGD", "pytorch_optimizer ScheduleFreeSGD", "schedulefree SGD")
 FAST = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum", "schedulefree AdamW")
 SMALL: dict[str, Any] = {"min_quantized_numel": 64}
 
@@ -40,7 +42,7 @@ def _dtensors(name: str, way: str, codec: str, block_size: int = 128) -> None:
             set_gradients(model, step)
             optimizer.step()
     expected = entries(params, optimizers[0][1])
-    assert any(key.endswith("_codes") for key in expected) or name in ("torch SGD", "torch ASGD")
+    assert any(key.endswith("_codes") for key in expected) or name in NOTHING_QUANTIZED
     assert_shards_of(entries(sharded_params, optimizers[1][1]), expected)
     assert_same(snapshot(sharded_params, optimizers[1][1]), expected)
     # through floats, and back
