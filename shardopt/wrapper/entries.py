@@ -82,6 +82,8 @@ class Entries:
         self.unsigned = UNSIGNED | more
         self.checked = more if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | STEP_SIZES | kept
+        self.may_make_state = True  # the next step may be one that a framework takes to have state made
+        self.was_made = False  # the present state is of such a step
 
     @property
     def format(self) -> dict[str, Any]:
@@ -243,7 +245,8 @@ class Entries:
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load. Nothing is cached here."""
+        """Ends a load: the present state is the run's own, and the next step may be one that only makes state."""
+        self.may_make_state, self.was_made = True, False
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""

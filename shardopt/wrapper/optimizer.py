@@ -13,13 +13,14 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.warn import warn_user
 from shardopt.wrapper.entries import DTYPE, Entries, State, coded_names
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
-from shardopt.wrapper.step import step_all
+from shardopt.wrapper.step import make_state, step_all
 
 
 def quantize_state(
@@ -149,7 +150,17 @@ class QuantizedState(Optimizer):
                 loss = closure()
         if self._is_first_step:
             self.check_group(*self.param_groups)  # parameters may have been sharded since
-        step_all(self._entries, elementwise=is_elementwise(self._inner, self.param_groups))
+        elementwise, entries = is_elementwise(self._inner, self.param_groups), self._entries
+        if entries.may_make_state:
+            has_begun = not entries.was_made and any(bool(state) for state in self.state.values())
+            entries.may_make_state = only_makes_state(self.param_groups, lambda: has_begun)
+            if entries.was_made:
+                self.state.clear()
+            entries.was_made = entries.may_make_state
+            if entries.was_made:
+                make_state(entries, elementwise=elementwise)
+                return loss
+        step_all(entries, elementwise=elementwise)
         if self._is_first_step and self.state:
             self._is_first_step = False
             self._warn_of_unknown_names()
@@ -198,6 +209,7 @@ class QuantizedState(Optimizer):
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
+        self._entries.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -13,6 +14,8 @@ from shardopt.wrapper.entries import Entries
 
 #: Keys of a param group that each parameter has its own of.
 _PARAMS = frozenset(["params", "param_names"])
+#: State entries that count steps, with their values before the first one.
+_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def step_all(entries: Entries, *, elementwise: bool) -> None:
@@ -41,6 +44,27 @@ def step_all(entries: Entries, *, elementwise: bool) -> None:
             _put(group, options)
     finally:
         optimizer.param_groups = groups
+
+
+def make_state(entries: Entries, *, elementwise: bool) -> None:
+    """Takes a step of which only state is left, with step counts of zero: weights and counters are restored."""
+    optimizer, groups = entries.inner, entries.inner.param_groups
+    numbers = {key: x for key, x in vars(optimizer).items() if type(x) in (int, float)}
+    before = [{key: _copied(x) for key, x in group.items() if key not in _PARAMS} for group in groups]
+    stepped = [param for group in groups for param in group["params"] if param.grad is not None]
+    weights = [param.detach().clone() for param in stepped]
+    step_all(entries, elementwise=elementwise)
+    vars(optimizer).update(numbers)
+    for group, options in zip(groups, before, strict=True):
+        for key in group.keys() - options.keys() - _PARAMS:
+            del group[key]
+        _put(group, options)
+    for param, value in zip(stepped, weights, strict=True):
+        param.copy_(value)
+        for key in _COUNTS.keys() & optimizer.state.get(param, {}).keys():
+            old = optimizer.state[param][key]
+            new = _COUNTS[key]
+            optimizer.state[param][key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
 
 
 def _step_parameter(entries: Entries, param: Tensor, *, elementwise: bool) -> None:

@@ -18,6 +18,8 @@ from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same, snapshot
 
 SMALL = {"min_quantized_numel": 64}
+#: Optimizers of torch whose state in codes is dropped again by the first step.
+WRAPPED = ("AdamW", "NAdam", "RMSprop", "SGD", "ASGD", "Rprop")
 
 
 def titan(model: nn.Module, optimizer: Optimizer) -> None:
@@ -47,6 +49,10 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 def make(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 32, bias=False)).to(dtype)
+    if rule.startswith("torch."):
+        hyper = {"lr": 1e-2} | ({"momentum": 0.9, "dampening": 0.5} if rule == "torch.SGD" else {})
+        inner = getattr(torch.optim, rule.removeprefix("torch."))(model.parameters(), **hyper)
+        return model, shardopt.quantize_state(inner, **SMALL, **options)
     return model, CASES[rule].make(model.parameters(), **SMALL, **options)
 
 
@@ -71,7 +77,7 @@ def assert_alike(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optim
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", CASES)
+@pytest.mark.parametrize("rule", [*CASES, *(f"torch.{name}" for name in WRAPPED)])
 def test_the_run_is_that_without_it(rule: str, way: str) -> None:
     run, expected = make(rule), make(rule)
     weights = copy.deepcopy(list(run[0].parameters()))
@@ -92,6 +98,7 @@ def test_the_run_is_that_without_it(rule: str, way: str) -> None:
         ("adamw", torch.bfloat16, {"stochastic_rounding": True}),
         ("prodigy", torch.float16, {"master_weight_bits": 32}),
         ("adamw", torch.float32, {"codec": "log4"}),
+        ("torch.AdamW", torch.float32, {}),
     ],
 )
 def test_a_state_dict_from_before_the_first_step_loads(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -127,7 +134,7 @@ def test_after_the_state_was_forgotten(by: str) -> None:
     assert_alike(run, expected)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+@pytest.mark.parametrize("rule", ["adamw", "momentum", "torch.AdamW"])
 def test_a_first_step_of_a_warm_up_counts(rule: str) -> None:
     """A rate of zero alone makes no such step, nor do zero gradients, nor zeros later on."""
     for lr, factor in ((0.0, 1.0), (1e-2, 0.0)):
