@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-
 #: Elements that are converted at a time, which stay in a processor's cache.
 _SLICE = 1 << 16
 
