@@ -58,7 +58,7 @@ def ways(elements: int) -> dict[str, Callable[[], object]]:
     for wire in WIRES:
         for kind, passes in (("mid", 1 << 30), ("last", 1)):
             progress = Progress([("weight", Parameter(torch.empty(0)))], passes * size, size)
-            reduction = Reduction(progress, Wire(wire, [(rows, ROW)]), group, None)  # type: ignore[arg-type]
+            reduction = Reduction(progress, Wire(wire, [(rows, ROW)]), group)  # type: ignore[arg-type]
             found[f"{wire}, {kind}"] = lambda reduction=reduction: reduction.push(gradient, out)
     return found
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+#: Elements that are converted at a time, which stay in a processor's cache.
+_SLICE = 1 << 16
+
 
 class Counter:
     """Partial sums of terms that arrive in the order of their numbers.
@@ -81,7 +84,11 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
     """In the memory of the earlier sum, where that has some."""
     if earlier is None or later is None:
         return later if earlier is None else earlier
-    return earlier.add_(later)
+    if later.is_cuda or later.dtype == earlier.dtype:
+        return earlier.add_(later)
+    for begin in range(0, len(later), _SLICE):  # on the CPU PyTorch converts all that it is given before it adds
+        earlier[begin : begin + _SLICE].add_(later[begin : begin + _SLICE])
+    return earlier
 
 
 def levels_of(begin: int, terms: int) -> list[int]:

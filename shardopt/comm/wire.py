@@ -70,7 +70,7 @@ def _encoded(x: Tensor) -> Tensor:
     largest = magnitude.where(is_finite, 0.0).amax(-1, keepdim=True)
     # 448 is 1.75 * 2^8: a mantissa above 1.75 carries into the exponent
     scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
-    y = (x * _power_of_two(254 - scale)).clamp(-448.0, 448.0).where(is_finite, torch.nan)
+    y = (x * _power_of_two(254 - scale)).clamp_(-448.0, 448.0).where(is_finite, torch.nan)
     codes = y.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)[..., :row_numel]
     return torch.cat([codes.flatten(1), scale.to(torch.uint8).flatten(1)], 1)
 
