@@ -107,32 +107,26 @@ class World(NamedTuple):
 class Simulated(Ranks):
     """A rank whose peers describe the same tensors: what they would tell is computed from what this rank tells."""
 
-    def __init__(self, rank: int, size: int, wanted: int) -> None:
+    def __init__(self, rank: int, size: int, wanted: int, strides: list[Any]) -> None:
         self.rank, self.size = rank, size
         self._wanted, self.sent = wanted, 0
-        self.starts: Any = None
-
-    def agree(self, work: Callable[[], Any]) -> Any:
-        found = work()
-        if self.starts is None:  # the description
-            _, strides, _ = found
-            ranks = np.arange(self.size)
-            offsets = [sum(ranks // stride % ways * stride for ways, stride in each) for each in strides]
-            self.starts = np.stack([ranks - offset for offset in offsets], axis=1)
-        return found
+        ranks = np.arange(size)
+        offsets = [sum(ranks // stride % ways * stride for ways, stride in each) for each in strides]
+        self._starts = np.stack([ranks - offset for offset in offsets], axis=1)
 
     def from_rank(self, source: int, message: bytes) -> bytes:
         return message
 
-    def gathered(self, message: bytes) -> list[bytes]:
+    def exchange(self, work: Callable[[], tuple[Any, bytes]]) -> tuple[Any, list[bytes]]:
+        result, message = work()
         self.sent += len(message)
         digest, numbers = message[:_DIGEST_BYTES], np.frombuffer(message[_DIGEST_BYTES:], dtype="<i8")
         rows = np.zeros((self.size, len(numbers)), dtype="<i8")
-        rows[:, 2:] = self.starts
+        rows[:, 2:] = self._starts
         rows[0, 0] = self._wanted  # the elements that all ranks hold together
         if self.rank:
             rows[self.rank] = numbers
-        return [digest + row.tobytes() for row in rows]
+        return result, [digest + row.tobytes() for row in rows]
 
 
 def shards(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> Iterator[tuple[Parameter, ShardOf]]:
@@ -186,13 +180,14 @@ def tensors(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -
 def planned(parameters: list[Parameter], sharding: str, ranks: int, rank: int) -> tuple[Plan, Simulated]:
     """A rank's plan of a save."""
     held = tensors(parameters, sharding, ranks, rank)
-    wanted = 0
+    wanted, strides = 0, set()
     for chunks in held.values():
         assert chunks.placed is not None
+        strides.add(chunks.placed.partition.strides)
         ways = math.prod(ways for ways, _ in chunks.placed.partition.strides)
         wanted += math.prod(chunks.shape) * ranks // ways
     own = sum(x.numel() for chunks in held.values() for x in chunks.written.values())
-    peers = Simulated(rank, ranks, wanted - (own if rank else 0))
+    peers = Simulated(rank, ranks, wanted - (own if rank else 0), sorted(strides))
     groups = [{"parameters": [parameter.name for parameter in parameters], "options": {"lr": 1e-3}}]
     return plan_save(held, groups, [], peers), peers
 
