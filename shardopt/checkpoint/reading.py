@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles, rectangle
-from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, noticing_replacement, unknown_content
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.rectangles import fill
@@ -29,11 +28,9 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     The tensors may have changed in part if reading fails.
 
     Raises:
-        CheckpointError: a tensor is not in the checkpoint, or of another shape or dtype, or the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or the machine is big-endian.
     """
     require_little_endian()
-    for name, chunks in tensors.items():
-        _check_alike(folder, index, name, chunks)
     with noticing_replacement(folder, index), DataFiles(folder, index) as files:
         reads = find_reads(files, index, tensors)
         with files.chunks(reads) as chunks_read:
@@ -106,17 +103,6 @@ def read_index(path: PathLike) -> dict[str, list[StoredChunk]]:
     folder = folder_at(path)
     chunks = stored_chunks(folder, load_index(folder))
     return {name: sorted(chunk for _, chunk in of_tensor) for name, of_tensor in chunks.items()}
-
-
-def _check_alike(folder: Folder, index: Index, name: str, chunks: Chunks) -> None:
-    stored = index.tensors.get(name)
-    if stored is None:
-        raise CheckpointError(f"{folder}: got a checkpoint without {named(name)}, expected it; load what was saved")
-    if (stored.dtype, stored.shape) != (chunks.dtype, chunks.shape):
-        raise CheckpointError(
-            f"{folder}: got {named(name)} of {chunks.dtype} and shape {chunks.shape} to load into, expected "
-            f"{stored.dtype} and {stored.shape} as saved; load into such a tensor, then convert"
-        )
 
 
 def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[str]) -> dict[str, list[StoredChunk]]:

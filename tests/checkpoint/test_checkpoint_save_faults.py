@@ -179,34 +179,6 @@ def test_strays_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert_only(tmp_path)
 
 
-@pytest.mark.parametrize("of", ["index", "data"])
-@pytest.mark.parametrize("kind", ["link", "FIFO"])
-def test_files_elsewhere_are_not_read(tmp_path: Path, of: str, kind: str) -> None:
-    """Not even where what a link leads to is what was saved."""
-    folder = tmp_path / "folder"
-    saved(folder)
-    path = folder / INDEX_NAME if of == "index" else the_data_file(folder)
-    path.rename(tmp_path / path.name)
-    if kind == "link":
-        path.symlink_to(tmp_path / path.name)
-    else:
-        os.mkfifo(path)
-    got = "a symbolic link" if kind == "link" else "something else"
-    with pytest.raises(CheckpointError, match=f"{path}: cannot be .*got {got}, expected a regular file"):
-        assert_holds(folder)
-    path.unlink()
-    (tmp_path / path.name).rename(path)
-    assert_only(folder)
-
-
-def test_a_link_to_the_folder_is_followed(tmp_path: Path) -> None:
-    saved(tmp_path / "folder")
-    (tmp_path / "link").symlink_to("folder")
-    assert_only(tmp_path / "link")
-    saved(tmp_path / "link", seed=1)
-    assert_only(tmp_path / "folder", seed=1)
-
-
 def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save's own error is told, and the lock is given back."""
     saved(tmp_path)
