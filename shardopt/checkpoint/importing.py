@@ -144,7 +144,7 @@ def import_state(
 def _read(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor]
 ) -> tuple[str, list[dict[str, Any]], dict[int, _Imported], list[str]]:
-    """What is to be imported, checked as far as one rank can.
+    """The state that is to be imported, checked as far as one rank can.
 
     Returns:
         The package, the param groups with the hyper-parameters that are taken over, the parameters with state by their

@@ -205,7 +205,7 @@ class Folder:
 
 
 class LocalFolder(Folder):
-    """A folder on a file system. It may be a link; its files may not, so that nothing outside is read or written."""
+    """A folder on a file system. The folder may be a link, its files may not: nothing outside is read or written."""
 
     def make(self) -> None:
         path = Path(self._path)

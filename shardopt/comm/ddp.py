@@ -100,7 +100,7 @@ class DdpReducer:
                 self._means[param] = grad
 
     def _reduction_of(self, params: list[Tensor]) -> Reduction:
-        """The sums of a bucket. They take over the earlier sums where DDP has formed other buckets."""
+        """The sums of a bucket, which take over the earlier sums where DDP has formed other buckets."""
         bucket, known = list(map(id, params)), self._of.get(params[0])
         if known is not None and known.bucket == bucket:
             return known.sums

@@ -143,7 +143,7 @@ class Internals:
         """The optimizer's name in a checkpoint."""
         return type(self.optimizer).__name__
 
-    #: What a checkpoint's param groups have beside the options of the optimizer's own.
+    #: Entries of a checkpoint's param groups beside the optimizer's own options.
     format: Mapping[str, Any] = MappingProxyType({})
 
     def form(

@@ -133,7 +133,7 @@ class QuantizedState(Optimizer):
         """Takes a step, one parameter after another.
 
         After a failure, the parameters before the failing one are stepped, and the failing one has its former codes.
-        Its weights stay where the inner optimizer has left them: load a checkpoint to repeat the step.
+        The weights stay where the inner optimizer has left them: load a checkpoint to repeat the step.
 
         Args:
             closure: evaluates the model again and returns the loss, once.

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What a load says, on one line, and that it changes nothing."""
+    """The message of a load that raises and changes nothing, on one line."""
     model, optimizer = linear_run(1)
     before = content_of(model, optimizer)
     with pytest.raises(CheckpointError) as caught:

@@ -21,7 +21,7 @@ from wrapped import ELEMENTWISE, train_mode
 
 #: Not fused: torch's fused kernels for CPUs round the last elements of a tensor otherwise.
 NAMES = [name for name in ELEMENTWISE if "fused" not in name]
-#: They have no state, or copies of weights alone.
+#: Optimizers without state, or with copies of weights alone.
 NOTHING_QUANTIZED = ("torch SGD", "torch ASGD", "pytorch_optimizer ScheduleFreeSGD", "schedulefree SGD")
 FAST = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum", "schedulefree AdamW")
 SMALL: dict[str, Any] = {"min_quantized_numel": 64}

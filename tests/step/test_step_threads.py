@@ -118,5 +118,5 @@ os._exit(any(thread.is_alive() for thread in threads))
 
 
 def test_threads_take_the_first_steps_of_a_process_at_once(programs: Programs, tmp_path: Path) -> None:
-    """What reads tensors is found in the first step; a lock for that was held while another thread had the GIL."""
+    """The first step looks up how to read tensors; a lock for that was held while another thread had the GIL."""
     programs.run(_FIRST_STEPS, tmp_path)
