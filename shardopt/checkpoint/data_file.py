@@ -11,10 +11,11 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from shardopt.checkpoint.table import StoredChunk, Table
 from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
+
+#: A value that a job returned, or an error that it raised.
+_Result: TypeAlias = "tuple[T | None, BaseException | None]"
 
 _MAX_BYTES = table.MAX_BYTES  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
@@ -272,15 +276,47 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
 
     Iterates over ``jobs`` in the caller's thread. The threads end with the context, also after an error.
     """
-    with ThreadPoolExecutor(_THREADS, "shardopt chunks") as threads:
+    # Not a ThreadPoolExecutor: an asynchronous save could not use it while the interpreter exits, and Ctrl-C in one of
+    # its locks would leave the threads waiting. A SimpleQueue is of C, which signals do not interrupt half-way.
+    todo: SimpleQueue[tuple[SimpleQueue[_Result[T]], Callable[[], T]] | None] = SimpleQueue()
+    threads = [Thread(target=_work, args=(todo,), daemon=True, name="shardopt chunks") for _ in range(_THREADS)]
 
-        def results() -> Iterator[T]:
-            pending: deque[Future[T]] = deque()
-            for job in jobs:
-                pending.append(threads.submit(job))
-                if len(pending) == _AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+    def results() -> Iterator[T]:
+        pending: deque[SimpleQueue[_Result[T]]] = deque()
+        for job in jobs:
+            pending.append(SimpleQueue())
+            todo.put((pending[-1], job))
+            if len(pending) == _AHEAD:
+                yield _value(pending.popleft().get())
+        while pending:
+            yield _value(pending.popleft().get())
 
+    try:
+        for thread in threads:
+            thread.start()
         yield results()
+    finally:
+        with suppress(Empty):  # jobs that no thread has begun
+            while True:
+                todo.get_nowait()
+        for _ in threads:
+            todo.put(None)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _work(todo: SimpleQueue[tuple[SimpleQueue[_Result[T]], Callable[[], T]] | None]) -> None:
+    while (task := todo.get()) is not None:
+        result, job = task
+        try:
+            result.put((job(), None))
+        except BaseException as error:
+            result.put((None, error))
+
+
+def _value(result: _Result[T]) -> T:
+    value, error = result
+    if error is not None:
+        raise error
+    return cast(T, value)
