@@ -121,6 +121,9 @@ class Notes(Protocol):
     def read(self) -> bytes:
         """Waits for the next message of the ranks, of which this rank is none."""
 
+    def skip(self) -> None:
+        """Leaves the next message out."""
+
 
 class Counted(NamedTuple):
     """The ranks that hold a parameter, for sums over several parameters, which count each part once.

@@ -145,7 +145,7 @@ class StoreNotes:
         deadline, found = time.monotonic() + store.timeout.total_seconds(), 0  # type: ignore[attr-defined]
         while found < number and time.monotonic() < deadline:
             if store.check([key]):
-                text, message = store.get(key).decode().split()
+                text, _, message = store.get(key).decode().partition(" ")  # a refusal's message is empty
                 found = int(text)
                 if found == number:
                     return bytes.fromhex(message)
@@ -154,6 +154,10 @@ class StoreNotes:
             f"got call {found} of ranks {self.numbers}, expected call {number}: all ranks of parameters that this rank "
             "has without elements take part, as often as this rank; call it on all of them"
         )
+
+    def skip(self) -> None:
+        """See :class:`shardopt.layout.Notes`."""
+        self._next()
 
     def _next(self) -> tuple[int, str]:
         place = GroupMember.WORLD, self.numbers

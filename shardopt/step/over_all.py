@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardopt.layout import Counted, Exchange, Shard
+from shardopt.layout import Counted, Exchange, Notes, Shard
 from shardopt.state.rule import Rule
 
 #: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
@@ -84,6 +84,8 @@ class OverAll:
         self._is_new = False
         if refused:
             self._write([b""] * len(self.messages))
+            for notes in self._readable():
+                notes.skip()
             raise no_common_mesh()
         totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
         is_home = bool(totals) and totals[0].device == like.device
@@ -93,14 +95,13 @@ class OverAll:
         """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
         if self._notes and any(message.notes is not None for message in self.messages):
             self._write([words.cpu().numpy().tobytes() for words in totals])
-        found = []
-        for counted in self._absent:
-            if counted.notes is not None and not self.is_empty:
-                data = bytearray(counted.notes.read())
-                if not data:
-                    raise no_common_mesh()
-                found.append(torch.frombuffer(data, dtype=like.dtype).to(like.device))
-        return found
+        notes = [bytearray(notes.read()) for notes in self._readable()]  # all of them: calls are numbered
+        if not all(notes):
+            raise no_common_mesh()
+        return [torch.frombuffer(note, dtype=like.dtype).to(like.device) for note in notes]
+
+    def _readable(self) -> list[Notes]:
+        return [c.notes for c in self._absent if c.notes is not None and not self.is_empty]
 
     def _write(self, notes: Sequence[bytes]) -> None:
         for message, note in zip(self.messages, notes, strict=True):
