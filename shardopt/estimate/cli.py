@@ -11,7 +11,7 @@ from shardopt.estimate.ledger import BACKENDS, DTYPES, OPTIMIZERS, ZERO_OFFLOADS
 from shardopt.estimate.model import Model
 
 _DESCRIPTION = """\
-What weights, gradients and optimizer state of a model take up, per parameter, GPU and host: AdamW on one GPU, from
+Memory of the weights, gradients and optimizer state of a model, per parameter, GPU and host: AdamW on one GPU, from
 float32 to 8-bit state with all that saves memory, and a row for options. Needs neither a GPU nor a process group."""
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
