@@ -113,15 +113,15 @@ class Ranks(Exchange, Protocol):
 
 
 class Notes(Protocol):
-    """Messages from some ranks to ranks that have no group with them."""
+    """Messages from some ranks to ranks that have no group with them. Those about one subject are numbered."""
 
-    def write(self, message: bytes) -> None:
+    def write(self, subject: str, message: bytes) -> None:
         """Sends the ranks' next message, without waiting for a reader. All of the ranks call this."""
 
-    def read(self) -> bytes:
+    def read(self, subject: str) -> bytes:
         """Waits for the next message of the ranks, of which this rank is none."""
 
-    def skip(self) -> None:
+    def skip(self, subject: str) -> None:
         """Leaves the next message out."""
 
 

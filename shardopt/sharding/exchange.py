@@ -113,7 +113,8 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
     return joint
 
 
-_noted: dict[tuple[ProcessGroup | None, tuple[int, ...]], int] = {}
+#: Messages so far, by key. Process groups that are made again use the same store: their messages are counted on.
+_noted: dict[str, int] = {}
 #: Messages of some ranks that wait for their readers at a time.
 _NOTES = 64
 
@@ -128,19 +129,19 @@ class StoreNotes:
 
     numbers: tuple[int, ...]
 
-    def write(self, message: bytes) -> None:
+    def write(self, subject: str, message: bytes) -> None:
         """See :class:`shardopt.layout.Notes`."""
-        number, key = self._next()
+        number, key = self._next(subject)
         if get_rank() == min(self.numbers):
             _get_default_store().set(key, f"{number} {message.hex()}")
 
-    def read(self) -> bytes:
+    def read(self, subject: str) -> bytes:
         """See :class:`shardopt.layout.Notes`.
 
         Raises:
             RuntimeError: the ranks have not written within the time that the group allows, or have gone on.
         """
-        number, key = self._next()
+        number, key = self._next(subject)
         store = _get_default_store()
         deadline, found = time.monotonic() + store.timeout.total_seconds(), 0  # type: ignore[attr-defined]
         while found < number and time.monotonic() < deadline:
@@ -155,14 +156,14 @@ class StoreNotes:
             "has without elements take part, as often as this rank; call it on all of them"
         )
 
-    def skip(self) -> None:
+    def skip(self, subject: str) -> None:
         """See :class:`shardopt.layout.Notes`."""
-        self._next()
+        self._next(subject)
 
-    def _next(self) -> tuple[int, str]:
-        place = GroupMember.WORLD, self.numbers
-        _noted[place] = number = _noted.get(place, 0) + 1
-        return number, f"shardopt {self.numbers} {number % _NOTES}"
+    def _next(self, subject: str) -> tuple[int, str]:
+        key = f"shardopt {self.numbers} {subject}"
+        _noted[key] = number = _noted.get(key, 0) + 1
+        return number, f"{key} {number % _NOTES}"
 
 
 @dataclass(frozen=True)

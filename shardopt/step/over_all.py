@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -44,6 +45,10 @@ class OverAll:
         self._notes = bool(self._absent) or None in known  # ranks that are not in reach may have a copy of a parameter
         #: Whether this rank holds nothing, and other ranks do.
         self.is_empty = bool(self._absent) and not own and None not in known
+        # Notes are numbered per subject, as a rank that reads none about these sets of ranks may read those about others.
+        reached = {counted.reach for counted in known if counted is not None}
+        subject = sorted(sorted(ranks) for ranks in reached if not any(ranks < other for other in reached))
+        self._subject = hashlib.sha256(repr((subject, None in known)).encode()).hexdigest()[:16]
         self._is_new = True
 
     def home(self, counted: Counted | None) -> Counted | None:
@@ -85,7 +90,7 @@ class OverAll:
         if refused:
             self._write([b""] * len(self.messages))
             for notes in self._readable():
-                notes.skip()
+                notes.skip(self._subject)
             raise no_common_mesh()
         totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
         is_home = bool(totals) and totals[0].device == like.device
@@ -95,7 +100,7 @@ class OverAll:
         """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
         if self._notes and any(message.notes is not None for message in self.messages):
             self._write([words.cpu().numpy().tobytes() for words in totals])
-        notes = [bytearray(notes.read()) for notes in self._readable()]  # all of them: calls are numbered
+        notes = [bytearray(notes.read(self._subject)) for notes in self._readable()]  # all of them: calls are numbered
         if not all(notes):
             raise no_common_mesh()
         return [torch.frombuffer(note, dtype=like.dtype).to(like.device) for note in notes]
@@ -106,7 +111,7 @@ class OverAll:
     def _write(self, notes: Sequence[bytes]) -> None:
         for message, note in zip(self.messages, notes, strict=True):
             if message.notes is not None and self._notes:
-                message.notes.write(note)
+                message.notes.write(self._subject, note)
 
 
 def no_common_mesh() -> RuntimeError:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -373,3 +374,22 @@ def test_a_nan_in_one_expert_raises_on_all_ranks(leave_out: bool) -> None:
         else:
             optimizer.step()
     assert [int(optimizer.state[param]["step"]) for param in params] == [2] * len(params)
+
+
+@pytest.mark.ranks(3)
+def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
+    """Rank 2 has no part of two experts, and no norm of theirs; later it shares the norm of one of them."""
+    rank = dist.get_rank()
+    experts = [nn.Parameter(distribute(values((4, 8), i), DeviceMesh("cpu", [i]), (Shard(0),))) for i in range(2)]
+    for step in range(3):
+        plain = nn.Parameter(values((3,), step))
+        for param in (*experts, plain):
+            param.grad = param.detach() * (step + 1)
+        if rank < 2:
+            shardopt.clip_grad_norm_(experts, 1e9)
+        elif step == 1:
+            with pytest.raises(RuntimeError, match="got only parameters that are on other ranks"):
+                shardopt.clip_grad_norm_(experts, 1e9)
+        norm = shardopt.clip_grad_norm_([experts[0], plain], 1e9)
+        whole = torch.cat([values((4, 8), 0).flatten(), values((3,), step)]) * (step + 1)
+        torch.testing.assert_close(norm, whole.norm())
