@@ -5,7 +5,7 @@ descriptions. Every message of later steps begins with a roll, in which a rank s
 agreed one, and which parameters have a gradient. Ranks that hold column shards on the CPU and exchange no data in a
 step send a message that is only a roll. A rank whose description changed, say by an option, first sends a message of
 the agreed shape, whose roll says so. The ranks compare digests again if all descriptions changed, and raise if only
-some did.
+some did. A rank that raises first sends such messages to all ranks that wait for its messages of the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -56,6 +56,7 @@ class Plan:
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
+        pending: the first messages of this step to each set of ranks that this rank has not sent yet, in their order.
         listening: see above, in an order that is equal on all ranks.
         single: see above.
     """
@@ -69,6 +70,8 @@ class Plan:
         single: bool = False,
     ) -> None:
         self._lines, self.single = lines, single
+        self.pending: list[Opening] = []
+        self._unread: dict[Exchange, Callable[[], bool]] = {}
         self.listening = sorted(listening, key=order_of)
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
@@ -101,24 +104,78 @@ class Plan:
         yes, no = self.roll(ranks, indices).unbind(1)
         return (_YES * yes + _NO * no).to(torch.uint8)
 
-    def compare(self, agreed: Mapping[Exchange, bytes]) -> None:
-        """Compares the descriptions. All ranks must call this.
+    def start(self, pending: Iterable[Opening]) -> None:
+        """Takes the first messages of a step to each set of ranks, in their order."""
+        self.pending = list(pending)
+        self._unread.clear()
+
+    def sent(self, ranks: Exchange, differs: Callable[[], bool]) -> None:
+        """Notes that this rank sends a message with a roll.
 
         Args:
-            agreed: the digests that the ranks agreed on before.
+            ranks: to which ranks.
+            differs: waits for the message, and says whether the ranks' answers differ.
+        """
+        for opening in self.pending:
+            if opening.ranks == ranks:
+                self.pending.remove(opening)
+                self._unread[ranks] = differs
+                break
+
+    def check(self, ranks: Exchange, *, differs: bool) -> None:
+        """Takes what :meth:`sent` asked for. Raises RuntimeError, on all ranks, if answers differ."""
+        self._unread.pop(ranks, None)
+        if differs:
+            self.refuse(ranks)
+
+    def tell(self, opening: Opening) -> bool:
+        """Sends a message that only says that the description changed; returns whether it changed on all ranks."""
+        self.pending = [pending for pending in self.pending if pending.ranks != opening.ranks]
+        return opening.say_changed()
+
+    def listen(self, opening: OnlyRoll) -> bool:
+        """Sends a message that says that the description did not change; returns whether it changed on no rank."""
+        self.pending.remove(opening)
+        return opening.say(changed=False)
+
+    def compare(self, changed: Iterable[Exchange]) -> None:
+        """Compares the descriptions. All ranks of each set must call this.
+
+        Args:
+            changed: the ranks whose descriptions changed.
 
         Raises:
             RuntimeError: the descriptions differ.
         """
-        # Ranks whose description is unchanged are left out: they were not told of a change.
-        changed = {ranks: digest for ranks, digest in self.digests.items() if agreed.get(ranks) != digest}
-        differing = [ranks for ranks in sorted(changed, key=order_of) if not is_common(ranks, changed[ranks])]
-        if differing:
-            self.refuse(*differing)
+        if differing := self._differing(changed, ()):
+            self._raise(differing)
 
-    def refuse(self, *sets: Exchange) -> NoReturn:
-        """Raises the error that names the first difference. All ranks of each set must call this."""
-        found = [self._first_difference(ranks) for ranks in sets]
+    def refuse(self, ranks: Exchange, changed: Iterable[Exchange] = ()) -> NoReturn:
+        """Raises the error that names the first difference, after telling all ranks that wait for this rank.
+
+        Args:
+            ranks: those that have told each other of a difference, all of which call this.
+            changed: the ranks whose descriptions changed, and which this rank has told so.
+        """
+        differing, compared = {ranks}, set(changed) - {ranks}
+        differing.update(others for others, differs in self._unread.items() if others != ranks and differs())
+        self.pending = [opening for opening in self.pending if opening.ranks != ranks]
+        while self.pending:
+            opening = self.pending[0]
+            (compared if self.tell(opening) else differing).add(opening.ranks)
+        self._raise(self._differing(compared - differing, differing))
+
+    def _differing(self, compared: Iterable[Exchange], known: Iterable[Exchange]) -> list[Exchange]:
+        """The sets of ranks whose descriptions differ, besides those that are known to."""
+        found = list(known)
+        for ranks in sorted(compared, key=order_of):
+            # A rank that has found a difference has no description in common with others, so that these raise, too.
+            if not is_common(ranks, bytes(_DIGEST_BYTES) if found else self.digests[ranks]):
+                found.append(ranks)
+        return sorted(found, key=order_of)
+
+    def _raise(self, differing: Sequence[Exchange]) -> NoReturn:
+        found = [self._first_difference(ranks) for ranks in differing]
         difference = next(filter(None, found), "parameters of which this rank holds no part, or that were changed back")
         raise RuntimeError(
             f"got ranks that differ in {difference}, expected the same on all ranks that step parts of the "
@@ -199,11 +256,13 @@ class Roll:
         Raises:
             RuntimeError: answers differ.
         """
-        if self.differs():
-            self._plan.refuse(self._ranks)
+        self._plan.check(self._ranks, differs=self._differs())
 
-    def differs(self) -> bool:
-        """Whether answers differ; see :meth:`check`."""
+    def sent(self) -> None:
+        """Notes that the message is being sent."""
+        self._plan.sent(self._ranks, self._differs)
+
+    def _differs(self) -> bool:
         is_new, self._is_new = self._is_new, False
         if self._answers.is_cuda and (not is_new or torch.cuda.is_current_stream_capturing()):
             return False
@@ -211,20 +270,10 @@ class Roll:
         return bool(np.any((yes != 0) & (no != 0)))
 
 
-def heard(plan: Plan, ranks: Exchange, rolls: Tensor) -> None:
-    """Reads the short rolls of all ranks.
-
-    Args:
-        plan: the description that the ranks agreed on.
-        ranks: the ranks.
-        rolls: bytes, (ranks, 1 + parameters), of :meth:`Plan.short_roll`, on the host.
-
-    Raises:
-        RuntimeError: rolls differ.
-    """
+def differ(rolls: Tensor) -> bool:
+    """Whether the short rolls of all ranks differ: bytes, (ranks, 1 + parameters), on the host."""
     answers = rolls.numpy()
-    if np.any((answers == _YES).any(0) & (answers == _NO).any(0)):
-        plan.refuse(ranks)
+    return bool(np.any((answers == _YES).any(0) & (answers == _NO).any(0)))
 
 
 def say_no(message: Tensor, begins: Sequence[int]) -> None:
@@ -250,7 +299,7 @@ class Opening(Protocol):
         """The ranks."""
 
     def say_changed(self) -> bool:
-        """Sends a message which only says that the description changed; returns whether it changed on all ranks."""
+        """Sends a message that only says that the description changed; returns whether it changed on all ranks."""
 
 
 class Reduction(NamedTuple):
@@ -271,7 +320,7 @@ class Reduction(NamedTuple):
         return self.say(changed=True)
 
     def say(self, *, changed: bool) -> bool:
-        """Sends a message which only says whether the description changed; returns whether all ranks said the same."""
+        """Sends a message that only says whether the description changed; returns whether all ranks say the same."""
         message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
         message[int(changed)] = 1
         if self.dtype == torch.int64:
@@ -283,18 +332,6 @@ class Reduction(NamedTuple):
 
 class OnlyRoll(Reduction):
     """The message of ranks that exchange no data in this step."""
-
-
-def raise_difference(plan: Plan, openings: Sequence[Opening]) -> NoReturn:
-    """Raises on all ranks of the first messages of a step, of which the first one told of a difference.
-
-    Args:
-        plan: the description that the ranks agreed on.
-        openings: the messages of which this rank has read the first one and sent no other one.
-    """
-    for opening in openings[1:]:
-        opening.say_changed()
-    plan.refuse(*dict.fromkeys(opening.ranks for opening in openings))
 
 
 class Agreement:
@@ -327,18 +364,21 @@ class Agreement:
         if plan.digests != self._digests:
             agreed = self._digests or {}
             own = {ranks for ranks in {*agreed, *plan.digests} if agreed.get(ranks) != plan.digests.get(ranks)}
+            changed = own & plan.digests.keys()
+            plan.start(self._openings)
             # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
-            for number, opening in enumerate(self._openings):
+            for opening in self._openings:
                 if isinstance(opening, OnlyRoll):
-                    alike = opening.say(changed=opening.ranks in own)
                     self.told.add(opening.ranks)
-                elif opening.ranks in own:
-                    alike = opening.say_changed()
+                if opening.ranks in own and opening in plan.pending:
+                    alike = plan.tell(opening)
+                elif isinstance(opening, OnlyRoll):
+                    alike = plan.listen(opening)
                 else:
                     continue
                 if not alike:
-                    raise_difference(plan, self._openings[number:])
-            plan.compare(agreed)
+                    plan.refuse(opening.ranks, changed)
+            plan.compare(changed)
         self._digests, self.opened = plan.digests, None
 
     def open_by(self, plan: Plan, openings: list[Opening]) -> None:

@@ -13,7 +13,7 @@ from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Opening, Plan, Reduction, Roll, order_of, raise_difference
+from shardopt.step.agreement import Opening, Plan, Reduction, Roll, order_of
 
 
 class CutParameter(NamedTuple):
@@ -155,6 +155,7 @@ class FlatCuts:
     def exchange(self) -> Iterator[Roll]:
         """Replaces a block's extremes by the extremes over all its owners; gives each message's roll, to be checked."""
         for (exchange, buffer), roll in zip(self._buffers.items(), self._rolls, strict=True):
+            roll.sent()
             exchange.all_reduce_max(buffer)
             yield roll
 
@@ -169,7 +170,7 @@ class CutBlocks:
     """
 
     def __init__(self, plan: Plan, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
-        self._plan, self._parameters, self._flat = plan, parameters, flat
+        self._parameters, self._flat = parameters, flat
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in sorted(parameters, key=lambda cut: order_of(cut.exchange)):
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
@@ -220,9 +221,8 @@ class CutBlocks:
         Raises:
             RuntimeError: the ranks' descriptions differ.
         """
-        for number, roll in enumerate(self._exchange_extremes()):
-            if roll.differs():  # read before the next message, which waits for other ranks
-                raise_difference(self._plan, self.openings()[number:])
+        for roll in self._exchange_extremes():
+            roll.check()  # before the next message, which waits for other ranks
 
     def _exchange_extremes(self) -> Iterator[Roll]:
         yield from self._flat.exchange()
@@ -231,6 +231,7 @@ class CutBlocks:
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
+            roll.sent()
             _all_reduce_max(exchange, [answers, *(extremes[0] for extremes in every)])
             for extremes in every:
                 extremes[1:] = extremes[0]

@@ -154,6 +154,8 @@ class ExactSums:
                 buffer = next(iter(self._buffers[None if home is None else home.ranks].values()))
                 for own in by_device.values():
                     buffer[joins] += own.to(buffer.device)
+        for roll in self._rolls:
+            roll.sent()
         for ranks, messages in self._messages.items():
             if ranks is not None:
                 total, *others = messages.values()

@@ -45,7 +45,7 @@ class OverAll:
         self._notes = bool(self._absent) or None in known  # ranks that are not in reach may have a copy of a parameter
         #: Whether this rank holds nothing, and other ranks do.
         self.is_empty = bool(self._absent) and not own and None not in known
-        # Notes are numbered per subject, as a rank that reads none about these sets of ranks may read those about others.
+        # Notes are numbered per subject: a rank that reads none about these sets of ranks may read those about others.
         reached = {counted.reach for counted in known if counted is not None}
         subject = sorted(sorted(ranks) for ranks in reached if not any(ranks < other for other in reached))
         self._subject = hashlib.sha256(repr((subject, None in known)).encode()).hexdigest()[:16]

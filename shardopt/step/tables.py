@@ -21,7 +21,7 @@ from shardopt.layout import Exchange, shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
-from shardopt.step.agreement import OnlyRoll, Opening, Plan, raise_difference
+from shardopt.step.agreement import OnlyRoll, Opening, Plan
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
@@ -203,18 +203,16 @@ class StepTables:
         )
 
     def openings(self) -> list[Opening]:
-        """The shapes of the first messages of a step, after which the ranks know whether their plans differ."""
-        return [*self._listening, *self._first_openings()]
+        """The messages that are only rolls, and the shapes of the first message with data to each set of ranks."""
+        return [*self._listening, *self._openings]
 
-    def _first_openings(self) -> list[Opening]:
-        for sums in self._sums.values():
-            if of_sums := sums.openings():
-                return of_sums
+    def _first_with_data(self) -> list[Opening]:
+        with_data = [opening for sums in self._sums.values() for opening in sums.openings()]
         for device, cut_blocks in self._cut_blocks.items():
-            of_device = cut_blocks.openings() if cut_blocks else openings_of(self._wave_steps[device])
-            if of_device:
-                return of_device
-        return []
+            with_data += cut_blocks.openings() if cut_blocks else ()
+            with_data += openings_of(self._wave_steps[device])
+        first = {opening.ranks: opening for opening in reversed(with_data)}
+        return [opening for opening in with_data if first[opening.ranks] is opening]
 
     def run(self, told: Container[Exchange]) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
@@ -229,9 +227,11 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            for number, opening in enumerate(self._listening):
-                if opening.ranks not in told and not opening.say(changed=False):
-                    raise_difference(self.plan, self.openings()[number:])
+            listening = [opening for opening in self._listening if opening.ranks not in told]
+            self.plan.start([*listening, *self._openings])
+            for opening in listening:
+                if not self.plan.listen(opening):
+                    self.plan.refuse(opening.ranks)
             for device in self._sums:
                 self._add_up(device)
             if self._has_totals:
@@ -315,6 +315,7 @@ class StepTables:
             self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts) or None
         spoken = {x.ranks for cut_blocks in self._cut_blocks.values() if cut_blocks for x in cut_blocks.openings()}
         self._listening = [OnlyRoll(ranks, 2, torch.int32) for ranks in self.plan.listening if ranks not in spoken]
+        self._openings = self._first_with_data()
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import Ranks, Region
-from shardopt.step.agreement import Plan, all_say_no, heard, say_no
+from shardopt.step.agreement import Plan, all_say_no, differ, say_no
 from shardopt.step.muon.matrices import BYTES, Matrix, Wave, padded
 from shardopt.step.muon.normalized import normalized
 
@@ -197,15 +197,20 @@ class _Roll:
         for begin in begins:
             message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] = self.own
 
-    def check(self, message: Tensor, begins: Sequence[int]) -> None:
-        """Reads the rolls of all ranks at these offsets; raises RuntimeError if they differ.
+    def sent(self, differs: Callable[[], bool]) -> None:
+        """See :meth:`Plan.sent`."""
+        self._plan.sent(self._ranks, differs)
 
-        Does nothing on a GPU, as the host would have to wait for its stream.
-        """
+    def check(self, *, differs: bool) -> None:
+        """See :meth:`Plan.check`."""
+        self._plan.check(self._ranks, differs=differs)
+
+    def differs(self, message: Tensor, begins: Sequence[int]) -> bool:
+        """Whether the rolls of all ranks at these offsets differ. False on a GPU, for which the host does not wait."""
         if message.is_cuda:
-            return
+            return False
         rolls = [message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] for begin in begins]
-        heard(self._plan, self._ranks, torch.stack(rolls))
+        return differ(torch.stack(rolls))
 
 
 class _Transport(ABC):
@@ -269,13 +274,17 @@ class _Copies(_Transport):
         for matrix, first in self._owned_by(self._ranks.rank):
             row_moments = matrix.row_moments(self._there, first, self._ranks.rank)
             _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
+        self._roll.sent(self._differs)
         for owner in range(self._size):
             self._waits.append(self._ranks.broadcast(self._there[self._chunk(owner)], owner))
 
     def receive(self, held: Tensor) -> None:
-        self._wait()
-        self._roll.check(self._there, self._chunks[:-1])
+        self._roll.check(differs=self._differs())
         super().receive(held)
+
+    def _differs(self) -> bool:
+        self._wait()
+        return self._roll.differs(self._there, self._chunks[:-1])
 
 
 class _Piece(NamedTuple):
@@ -324,11 +333,11 @@ class _Parts(_Transport):
     def send(self, held: Tensor) -> None:
         super().send(held)
         self._gathered = self._there.new_empty(sum(self._received))
+        self._roll.sent(self._differs)
         self._waits = [self._ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
-        self._wait()
-        self._roll.check(self._gathered, self._rolls)
+        self._roll.check(differs=self._differs())
         for matrix, pieces in zip(self._owned, self._pieces, strict=True):
             whole = self._gathered.new_empty(matrix.numel)
             row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
@@ -346,6 +355,10 @@ class _Parts(_Transport):
     def receive(self, held: Tensor) -> None:
         super().receive(held)
         self._gathered = torch.empty(0, device="cpu")
+
+    def _differs(self) -> bool:
+        self._wait()
+        return self._roll.differs(self._gathered, self._rolls)
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:

@@ -212,23 +212,17 @@ class WaveStep:
 
 
 def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
-    """The shapes of the messages that :func:`run_waves` sends until it reads a roll."""
+    """The shapes of the messages with rolls that :func:`run_waves` sends, in their order."""
     openings: list[Opening] = []
-    journeys = [wave.journey for wave in waves]
-    for number in range(len(waves) + 2):
-        arriving, computed, returning = (
-            journeys[at] if 0 <= at < len(waves) else None for at in (number, number - 1, number - 2)
-        )
+    for number in range(len(waves) + 1):
+        arriving = waves[number].journey if number < len(waves) else None
+        computed = waves[number - 1].journey if number else None
         if number < len(waves) and waves[number].cuts:
-            return [*openings, *waves[number].cuts.openings()]
+            openings += waves[number].cuts.openings()
         if arriving is not None and not arriving.is_copied:
             openings.append(arriving)
-        if computed is not None and not computed.is_copied:
-            break
-        if computed is not None:
+        if computed is not None and computed.is_copied:
             openings.append(computed)
-        if returning is not None and returning.is_copied:
-            break
     return openings
 
 

@@ -48,13 +48,15 @@ class Param(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Parameters to step, on how many ranks, and how they are clipped."""
+    """Parameters to step, on how many ranks, how they are clipped, and which ranks change an option before a step."""
 
     world_size: int
     params: tuple[Param, ...]
     rule: str
     norm_type: float
     by_optimizer: bool
+    changed_by: frozenset[int]
+    changed_at: int
 
     @classmethod
     def of(cls, seed: int, number: int) -> Attack:
@@ -73,7 +75,11 @@ class Attack(NamedTuple):
             params.append(Param(shape, ranks, placement, empty, idle))
         if not is_dense or (rule != "muon" and dice.random() < 0.6):  # through which a rank without parts gets the norm
             params.append(Param(SHAPES[0] if rule == "muon" else (7,), (), Replicate(), frozenset(), frozenset()))
-        return cls(size, tuple(params), rule, dice.choice((2.0, math.inf)), dice.random() < 0.5)
+        norm_type, by_optimizer = dice.choice((2.0, math.inf)), dice.random() < 0.5
+        by_all = dice.random() < 0.6
+        changed_by = frozenset(world) if by_all else frozenset({dice.randrange(size)})
+        changed_at = dice.randrange(1, STEPS) if by_all else STEPS - 1  # ranks that raise take no further step
+        return cls(size, tuple(params), rule, norm_type, by_optimizer, changed_by, changed_at)
 
 
 def attacks(seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:
@@ -94,6 +100,10 @@ def _outcome(pool: Pool, attack: Attack) -> Outcome:
     except RankFailure as failure:
         return fault("hung or died", shown(str(failure)[-400:]))
     wrong = {text for text in told if text}
+    if len(attack.changed_by) < attack.world_size:
+        wrong = {text for text in wrong if "got ranks that differ in" not in text}
+        if len(wrong) < len({text for text in told if text}):
+            return fault("wrong", shown(sorted(wrong))) if wrong else ok("a difference was found")
     if all("expected" in text for text in told):
         return ok("refused", shown(told[0]))
     return fault("wrong", shown(sorted(wrong))) if wrong else ok("right bits")
@@ -127,6 +137,9 @@ def _on_rank(attack: Attack) -> str:
             ]
             if not torch.equal(*norms):
                 wrong.append(f"rank {rank}, step {step}: got the norm {float(norms[0])}, not {float(norms[1])}")
+            if step == attack.changed_at and rank in attack.changed_by:
+                for stepped in (optimizer, single):
+                    stepped.param_groups[0]["stochastic_rounding_seed"] = 7
             optimizer.step()
             single.step()
             for i, param in mine.items():
