@@ -51,7 +51,7 @@ def quantize_state(
         codec: "log8", "companded8" or "dynamic8".
         block_size: elements that share a scale.
         min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
-        unsigned: names of state entries that are never below zero, beside those in shardopt's table. They are coded
+        unsigned: names of state entries that are never below zero, beside those in shardopt's table, which are coded
             with the same relative error for small values as for large ones.
         keep: names of state entries that are not to be quantized, such as copies of weights.
         **unknown: none; options of earlier versions are refused with what to use in their place.

@@ -363,7 +363,7 @@ class TestProtocol:
         assert again.state is not optimizer.state
 
     def test_methods_of_the_optimizer_inside(self) -> None:
-        """They are the result's too; a step gives each parameter its name."""
+        """The result has them, too; a step gives each parameter its name."""
 
         class Named(Optimizer):
             def train(self) -> str:
