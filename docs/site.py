@@ -24,6 +24,8 @@ OUTSIDE = {
     "LICENSE": "LICENSE",
     "SECURITY.md": "SECURITY.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
+    "benchmarks/quality/results/tables.md": "benchmarks/quality/results/tables.md",
+    "tests/clients/README.md": "tests/clients/README.md",
     **{
         str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
         for path in (ROOT / "benchmarks/results").glob("*/*.json")

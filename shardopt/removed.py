@@ -23,8 +23,13 @@ OPTIONS = {
     "share_replicas": "every replica computes all of its matrices; leave the option out",
 }
 
+OF_QUANTIZE_STATE = {
+    "offload": "use one of shardopt's own optimizers, which have offload=; leave the option out",
+    "working_memory": "a step always decodes the state of one parameter at a time; leave the option out",
+}
+
 
 def explained(names: Iterable[str]) -> str:
     """For each of these names and options that was removed, what to use instead: the end of an error's message."""
-    table = {**NAMES, **OPTIONS}
+    table = {**NAMES, **OPTIONS, **OF_QUANTIZE_STATE}
     return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

@@ -1,8 +1,8 @@
-"""Makes the tables of docs/quality.md and the figures in docs/figures from the lines that run.py wrote.
+"""Makes the tables of docs/quality.md and results/tables.md, and the figures in docs/figures, from run.py's lines.
 
     python benchmarks/quality/report.py [--results FOLDER] [--docs FOLDER]
 
-Replaces what stands between the lines ``<!-- table NAME -->`` and ``<!-- end -->`` of the page, and nothing else of it.
+Replaces what stands between the lines ``<!-- table NAME -->`` and ``<!-- end -->`` of the pages, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from quality.task import BETAS, TASKS
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "quality.md"
+#: The page, in the folder of docs, and the page with the tables that it leaves out, in the folder of results.
+PAGE, MORE = "quality.md", "tables.md"
 
 
 #: Codec -> the verdict on it, and when to take it. Evidence stands beside them, from the lines.
@@ -66,30 +67,34 @@ def main(argv: list[str]) -> None:
     restart = given.results / "restart.json"
     if restart.exists():
         tables["restart"] = restart_table(json.loads(restart.read_text()))
-    page = given.docs / PAGE
-    page.write_text(replaced(page.read_text(), tables))
+    pages = [given.docs / PAGE, given.results / MORE]
+    for page, text in zip(pages, replaced([page.read_text() for page in pages], tables), strict=True):
+        page.write_text(text)
 
     from quality import figures  # matplotlib takes seconds
 
     folder = given.docs / "figures"
     folder.mkdir(exist_ok=True)
     figures.draw(compared, streams, levels, long_runs, folder)
-    print(f"{page}: {', '.join(tables)}; figures in {folder}")
+    print(f"{', '.join(map(str, pages))}: {', '.join(tables)}; figures in {folder}")
 
 
-def replaced(page: str, tables: dict[str, str]) -> str:
-    """The page with new tables.
+def replaced(pages: list[str], tables: dict[str, str]) -> list[str]:
+    """The pages with new tables.
 
     Raises:
-        ValueError: the page has no place for a table.
+        ValueError: not exactly one page has a place for a table.
     """
+    pages = list(pages)
     for name, table in tables.items():
         begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
-        before, *after = page.split(begin)
-        if len(after) != 1:
-            raise ValueError(f"{PAGE}: got {len(after)} places for the table {name}, expected 1: {begin}{end}")
-        page = f"{before}{begin}{table}\n{end}{after[0].partition(end)[2]}"
-    return page
+        places = sum(page.count(begin) for page in pages)
+        if places != 1:
+            raise ValueError(f"{PAGE}, {MORE}: got {places} places for the table {name}, expected 1: {begin}{end}")
+        number = next(number for number, page in enumerate(pages) if begin in page)
+        before, _, after = pages[number].partition(begin)
+        pages[number] = f"{before}{begin}{table}\n{end}{after.partition(end)[2]}"
+    return pages
 
 
 def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

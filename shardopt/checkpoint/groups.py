@@ -147,7 +147,7 @@ def merged_from(
     """
     try:
         if isinstance(optimizer, QuantizedState):
-            optimizer._entries.saved_options(saved, ())
+            optimizer._internals.saved_options(saved, ())
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         return merged(optimizer, group, saved)

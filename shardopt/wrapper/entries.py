@@ -55,8 +55,8 @@ def coded_names(state: Collection[str]) -> list[str]:
     return sorted({key.removesuffix(end) for key in state for end in CODING_ENDS if key.endswith(end)})
 
 
-def local_of(shard: Shard, x: Tensor) -> Tensor:
-    """The plain tensor with this rank's part of one that may be plain already."""
+def local_of(shard: Shard, x: Any) -> Any:
+    """The plain tensor with this rank's part of a DTensor; anything else as it is."""
     return shard.local(x) if hasattr(x, "to_local") else x
 
 
@@ -69,7 +69,6 @@ class Entries:
         unsigned: names of entries that are never below zero.
         checked: names among these whose values each step checks.
         kept: names of entries that stay as they are.
-        given: names that the user gave.
     """
 
     def __init__(
@@ -77,11 +76,10 @@ class Entries:
     ) -> None:
         self.inner = inner
         self.options = {**DEFAULTS, **options}
-        more, kept = frozenset(unsigned), frozenset(keep)
-        self.given = more | kept
-        self.unsigned = UNSIGNED | more
-        self.checked = more if is_known(inner) else self.unsigned
-        self.kept = WEIGHT_COPIES | STEP_SIZES | kept
+        given = frozenset(unsigned)
+        self.unsigned = UNSIGNED | given
+        self.checked = given if is_known(inner) else self.unsigned
+        self.kept = WEIGHT_COPIES | STEP_SIZES | frozenset(keep)
         self.may_make_state = True  # the next step may be one that a framework takes to have state made
         self.was_made = False  # the present state is of such a step
 
@@ -94,29 +92,21 @@ class Entries:
     def saved_options(self, saved: Mapping[str, Any], names: Collection[str], *, exact: bool = False) -> dict[str, Any]:
         """The options with which the entries of these names in a state dict or checkpoint were coded.
 
-        Args:
-            saved: the options of a param group there.
-            names: the entries.
-            exact: whether codec and block size must be those of this run.
+        If ``exact``, codec and block size must be those of this run.
 
         Raises:
-            ValueError: the options are not those of quantize_state; or entries were coded with other signs than here,
-                or for parameters of other sizes.
+            ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
         got, expected = {key: saved.get(key) for key in self.format}, self.format
-        codec, signs = got["codec"], got["unsigned"]
+        signs = got["unsigned"]
         if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
-            got["unsigned"] = expected["unsigned"]
-            other = [name for name in names if (name in signs) != (name in self.unsigned)]
-            if other:
-                was, now = ("unsigned" if other[0] in of else "signed" for of in (signs, self.unsigned))
-                raise ValueError(
-                    f"got {other[0]} saved as {was}, expected {now}; pass quantize_state the unsigned= of the run that "
-                    "saved it, or load what state_dict(dequantize=True) gives"
-                )
-        options = {**self.options, "codec": str(codec).removesuffix(_BY_ENTRY), "block_size": got["block_size"]}
-        if isinstance(codec, str) and codec.endswith(_BY_ENTRY) and not exact:
-            check_options(options)
+            for options, unsigned in ((got, signs), (expected, self.unsigned)):
+                del options["unsigned"]
+                options.update({name: "unsigned" if name in unsigned else "signed" for name in names})
+        codec, block_size = str(got["codec"]), got["block_size"]
+        own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
+        if codec.endswith(_BY_ENTRY) and not exact:
+            check_options(own_options)
             got |= {key: expected[key] for key in ("codec", "block_size")}
         for key, value in expected.items():
             if got[key] != value:
@@ -124,19 +114,19 @@ class Entries:
                     f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
-        return options
+        return own_options
 
-    def spec(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> SliceSpec:
+    def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorState:
         """The form of the quantized entries of these names, each in units of its own; by default coded as here."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
-        return SliceSpec.of(shard, torch.float32, options or self.options, moments)
+        return _form(shard, replace(SliceSpec.of(shard, torch.float32, options or self.options, moments), kept=()))
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
     def names(self, shard: Shard, param: Tensor, state: Mapping[str, Any]) -> list[str]:
-        """The entries that are to be quantized in a state in floats, whose tensors are laid out like ``param``."""
+        """The entries that are to be quantized in a state in floats."""
         kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
         return sorted(
             name
@@ -145,66 +135,48 @@ class Entries:
             if x.shape == param.shape and name not in kept and not name.endswith(CODING_ENDS)
         )
 
-    def decoded(self, shard: Shard, param: Tensor, stored: Mapping[str, Any]) -> State:
-        """A state in floats, up to rounding errors of the codec; its tensors are laid out like ``param``.
-
-        Args:
-            shard: what part of a parameter ``param`` is.
-            param: the parameter, or the plain local tensor of a DTensor.
-            stored: the state as it is kept.
-        """
-        names, is_local = coded_names(stored), not hasattr(param, "to_local")
+    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> State:
+        """The state in floats, up to rounding errors of the codec."""
+        names, shard = coded_names(stored), shard_of(param)
         coding = {name + end for name in names for end in (*CODING_ENDS, DTYPE)}
-        kept = {key: x for key, x in stored.items() if key not in coding}
-        floats = {key: local_of(shard, x) if is_local and isinstance(x, Tensor) else x for key, x in kept.items()}
-        if names:
-            spec, local = self.spec(shard, names), local_of(shard, param).detach()
-            coded = {key: shard.local(stored[key]) for key in spec.moment_entries}
-            for name, value in zip(names, spec.decode(coded), strict=True):
-                x = value.to(stored.get(name + DTYPE, param.dtype))
-                if not local.is_contiguous():  # fused kernels take elements in the order of memory
-                    x = torch.empty_like(local, dtype=x.dtype).copy_(x)
-                floats[name] = x if is_local else shard.like_parameter(x)
+        floats = {key: x for key, x in stored.items() if key not in coding}
+        local = shard.local(param).detach()
+        for name, value in self.coding(shard, names).decode(stored).items() if names else ():
+            x = value.to(stored.get(name + DTYPE, param.dtype))
+            if not local.is_contiguous():  # fused kernels take elements in the order of memory
+                x = shard.like_parameter(torch.empty_like(local, dtype=x.dtype).copy_(shard.local(x)))
+            floats[name] = x
         return floats
 
-    def encoded(self, shard: Shard, param: Tensor, floats: Mapping[str, Any], stored: Mapping[str, Any]) -> State:
-        """The state to keep for one in floats, whose tensors are laid out like ``param``: the inverse of ``decoded``.
+    def encoded(self, param: Tensor, floats: Mapping[str, Any], stored: Mapping[str, Any]) -> State:
+        """The state to keep for one in floats: the inverse of ``decoded``.
 
         ``stored`` is the former state, whose memory is used again.
 
         Raises:
             ValueError: an unsigned entry has a value below zero.
         """
-        values = {name: local_of(shard, floats[name]) for name in self.names(shard, param, floats)}
+        shard = shard_of(param)
+        values = {name: floats[name] for name in self.names(shard, param, floats)}
         state: State = {name + DTYPE: x.dtype for name, x in values.items() if x.dtype != param.dtype}
-        for key, x in floats.items():
-            if key not in values:
-                is_local = isinstance(x, Tensor) and not hasattr(x, "to_local") and x.dim() > 0
-                state[key] = shard.like_parameter(x) if is_local and x.shape == shard.local_shape else x
-            elif key in self.checked and values[key].numel() and (least := values[key].amin()) < 0:
+        state.update((key, x) for key, x in floats.items() if key not in values)
+        for name in values.keys() & self.checked:
+            x = shard.local(values[name])
+            if x.numel() and (least := x.amin()) < 0:
                 raise ValueError(
-                    f"{key}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
-                    f"out of unsigned=, or pass keep=({key!r},) if it is in shardopt's table"
+                    f"{name}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
+                    f"out of unsigned=, or pass keep=({name!r},) if it is in shardopt's table"
                 )
-        if values:
-            spec = self.spec(shard, values)
-            coded = spec.encode(list(values.values()))
-            state.update(self._stored(shard, spec, coded, stored))
+        for key, x in self.coding(shard, values).encode(values).items() if values else ():
+            if key in stored:
+                shard.local(stored[key]).copy_(shard.local(x))
+            state[key] = stored.get(key, x)
         return state
-
-    def _stored(self, shard: Shard, spec: SliceSpec, coded: Mapping[str, Tensor], stored: Mapping[str, Any]) -> State:
-        """Local codes and scales as they are kept: sharded like the parameter, in the memory of former ones if any."""
-        if not coded.keys() <= stored.keys():
-            return _state_of(shard, spec).join([coded])
-        for key, local in coded.items():
-            shard.local(stored[key]).copy_(local)
-        return {key: stored[key] for key in coded}
 
     @property
     def name(self) -> str:
         """The optimizer's name in a checkpoint."""
-        package = f"{full_name(self.inner).partition('.')[0]}." if is_known(self.inner) else ""
-        return f"{OF_QUANTIZE_STATE}{package}{type(self.inner).__qualname__}"
+        return OF_QUANTIZE_STATE + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
 
     def form(
         self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
@@ -217,9 +189,9 @@ class Entries:
             ValueError: an entry cannot be in a checkpoint of this parameter, or was coded otherwise than here.
         """
         names = coded_names(stored)
-        spec = self.spec(shard, names, self.saved_options(options, names) if "codec" in options else None)
-        kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in spec.moment_entries)
-        return replace(spec, kept=kept)
+        coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
+        kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
+        return replace(coding.slices[0].spec, kept=kept)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, State]:
         """Form and entries of a parameter's present state: tensors.
@@ -229,16 +201,15 @@ class Entries:
         """
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
-        return _state_of(shard, self.form(shard, param.dtype, {}, tensors)), tensors
+        return _form(shard, self.form(shard, param.dtype, {}, tensors)), tensors
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> State:
         """The new state of a parameter, on its device, from the entries that were read."""
         ((state,), shard) = states, shard_of(param)
-        spec = self.spec(shard, coded_names(state))
-        coded = {key: state[key].to(param.device) for key in spec.moment_entries}
-        kept = dict(_unpacked(key, x) for key, x in state.items() if key not in coded)
-        new = {key: _on_device(shard, param, options, key, value) for key, value in kept.items()}
-        return {**new, **self._stored(shard, spec, coded, {})}
+        form = self.coding(shard, coded_names(state))
+        kept = dict(_unpacked(key, x) for key, x in state.items() if key not in form.entries)
+        coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
+        return {**{key: _on_device(shard, param, options, key, x) for key, x in kept.items()}, **coded}
 
     def put(self, param: Tensor, placed: State) -> None:
         """Gives a parameter its new state, which :meth:`placed` has made."""
@@ -281,25 +252,21 @@ class Entries:
         names = coded_names(loaded) if is_coded else self.names(shard, param, loaded)
         if is_coded:
             self.saved_options(saved, names, exact=True)
-        spec = self.spec(shard, names)
-        mine = {*spec.moment_entries, *names}
+        form = self.coding(shard, names)
+        mine = {key: x for key, x in loaded.items() if key in form.entries or key in names}
         kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in mine}
-        if not names:
-            return kept
-        for name_ in names:
-            key = name_ + DTYPE
-            if is_coded and key in kept:
-                _check_dtype(key, kept[key])
-            elif not is_coded and loaded[name_].dtype != param.dtype:
-                kept[key] = loaded[name_].dtype
-        form = _state_of(shard, spec)
-        form.check_loaded({key: x for key, x in loaded.items() if key in mine}, name, of_torch=True)
-        state = form.adopt(loaded, param.device, name)
+        for key in names:
+            if not is_coded and loaded[key].dtype != param.dtype:
+                kept[key + DTYPE] = loaded[key].dtype
+            if key + DTYPE in kept:
+                _check_dtype(key + DTYPE, kept[key + DTYPE])
+        form.check_loaded(mine, name, of_torch=True)
+        state = form.adopt(mine, param.device, name)
         form.check_local(state, name)
-        return {**kept, **{key: state[key] for key in spec.moment_entries}}
+        return {**kept, **state}
 
 
-def _state_of(shard: Shard, spec: SliceSpec) -> TensorState:
+def _form(shard: Shard, spec: SliceSpec) -> TensorState:
     return TensorState(shard, (Slice(spec),), spec.moments, spec.weights)
 
 

@@ -1,26 +1,35 @@
-"""The wrapper around a user's optimizer: torch's optimizer protocol, with the state in codes."""
+"""The wrapper around a user's optimizer: torch's optimizer protocol, with the state in codes.
+
+A step takes one parameter after another: its state is decoded, the optimizer steps it alone, and its state is encoded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
-from shardopt.layout import FlatBuffer, FlatShard, shard_of
+from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
+from shardopt.removed import explained
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.entries import DTYPE, Entries, State, coded_names
+from shardopt.wrapper.entries import Entries, State, local_of
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
-from shardopt.wrapper.step import make_state, step_all
+
+#: Keys of a param group that each parameter has its own of.
+_PARAMS = frozenset(["params", "param_names"])
+#: State entries that count steps, with their values before the first one.
+_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def quantize_state(
@@ -30,29 +39,30 @@ def quantize_state(
     min_quantized_numel: int = 4096,
     unsigned: Iterable[str] = (),
     keep: Iterable[str] = (),
+    **unknown: object,
 ) -> QuantizedState:
     """Keeps the state of a torch optimizer in 8 bits: any of torch.optim's, or one from elsewhere.
 
-    A step takes one parameter after another: it decodes the parameter's state, lets the optimizer step this parameter
-    alone, and encodes the state. Use the result in place of the optimizer; both have the same param groups.
-
-    State entries of the parameter's shape are quantized if the parameter has ``min_quantized_numel`` elements and rows
-    of 32 at least. Copies of weights, matrices, rows and scalars stay as they are; slow averages have 16 bits.
+    Use the result in place of the optimizer; both have the same param groups. Entries of the parameter's shape are
+    quantized; copies of weights, matrices, rows and scalars stay as they are.
 
     Args:
         optimizer: the optimizer, best before its first step: existing state is quantized now.
         codec: "log8", "companded8" or "dynamic8".
         block_size: elements that share a scale.
         min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
-        unsigned: names of state entries that are never below zero, beside those in shardopt's table: averages of
-            squares. Unsigned entries are coded with the same relative error for small values as for large ones.
+        unsigned: names of state entries that are never below zero, beside those in shardopt's table, which are coded
+            with the same relative error for small values as for large ones.
         keep: names of state entries that are not to be quantized, such as copies of weights.
+        **unknown: none; options of earlier versions are refused with what to use in their place.
 
     Raises:
-        TypeError: the optimizer cannot be quantized, or is already.
+        TypeError: the optimizer cannot be quantized, or is already; or an option has an unknown name.
         ValueError: an option is out of range, or existing state is below zero in an unsigned entry.
         RuntimeError: the optimizer cannot step parameters that are sharded in this way.
     """
+    if unknown:
+        raise TypeError(f"quantize_state: got unknown options {', '.join(sorted(unknown))}{explained(unknown)}")
     refuse(optimizer)
     for what, names in (("unsigned", unsigned), ("keep", keep)):
         if isinstance(names, str):
@@ -77,12 +87,12 @@ class QuantizedState(Optimizer):
     #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
 
-    _entries: Entries
+    _internals: Entries
     _inner: Optimizer
     _is_first_step: bool
 
     def __init__(self, entries: Entries) -> None:
-        self.__setstate__({"_entries": entries})
+        self.__setstate__({"_internals": entries})
         self.check_group(*self.param_groups)
         if not is_known(self._inner):
             warn_user(
@@ -150,20 +160,17 @@ class QuantizedState(Optimizer):
                 loss = closure()
         if self._is_first_step:
             self.check_group(*self.param_groups)  # parameters may have been sharded since
-        elementwise, entries = is_elementwise(self._inner, self.param_groups), self._entries
+            self._is_first_step = False
+        entries = self._internals
         if entries.may_make_state:
-            has_begun = not entries.was_made and any(bool(state) for state in self.state.values())
-            entries.may_make_state = only_makes_state(self.param_groups, lambda: has_begun)
             if entries.was_made:
                 self.state.clear()
+            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
             entries.was_made = entries.may_make_state
-            if entries.was_made:
-                make_state(entries, elementwise=elementwise)
-                return loss
-        step_all(entries, elementwise=elementwise)
-        if self._is_first_step and self.state:
-            self._is_first_step = False
-            self._warn_of_unknown_names()
+        if entries.was_made:
+            self._make_state()
+        else:
+            self._step_all()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -175,15 +182,14 @@ class QuantizedState(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         check_keys(self.state, self.param_groups)
-        state_dict = self._inner.state_dict()
+        state_dict = self._inner.state_dict()  # some add attributes to it
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if not dequantize:
-                saved.update(self._entries.format)
+                saved.update(self._internals.format)
                 continue
             for param, index in zip(group["params"], saved["params"], strict=True):
-                stored = state_dict["state"].get(index, {})
-                floats = self._entries.decoded(shard_of(param), param, stored)
-                if stored:
+                if stored := state_dict["state"].get(index):
+                    floats = self._internals.decoded(param, stored)
                     state_dict["state"][index] = {
                         key: x.detach().clone() if isinstance(x, Tensor) and key in stored else x
                         for key, x in floats.items()
@@ -205,21 +211,20 @@ class QuantizedState(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self.check_group(*checked_containers(state_dict)[0])
-        for_inner, states = self._entries.adopt(state_dict)
+        for_inner, states = self._internals.adopt(state_dict)
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
-        self._entries.forget_tables()
+        self._internals.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_entries": self._entries}
+        return {"_internals": self._internals}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._entries = self._internals = state["_entries"]
-        self._inner = self._entries.inner
-        self._is_first_step = True
+        self._internals = state["_internals"]
+        self._inner, self._is_first_step = self._internals.inner, True
         self.defaults = self._inner.defaults
         super().__setstate__({})  # hooks
 
@@ -231,7 +236,7 @@ class QuantizedState(Optimizer):
             RuntimeError: the parameters are sharded in a way that the optimizer cannot step.
         """
         refuse_options(self._inner, groups)
-        name, entries = type(self._inner).__name__, self._entries
+        name, entries = type(self._inner).__name__, self._internals
         by_parameter = is_known(self._inner) and not is_elementwise(self._inner, groups)
         for param in (param for group in self.param_groups for param in group["params"]):
             shard, what = shard_of(param), None
@@ -239,7 +244,7 @@ class QuantizedState(Optimizer):
                 what = "a flat shard (FSDP1, DeepSpeed's ZeRO)"
             elif by_parameter and shard.holders is not None:
                 what = "sharded, while an update of this optimizer depends on all of the parameter"
-            elif entries.is_quantized(shard) and entries.spec(shard, ["exp_avg"]).exchanges_columns:
+            elif entries.is_quantized(shard) and entries.coding(shard, ["exp_avg"]).exchanges_columns:
                 what = f"sharded by columns that end within blocks of {entries.options['block_size']} elements"
             if what is not None:
                 raise RuntimeError(
@@ -248,22 +253,100 @@ class QuantizedState(Optimizer):
                     "(FSDP2), DDP, or one of shardopt's own optimizers"
                 )
 
-    def _warn_of_unknown_names(self) -> None:
-        """Warns of names in ``keep`` and ``unsigned`` that no state entry has; once."""
-        keys = {key for entries in self.state.values() if isinstance(entries, Mapping) for key in entries}
-        names = {*coded_names(keys), *(key for key in keys if not key.endswith(("_codes", "_scales", DTYPE)))}
-        if not self._entries.given <= names:
-            warn_user(
-                f"quantize_state: got {', '.join(map(repr, sorted(self._entries.given - names)))} in keep= or "
-                f"unsigned=, expected names of state entries, such as {', '.join(sorted(names))}; correct them unless "
-                "these entries come later",
-                UserWarning,
-            )
-
     @without_autograd
     def _quantize_present_state(self) -> None:
-        new: dict[Tensor, State] = {}
-        for param in [param for group in self.param_groups for param in group["params"] if self.state.get(param)]:
-            state = self.state[param]
-            new[param] = self._entries.encoded(shard_of(param), param, dict(state), state)
-        self.state.update(new)
+        params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
+        self.state.update({param: self._internals.encoded(param, self.state[param], {}) for param in params})
+
+    def _step_all(self, *, counts: bool = True) -> None:
+        """Takes a step of all parameters that have gradients.
+
+        Each call of the inner ``step()`` advances counters, and all calls together must advance them once, or not at
+        all if not ``counts``: every parameter begins with the same values of its param group, and of the numbers among
+        the optimizer's attributes.
+        """
+        inner, groups = self._inner, self.param_groups
+        elementwise = is_elementwise(inner, groups)
+        numbers = {key: x for key, x in vars(inner).items() if type(x) in (int, float)}
+        try:
+            for group in groups:
+                listed = list(zip(group["params"], group.get("param_names", group["params"]), strict=False))
+                stepped = [(param, name) for param, name in listed if param.grad is not None]
+                options: dict[str, Any] = {}
+                for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
+                    vars(inner).update(numbers)
+                    options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+                    names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
+                    inner.param_groups = [{**options, "params": [], **names}]
+                    if param is None:
+                        inner.step()
+                    else:
+                        self._step_parameter(param, elementwise=elementwise)
+                    options = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
+                if counts:
+                    _put(group, options)
+        finally:
+            inner.param_groups = groups
+            if not counts:
+                vars(inner).update(numbers)
+
+    def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
+        """Steps one parameter. If that fails, its state is as it was.
+
+        An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
+        """
+        shard, states = shard_of(param), self.state
+        is_local, target = elementwise and not shard.plain, param
+        if is_local:
+            target = Parameter(shard.local(param).detach(), requires_grad=param.requires_grad)
+            assert param.grad is not None
+            target.grad = shard.local_gradient(param.grad)
+        stored = new = states.pop(param, {})
+        if stored:
+            floats = self._internals.decoded(param, stored)
+            states[target] = {key: local_of(shard, x) for key, x in floats.items()} if is_local else floats
+        try:
+            self._inner.param_groups[0]["params"] = [target]
+            self._inner.step()
+            floats = states.get(target, {})
+            if is_local:
+                floats = {key: _sharded(shard, x) for key, x in floats.items()}
+            new = self._internals.encoded(param, floats, stored)
+        finally:
+            states.pop(target, None)
+            if new:
+                states[param] = new
+
+    def _make_state(self) -> None:
+        """Takes a step of which only state is left, with step counts of zero: weights and counters are restored."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        weights = [param.detach().clone() for param in params]
+        self._step_all(counts=False)
+        for param, value in zip(params, weights, strict=True):
+            param.copy_(value)
+            state = self.state.get(param, {})
+            for key in _COUNTS.keys() & state.keys():
+                old, new = state[key], _COUNTS[key]
+                state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
+
+
+def _sharded(shard: Shard, x: Any) -> Any:
+    """The DTensor with this local part, if it is a tensor of the parameter's local shape; anything else as it is."""
+    return shard.like_parameter(x) if isinstance(x, Tensor) and x.dim() and x.shape == shard.local_shape else x
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a param group's value that a step may change in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _put(group: MutableMapping[str, Any], options: MutableMapping[str, Any]) -> None:
+    """Gives a param group what steps made of its values. Tensors stay the same objects: schedulers hold on to them."""
+    for key, value in options.items():
+        present = group.get(key)
+        if isinstance(present, Tensor) and isinstance(value, Tensor):
+            present.copy_(value)
+        else:
+            group[key] = value

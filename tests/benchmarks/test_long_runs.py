@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,7 @@ import torch
 from torch import nn
 
 from quality import levels, records, run
-from quality.choices import IN_LONG_RUNS, LOG8_AT_RANDOM, choice_of
-from quality.moments import Moments, drift, moments_of
+from quality.choices import choice_of
 from quality.over_time import courses
 from quality.report import course_table, drift_table, levels_table
 from quality.task import Task, lr_factor
@@ -49,51 +44,6 @@ def test_a_step_has_the_clipped_mean_gradient_of_its_micro_batches() -> None:
     assert figures["loss"] == figures["marks"][-1]["loss"]
 
 
-def test_short_tasks_keep_the_digests_of_lines_made_before() -> None:
-    """Lines from before there were micro-batches stay comparable; another number of them is another task."""
-    task = Task("short", {"dim": 1}, steps=5, lr=1e-3, load=load)
-    expected = {"name": "short", "settings": {"dim": 1}, "steps": 5, "lr": 1e-3, "quantize_from": 4096}
-    expected |= {"shared": [(0.9, 0.999), 1e-8, 0.01, 0.1, 0.1], "data": "reversal", "torch": torch.__version__}
-    digest = hashlib.sha256(json.dumps(expected, sort_keys=True).encode()).hexdigest()[:16]
-    assert task.digest(Reversal()) == digest
-    others = [dataclasses.replace(task, micro_batches=2), dataclasses.replace(task, clip=1.0)]
-    assert len({it.digest(Reversal()) for it in (task, *others)}) == 3
-
-
-@pytest.mark.parametrize("name", ["fp32", "log8", LOG8_AT_RANDOM, "companded8", "dynamic8", "log4", "bnb8"])
-def test_decoded_moments_are_near_plain_ones(name: str) -> None:
-    """After steps on one stream of gradients, a codec's moments are those of float32 within its step."""
-    if choice_of(name).obstacle(LONG) is not None:
-        pytest.skip(f"{choice_of(name).obstacle(LONG)}")
-    exact, coded = (_after_steps(it) for it in ("fp32", name))
-    assert exact["exp_avg"].shape == coded["exp_avg"].shape == (64 * 96 + 7,)
-    found = drift(coded, exact)
-    most = {"fp32": 0.0, "log4": 0.5}.get(name, 0.03)
-    assert (found["exp_avg"] > 0) == (found["exp_avg_sq"] > 0) == (name != "fp32")
-    assert max(found["exp_avg"], found["exp_avg_sq"]) <= most
-    assert found["exp_avg_norm"] == pytest.approx(1, abs=most)
-    assert found["exp_avg_sq_norm"] == pytest.approx(1, abs=most)
-
-
-def _after_steps(name: str) -> Moments:
-    """Moments after five steps on random gradients, of a matrix that is quantized and a vector that is not."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(64, 96)), nn.Parameter(torch.zeros(7))])
-    optimizer = choice_of(name).make(model, LONG, 1e-3, choice_of(name).options)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        for parameter in model:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-    return moments_of(optimizer)
-
-
-def test_drift_of_known_moments() -> None:
-    exact = {"exp_avg": torch.tensor([3.0, 4.0]), "exp_avg_sq": torch.tensor([1.0, 0.0])}
-    ours = {"exp_avg": torch.tensor([3.0, 3.0]), "exp_avg_sq": torch.tensor([0.5, 0.0])}
-    expected = {"exp_avg": 0.2, "exp_avg_norm": 0.84853, "exp_avg_sq": 0.5, "exp_avg_sq_norm": 0.5}
-    assert drift(ours, exact) == pytest.approx(expected, abs=1e-5)
-
-
 def test_levels_of_the_second_moment_are_those_of_a_codec() -> None:
     """bf16's, which cannot fall by 0.1%, rises; log8's does not; no level depends on another."""
     alone, both = (levels.measure("normal", 0.999, names, 1000) for names in (["bf16"], ["log8", "bf16"]))
@@ -107,13 +57,6 @@ def test_levels_of_the_second_moment_are_those_of_a_codec() -> None:
     assert table[0] == "| stream | optimizer | step 250 | step 1,000 | `betas[1] = 0.95` |"
     assert re.fullmatch(r"\| normal \| AdamW, log8 \| \S+ \| \S+ \|  \|", table[2])
     assert re.fullmatch(r"\| normal \| AdamW, bf16 \| 1\.\d+ \| 1\.\d+ \| (1.00\d|0.99\d) \|", table[3])
-
-
-def test_random_rounding_keeps_the_level_that_rounding_to_nearest_loses() -> None:
-    """Gradients with heavy tails, whose rare large ones raise a second moment that then falls by steps of 0.1%."""
-    nearest, at_random = levels.measure("heavy-tailed", 0.999, ["log8", LOG8_AT_RANDOM], 2000)
-    assert nearest["levels"][-1] > 1.02
-    assert at_random["levels"] == pytest.approx([1] * len(at_random["steps"]), abs=0.003)
 
 
 def _lines(folder: Path, *optimizers: str) -> list[records.Record]:
@@ -161,13 +104,3 @@ def test_courses_pair_seeds_and_steps() -> None:
         "| AdamW, log8 | root of `exp_avg_sq`, distance | 0.200 | 0.200 | 0.200 |",
         "| AdamW, log8 | root of `exp_avg_sq`, ratio of norms | 0.900 | 0.900 | 0.900 |",
     ]
-
-
-def test_who_takes_part_in_long_runs() -> None:
-    jobs = run.jobs_of(run.parse(["--tasks", "long"]))
-    runs = Counter(job.optimizer for job in jobs)
-    rates = {"fp32_half", "log8_half", "fp32_double", "log8_double"}
-    assert runs.keys() - {"bnb8"} == {*IN_LONG_RUNS, *rates} - {"bnb8"}
-    assert {runs[name] for name in rates} == {5}
-    assert {runs[name] for name in runs.keys() - rates} == {10}
-    assert rates.isdisjoint(job.optimizer for job in run.jobs_of(run.parse(["--tasks", "bytes"])))

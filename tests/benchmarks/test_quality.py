@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Generator
 
 import quality
 from quality import intervals, records, report, run
 from quality.choices import CHOICES, LONG
 from quality.compare import compare
 from quality.task import TASKS, Task
-from quality.training import CURVE_POINTS
 from reversal import load
 
 FOLDER = Path(quality.__file__).parent
@@ -51,31 +48,6 @@ def test_a_cut_off_study_goes_on_seed_by_seed(tmp_path: Path) -> None:
     assert len(run.pending(jobs_of(tmp_path, lr=2e-2))) == 4  # another task
     records.drop(path, ["log8"])
     assert made(jobs) == [("log8", 0), ("log8", 1)]
-
-
-def test_runs_depend_on_the_seed_alone(tmp_path: Path) -> None:
-    """Not on what ran before, nor on the process; and the control moves the loss, by little."""
-    jobs = jobs_of(tmp_path, optimizers=("fp32", "fp32_lr", "log8"))
-    made(jobs)
-    first = records.read(jobs[0].path)
-    for job, record in run.finished(jobs[::-1], workers=2):
-        (same,) = (x for x in first if (x["optimizer"], x["seed"]) == (job.optimizer, job.seed))
-        assert {**same, "seconds": 0} == {**json.loads(json.dumps(record)), "seconds": 0}
-    of = {(line["optimizer"], line["seed"]): line for line in first}
-    assert 0 < abs(of["fp32_lr", 0]["loss"] / of["fp32", 0]["loss"] - 1) < 0.01
-    assert of["fp32", 0]["loss"] != of["fp32", 1]["loss"]
-    assert of["fp32", 0]["state_bytes"] == 8
-    assert of["log8", 0]["state_bytes"] < 8 * 64 / (64 * 64) + 2 + 12 / 64 + 1e-9
-    assert len(of["log8", 1]["curve"]) == CURVE_POINTS
-
-
-def test_a_run_that_diverges_is_written_and_counted(tmp_path: Path) -> None:
-    jobs = jobs_of(tmp_path, lr=1e30)
-    made(jobs)
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in jobs[0].path.read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [None] * 4
-    assert [line["finite"] for line in lines] == [False] * 4
-    assert [it.diverged for it in compare(lines)] == [2, 2]
 
 
 def _line(optimizer: str, seed: int, loss: float | None, digest: str = "now") -> records.Record:
@@ -116,7 +88,7 @@ def test_verdicts_need_the_whole_interval_and_five_pairs() -> None:
 
 def test_quantiles_of_t() -> None:
     """The usual table, to its last digit."""
-    table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 5: 2.5706, 10: 2.2281, 19: 2.0930, 20: 2.0860, 29: 2.0452, 120: 1.9799}
+    table = {1: 12.7062, 4: 2.7764, 9: 2.2622, 19: 2.0930, 120: 1.9799}
     assert {degrees: round(intervals.t_quantile(degrees), 4) for degrees in table} == table
     assert round(intervals.t_quantile(7, 0.99), 4) == 3.4995
 
@@ -126,40 +98,14 @@ def test_bootstrap_of_a_known_distribution() -> None:
     found = intervals.summary([0.0, 0.0, 0.0, 1.0])
     assert found.bootstrap == (0.0, 0.75)
     assert intervals.summary([5.0, 5.0, 5.0]).bootstrap == (5.0, 5.0)
-    draws = torch.randn(400, generator=Generator().manual_seed(0), dtype=torch.float64).tolist()
-    many = intervals.summary(draws)
-    for ours, students in zip(many.bootstrap, many.t, strict=True):
-        assert abs(ours - students) < 0.05 * (many.t[1] - many.t[0])
-
-
-def test_rates_are_compared_at_the_same_seeds() -> None:
-    """The second seed's losses are four times the first's; a third and fourth one lack runs of some optimizers."""
-    losses = {"fp32": 1.0, "log8": 1.25, "fp32_half": 1.5, "log8_half": 1.2, "fp32_double": 2.0, "log8_double": 2.2}
-    rates = {"half": 0.001, "double": 0.004}
-    lines = [
-        {**_line(name, seed, scale * loss), "lr": rates.get(name.rpartition("_")[2], 0.002)}
-        for name, loss in losses.items()
-        for seed, scale in enumerate((1.0, 4.0))
-    ]
-    lines += [_line(name, 2, 99.0) for name in losses if name != "log8_double"] + [_line("log8_double", 3, 99.0)]
-    half, tuned, double = report.rates_table(lines).splitlines()[2:]
-    assert half == "| 0.001 | 2 | -20.00 ± 0.00 | +50.00 ± 0.00 | -4.00 ± 0.00 |"
-    assert tuned == "| 0.002 | 2 | +25.00 ± 0.00 |  |  |"
-    assert double == "| 0.004 | 2 | +10.00 ± 0.00 | +100.00 ± 0.00 | +76.00 ± 0.00 |"
-    assert report.rates_table(lines[1:]).splitlines()[2] == "| 0.001 | 1 | -20.00 | +50.00 | -4.00 |"
-    assert len(report.rates_table(lines[2:]).splitlines()) == 2, "only seeds that all have"
-    lines[10] = {**_line("log8_double", 0, None), "lr": 0.004}
-    diverged = report.rates_table(lines).splitlines()[4]
-    assert diverged == "| 0.004 | 2, 1 of log8 diverged | +10.00 | +100.00 ± 0.00 | +76.00 |"
 
 
 def test_tables_are_put_in_their_places() -> None:
-    page = "a\n<!-- table x -->\nold\n<!-- end -->\nb\n<!-- table y -->\n<!-- end -->\n"
-    new = report.replaced(page, {"x": "1", "y": "2"})
-    assert new == "a\n<!-- table x -->\n1\n<!-- end -->\nb\n<!-- table y -->\n2\n<!-- end -->\n"
-    assert report.replaced(new, {"x": "1"}) == new
+    pages = ["a\n<!-- table x -->\nold\n<!-- end -->\nb\n", "<!-- table y -->\n<!-- end -->\n"]
+    new = report.replaced(pages, {"x": "1", "y": "2"})
+    assert new == ["a\n<!-- table x -->\n1\n<!-- end -->\nb\n", "<!-- table y -->\n2\n<!-- end -->\n"]
     with pytest.raises(ValueError, match="got 0 places for the table z"):
-        report.replaced(page, {"z": ""})
+        report.replaced(pages, {"z": ""})
 
 
 @pytest.mark.slow
@@ -178,6 +124,7 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     assert re.search(r"(\d+) of \1 runs are there", _script("run.py", *options, "--seeds", "1"))
     page = (FOLDER.parents[1] / "docs" / "quality.md").read_text()
     (tmp_path / "quality.md").write_text(page)
+    shutil.copy(FOLDER / "results" / "tables.md", results)
     _script("report.py", "--results", str(results), "--docs", str(tmp_path))
     assert (tmp_path / "quality.md").read_text() != page
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {

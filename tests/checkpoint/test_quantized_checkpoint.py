@@ -253,7 +253,7 @@ def test_conversion_of_weights(tmp_path: Path, saved: torch.dtype, own: torch.dt
 MISMATCHES: list[tuple[Any, dict[str, Any], str]] = [
     (torch.optim.NAdam, {}, "quantize_state of torch.AdamW, expected that of quantize_state of torch.NAdam; load"),
     (torch.optim.AdamW, {"min_quantized_numel": 65}, "min_quantized_numel=4096, expected 65; pass quantize_state"),
-    (torch.optim.AdamW, {"unsigned": ("exp_avg",)}, "exp_avg saved as signed, expected unsigned; pass quantize_state"),
+    (torch.optim.AdamW, {"unsigned": ("exp_avg",)}, "saved with exp_avg='signed', expected 'unsigned'; pass"),
 ]
 
 

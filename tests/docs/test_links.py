@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md")))
+OTHERS = ("benchmarks/RESULTS.md", "benchmarks/quality/results/tables.md", "tests/clients/README.md")
+PAGES = (*sorted(ROOT.glob("*.md")), *(ROOT / page for page in OTHERS), *sorted((ROOT / "docs").glob("*.md")))
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

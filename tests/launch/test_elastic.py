@@ -15,13 +15,9 @@ from lm.errors import EXIT_RANKS_LOST
 from ranks.pool import Pool
 from shardopt.checkpoint.errors import LostRanksError
 from train_job import (
-    DEEPSPEED,
-    MULTINODE,
-    PROGRAMS,
     ROOT,
     TINY,
     assert_same_run,
-    free_port,
     pid_of_rank,
     run,
     run_on,
@@ -33,7 +29,6 @@ TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
     *("--nproc-per-node", "2", "--max-restarts", "1", str(ROOT / "launch" / "train.py")),
 )
-SCRIPT = ("bash", str(MULTINODE / "torchrun.sh"))
 LONG = (
     *(*TINY, "--config", str(ROOT / "configs" / "small.yaml"), "--clip", "0", "--keep-checkpoints", "0"),
     *("--steps", "500", "--checkpoint-interval", "20", "--stop-at-step", "80"),
@@ -41,23 +36,14 @@ LONG = (
 
 
 @pytest.mark.slow  # test_multinode.py loses a whole machine by default
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [pytest.param(TORCHRUN, ("--backend", "fsdp2"), marks=needs_fsdp2_on_the_cpu), (SCRIPT, DEEPSPEED)],
-    ids=["torchrun-fsdp2", "torchrun.sh-deepspeed"],
-)
-def test_a_killed_rank_starts_again(
-    launcher: tuple[str, ...], backend: tuple[str, ...], ranks: Pool, text: Path, tmp_path: Path
-) -> None:
+@needs_fsdp2_on_the_cpu
+def test_a_killed_rank_starts_again(ranks: Pool, text: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    # A run under DeepSpeed ends with the bits of FSDP2.
     run_on(ranks, 2, *LONG, "--data", text, "--output", whole)
 
-    places = {"NODES": "1", "RANKS_PER_NODE": "2", "MAX_RESTARTS": "1", "FIRST_NODE": "localhost"}
-    places |= {"PORT": str(free_port()), "PATH": f"{PROGRAMS}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*launcher, *LONG, *backend, "--resume", "auto", "--data", text, "--output", killed],
-        env={**os.environ, **places},
+        [*TORCHRUN, *LONG, "--backend", "fsdp2", "--resume", "auto", "--data", text, "--output", killed],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

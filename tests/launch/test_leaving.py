@@ -51,7 +51,7 @@ def test_python_aborts_where_the_job_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "code"), [("", 0), ("", 3), ("atexit.register(lambda: 1 / 0)", 0)], ids=["0", "3", "failing handler"]
+    ("before", "code"), [("", 3), ("atexit.register(lambda: 1 / 0)", 0)], ids=["3", "failing handler"]
 )
 def test_threads_handlers_and_output_are_waited_for(before: str, code: int, tmp_path: Path) -> None:
     done = run(PROGRAM.format(before=before, code=code), cwd=tmp_path)

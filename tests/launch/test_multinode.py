@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,18 +55,6 @@ def start(
     )
 
 
-def crash(node: Node, agent: subprocess.Popen[str]) -> None:
-    node.crash()
-
-
-def kill_agent(node: Node, agent: subprocess.Popen[str]) -> None:
-    os.kill(agent.pid, signal.SIGKILL)
-
-
-def unplug(node: Node, agent: subprocess.Popen[str]) -> None:
-    node.unplug()
-
-
 @pytest.fixture(autouse=True)
 def networks() -> None:
     reason = network.why_not()
@@ -77,30 +63,17 @@ def networks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "disturb"),
-    [
-        (ORDERED, crash),
-        pytest.param((), kill_agent, marks=pytest.mark.slow),
-        pytest.param((), unplug, marks=pytest.mark.slow),
-        pytest.param(DEEPSPEED, crash, marks=pytest.mark.slow),
-    ],
-    ids=["fsdp2-ordered-crash", "fsdp2-kill_agent", "fsdp2-unplug", "deepspeed-crash"],
+    "options", [ORDERED, pytest.param(DEEPSPEED, marks=pytest.mark.slow)], ids=["fsdp2-ordered", "deepspeed"]
 )
-def test_two_machines_of_which_one_is_lost(
-    options: tuple[str, ...],
-    disturb: Callable[[Node, subprocess.Popen[str]], None],
-    ranks: Pool,
-    text: Path,
-    tmp_path: Path,
-) -> None:
+def test_two_machines_of_which_one_is_lost(options: tuple[str, ...], ranks: Pool, text: Path, tmp_path: Path) -> None:
     output, whole = tmp_path / "disturbed", tmp_path / "whole"
     job = (*options, "--data", text, "--output", output)
 
     with network.two_nodes() as nodes:
-        first, second = agents = [start(node, 2, 1, *job) for node in nodes]
+        first, _ = agents = [start(node, 2, 1, *job) for node in nodes]
         try:
             wait_for_checkpoint(output, first)
-            disturb(nodes[1], second)
+            nodes[1].crash()
             began = time.monotonic()
             said, _ = first.communicate(timeout=SOON)
             assert time.monotonic() - began < SOON
@@ -111,9 +84,6 @@ def test_two_machines_of_which_one_is_lost(
         assert (
             len([line for line in said.splitlines() if line.startswith("train.py: error: another rank is gone")]) == 1
         )
-        if disturb is kill_agent:
-            said, _ = second.communicate(timeout=SOON)
-            assert "train.py: error: torchrun, which started this rank, is gone" in said
 
     # With ordered gradients, whose sums do not depend on the number of ranks, the machine that is left goes on with its
     # one rank. Without, it has as many ranks now as both had.

@@ -38,13 +38,6 @@ def test_rope_depends_on_the_distance_alone() -> None:
     assert not torch.isclose(score(7, 3), score(7, 4))
 
 
-def test_rope_keeps_lengths_and_position_zero() -> None:
-    x = torch.randn(2, 3, 5, 8)
-    turned = model.rotate(x, *model.rope_table(5, 8))
-    assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert_close(turned[:, :, 0], x[:, :, 0])
-
-
 def test_a_later_byte_changes_no_earlier_logits() -> None:
     network = make()
     tokens = torch.randint(256, (2, CONTEXT))
@@ -53,17 +46,6 @@ def test_a_later_byte_changes_no_earlier_logits() -> None:
     before, after = network(tokens), network(changed)
     assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
     assert not torch.equal(before[:, 9:], after[:, 9:])
-
-
-def test_the_first_loss_is_that_of_guessing() -> None:
-    tokens = torch.randint(256, (4, CONTEXT))
-    loss = torch.nn.functional.cross_entropy(make()(tokens).flatten(0, 1), tokens.flatten())
-    assert abs(loss.item() - np.log(256)) < 0.5
-
-
-def test_heads_must_fit_the_width() -> None:
-    with pytest.raises(UserError, match="heads"):
-        ModelConfig(dim=30, layers=1, heads=4)
 
 
 def test_named_sizes_are_what_they_say() -> None:
@@ -84,22 +66,6 @@ def test_split_goes_by_file_and_by_its_path_alone(tmp_path: Path) -> None:
     assert parts[1] <= set(again.heldout.tobytes().split(b"\0"))
 
 
-def test_single_file_is_cut_at_a_byte(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(200)))
-    corpus = data.load(str(path), 0.25)
-    assert corpus.train.tobytes() + corpus.heldout.tobytes() == bytes(range(200))
-    assert len(corpus.heldout) == 50
-    assert "150" in corpus.description
-
-
-def test_standard_library_is_the_default_text() -> None:
-    corpus = data.load(None, 0.05)
-    assert len(corpus.train) > 5_000_000
-    assert len(corpus.heldout) > 100_000
-    assert b"def " in corpus.heldout.tobytes()
-
-
 def test_windows_are_a_function_of_seed_and_step() -> None:
     corpus = data.Corpus(np.arange(250, dtype=np.uint8), np.arange(99, dtype=np.uint8), "")
     first = data.train_offsets(corpus, 16, 64, seed=1, step=7)
@@ -109,10 +75,6 @@ def test_windows_are_a_function_of_seed_and_step() -> None:
     inputs, targets = data.windows(corpus.train, [0, 233], 16)
     assert targets[0].tolist() == list(range(1, 17))
     assert inputs[1, -1] + 1 == targets[1, -1] == 249
-
-
-def test_heldout_windows_do_not_overlap_and_reach_the_end() -> None:
-    corpus = data.Corpus(np.zeros(99, np.uint8), np.arange(99, dtype=np.uint8), "")
     offsets = data.heldout_offsets(corpus, 16, 100)
     assert len(offsets) == 6
     assert all(b - a >= 16 for a, b in itertools.pairwise(offsets))
@@ -145,15 +107,11 @@ def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
     [
         ("step: 3", "unknown option 'step'"),
         ("steps: many", "--steps: invalid int value"),
-        ("steps: 2.5", "--steps: invalid int value"),
         ("ordered: 1", "ordered: got '1', expected true or false"),
         ("lr: .nan", "lr: got nan, expected at least 0"),
-        ("batch: 0", "batch: got 0, expected at least 1"),
         ("dropout: 1", "expected shares below 1"),
-        ("backend: mpi", "expected one of"),
         ("backend: deepspeed", "go together"),
         ("[1, 2]", "got list, expected names with values"),
-        ("a: [", "cannot read"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, complaint: str) -> None:

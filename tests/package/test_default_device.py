@@ -6,7 +6,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._device import _device_constructors
 
-import ordered_problem
 import shardopt
 import shardopt.checkpoint
 import wrapped
-from helpers import CASES, CODEC_NAMES, everything
+from helpers import CASES, everything
 from kernel_problem import gradients, make, start
 from ranks.models import WAYS, loss_of, make_batch, make_net, set_gradients
 from ranks.offload import offload_from_cpu
@@ -92,22 +90,20 @@ def _run(rule: str, codec: str, device: torch.device, **options: Any) -> Snapsho
 @pytest.mark.filterwarnings("ignore:.*gradient elements:RuntimeWarning")
 @pytest.mark.parametrize(
     ("rule", "codec"),
-    [
-        *product(["adamw"], CODEC_NAMES),
-        *product(["prodigy", "lamb", "cautious_adamw", "muon", "muon_in_waves"], ["log8"]),
-    ],
+    [("adamw", "log8"), ("prodigy", "log8"), ("lamb", "bf16"), ("muon", "log8")],
 )
 def test_step(rule: str, codec: str) -> None:
     assert_same(_run(rule, codec, META), _run(rule, codec, torch.device("cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient elements:RuntimeWarning")
-@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}, {"stochastic_rounding": True}], ids=str)
-@pytest.mark.parametrize("offload", [None, "state", "step"])
-def test_offload(offload: str | None, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"offload": "state", "stochastic_rounding": True}, {"offload": "step", "master_weight_bits": 24}]
+)
+def test_offload(options: dict[str, Any]) -> None:
     with offload_from_cpu():
-        found = _run("adamw", "log8", META, offload=offload, **options)
-    assert_same(found, _run("adamw", "log8", torch.device("cpu"), **options))
+        found = _run("adamw", "log8", META, **options)
+    assert_same(found, _run("adamw", "log8", torch.device("cpu"), **{**options, "offload": None}))
 
 
 def _trained(device: torch.device, released: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -145,58 +141,22 @@ def test_checkpoint(tmp_path: Path, staged: str) -> None:
     assert_same(everything(fresh), expected)
 
 
-def test_import_state(tmp_path: Path) -> None:
-    """There and back, to the bits of an import with another default device."""
-    found = []
-    for device in (META, torch.device("cpu")):
-        model, optimizer = _trained(META, False)
-        fresh = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64, codec="dynamic8")
-        with device:
-            shardopt.checkpoint.import_state(fresh, optimizer.state_dict(dequantize=True))
-        found.append(everything(fresh))
-    assert_same(*found)
-
-
 def _wrapped(device: torch.device, path: Path) -> Snapshot:
-    found = []
-    for seed in range(2):
-        params = wrapped.parameters()
-        optimizer = shardopt.quantize_state(torch.optim.AdamW(params))
-        wrapped.trained(
-            optimizer, params, range(1 + seed)
-        )  # the first step is torch's own, whose counts are meta there
-        found.append((nn.ParameterList(params), optimizer))
-    for step in range(1, 4):
-        model, optimizer = found[0]
-        wrapped.set_gradients(list(model), step)
-        with device:
-            optimizer.step()
+    params = wrapped.parameters()
+    model, optimizer = nn.ParameterList(params), shardopt.quantize_state(torch.optim.AdamW(params))
+    wrapped.trained(optimizer, params, range(1))  # the first step is torch's own, whose counts are meta there
+    wrapped.set_gradients(params, 1)
     with device:
-        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
         shardopt.memory_report(optimizer)
-        shardopt.checkpoint.save(path, *found[0])
-        shardopt.checkpoint.load(path, *found[1])
-    return everything(found[1][1])
+        shardopt.checkpoint.save(path, model, optimizer)
+        shardopt.checkpoint.load(path, model, optimizer)
+    return everything(optimizer)
 
 
 def test_quantize_state(tmp_path: Path) -> None:
     assert_same(_wrapped(META, tmp_path / "a"), _wrapped(torch.device("cpu"), tmp_path / "b"))
-
-
-def test_unit_scaling() -> None:
-    """Modules lie on the default device, as PyTorch's; what they compute, where their inputs lie."""
-    with META:
-        assert shardopt.unit.Linear(32, 32).weight.is_meta
-        assert shardopt.unit.Embedding(32, 32).weight.is_meta
-    layers = nn.Sequential(shardopt.unit.Embedding(97, 32), shardopt.unit.Attention(32, 2), shardopt.unit.RMSNorm(32))
-    tokens = make_batch(0)
-    wanted, actual = layers(tokens), None
-    with META:
-        actual = layers(tokens)
-        actual.square().mean().backward()
-    assert torch.equal(actual, wanted)
-    assert all(param.grad.is_cpu for param in layers.parameters())
 
 
 def _sharded(way: str, rule: str, path: str) -> None:
@@ -217,34 +177,6 @@ def _sharded(way: str, rule: str, path: str) -> None:
         assert_same(got, single(3, rule))
 
 
-@pytest.mark.parametrize(
-    ("way", "rule"),
-    [
-        ("fsdp1", "adamw"),
-        ("fsdp columns", "adamw"),
-        ("fsdp", "prodigy"),
-        ("fsdp columns", "muon"),
-        ("hsdp of one", "lamb"),
-    ],
-)
+@pytest.mark.parametrize(("way", "rule"), [("fsdp1", "adamw"), ("fsdp", "prodigy"), ("fsdp columns", "muon")])
 def test_sharded(ranks: Pool, tmp_path: Path, way: str, rule: str) -> None:
     ranks.run(3, _sharded, way, rule, str(tmp_path / "saved"))
-
-
-def _ordered(way: str) -> None:
-    found = []
-    for device in (META, torch.device("cpu")):
-        model = ordered_problem.WAYS[way](ordered_problem.make_model())
-        with device:
-            shardopt.comm.ordered_gradients(model, micro_batches=2 * dist.get_world_size(), wire="e4m3")
-        for number in range(2):
-            loss = ordered_problem.loss_of(model, number)
-            with device:
-                loss.backward()
-        found.append(ordered_problem.gradients(model))
-    assert all(map(torch.equal, found[0].values(), found[1].values()))
-
-
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 3), ("fsdp", 3)])
-def test_ordered_gradients(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _ordered, way)

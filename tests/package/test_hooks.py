@@ -33,11 +33,12 @@ def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_before_the_import(module_path: Path) -> None:
     seen: list[int] = []
     after_import(NAME, lambda module: seen.append(module.value))
+    after_import(NAME, lambda module: seen.append(2 * module.value))
     importlib.import_module("json")
     assert seen == []
     module = importlib.import_module(NAME)
     importlib.import_module(NAME)
-    assert seen == [1]
+    assert sorted(seen) == [1, 2]
     assert module.__loader__ is module.__spec__.loader is module.spec_loader
     assert type(module.__loader__).__module__ == "_frozen_importlib_external"
     assert module.__file__ == str(module_path)
@@ -50,14 +51,6 @@ def test_after_the_import(module_path: Path) -> None:
     after_import(NAME, seen.append)
     assert seen == [sys.modules[NAME]]
     assert sys.meta_path == finders
-
-
-def test_several(module_path: Path) -> None:
-    seen: list[str] = []
-    after_import(NAME, lambda module: seen.append("first"))
-    after_import(NAME, lambda module: seen.append("second"))
-    importlib.import_module(NAME)
-    assert sorted(seen) == ["first", "second"]
 
 
 def test_looking_for_the_module_is_no_import(module_path: Path) -> None:
@@ -82,19 +75,8 @@ def test_a_module_that_fails_at_first(module_path: Path) -> None:
     assert len(seen) == 1
 
 
-def test_a_module_that_is_not_there(module_path: Path) -> None:
-    after_import("no_such_module_anywhere", lambda module: None)
-    assert find_spec("no_such_module_anywhere") is None
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
-        importlib.import_module("no_such_module_anywhere")
-
-
 def _run(programs: Programs, folder: Path, *lines: str) -> None:
     programs.run("\n".join(lines), folder)
-
-
-def test_shardopt_imports_no_deepspeed(programs: Programs, tmp_path: Path) -> None:
-    _run(programs, tmp_path, "import sys, shardopt, shardopt.checkpoint", "assert 'deepspeed' not in sys.modules")
 
 
 #: A world of one rank with a wrapped model; FSDP1 needs a process group, and says on one rank that it shards nothing.
@@ -110,10 +92,6 @@ STEP = (
     "model(torch.ones(2, 64)).sum().backward()",
     "optimizer.step()",
 )
-
-
-def test_fsdp1_before_shardopt(programs: Programs, tmp_path: Path) -> None:
-    _run(programs, tmp_path, "import torch.distributed.fsdp", "import shardopt", *WRAP, *STEP)
 
 
 def test_fsdp1_after_shardopt(tmp_path: Path) -> None:
@@ -175,10 +153,12 @@ def write_accelerate(folder: Path, text: str) -> None:
     (folder / "accelerate" / "accelerator.py").write_text(text)
 
 
-@pytest.mark.parametrize("order", [("shardopt", "accelerate.accelerator"), ("accelerate.accelerator", "shardopt")])
 @pytest.mark.parametrize(
-    ("text", "replaced"),
-    [(ACCELERATOR, "'DeepSpeedCPUAdam'"), ("def prepare(optimizer):\n    return optimizer\n", "theirs")],
+    ("order", "text", "replaced"),
+    [
+        (("shardopt", "accelerate.accelerator"), ACCELERATOR, "'DeepSpeedCPUAdam'"),
+        (("accelerate.accelerator", "shardopt"), "def prepare(optimizer):\n    return optimizer\n", "theirs"),
+    ],
 )
 def test_accelerate_keeps_our_optimizers(
     programs: Programs, order: tuple[str, str], text: str, replaced: str, tmp_path: Path
@@ -212,14 +192,7 @@ class Trainer:
 """
 
 #: By what SHARDOPT_HOOKS says, the packages that importing shardopt changes.
-SETTINGS = {
-    None: "accelerate,deepspeed,torch,transformers",
-    "": "accelerate,deepspeed,torch,transformers",
-    "0": "",
-    "deepspeed": "deepspeed",
-    "torch, accelerate": "accelerate,torch",
-    "transformers": "transformers",
-}
+SETTINGS = {None: "accelerate,deepspeed,torch,transformers", "0": "", "torch, accelerate": "accelerate,torch"}
 
 #: Prints them: those imported before it, then those imported after it. Each setting has a process, forked before.
 CHANGED_PACKAGES = """
@@ -269,7 +242,7 @@ def test_settings(is_first: bool, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-len(SETTINGS) :] == list(SETTINGS.values())
 
 
-@pytest.mark.parametrize("setting", ["1", "deepsped", "torch,,accelerate", "0,torch"])
+@pytest.mark.parametrize("setting", ["1", "torch,,accelerate", "0,torch"])
 def test_unknown_setting(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDOPT_HOOKS", setting)
     expected = f"got '{setting}', expected 0 for no hooks, or some of {', '.join(PACKAGES)}, .*; unset it for all"

@@ -249,30 +249,19 @@ GOOD = {
     ("name", "text"),
     [
         ("shardopt/kernels/a.py", "from shardopt.codec import Codec\n"),
-        ("shardopt/kernels/a.py", "from shardopt import codec\n"),
         ("shardopt/kernels/a.py", "from ..codec import base\n"),
         ("shardopt/kernels/a.py", "def f():\n    import shardopt.optim.adam as x\n"),
-        ("shardopt/layout/a.py", "from shardopt.sharding import dtensor\n"),
         ("shardopt/optim/a.py", "import shardopt\n"),
         ("shardopt/optim/a.py", "if TYPE_CHECKING:\n    from torch.distributed.tensor import DTensor\n"),
-        ("shardopt/optim/a.py", "import torch\nx = torch.distributed.get_rank()\n"),
         ("shardopt/layout/a.py", "from torch import distributed as dist\n"),
         ("shardopt/codec/a.py", "import deepspeed\n"),
         ("shardopt/checkpoint/a.py", "import lm.model\n"),
         ("shardopt/checkpoint/a.py", "def f():\n    from shardopt.sharding.deepspeed.engine import opened\n"),
-        ("shardopt/checkpoint/a.py", "from deepspeed import zero\n"),
-        ("shardopt/estimate/a.py", "from train import main\n"),
-        ("shardopt/estimate/a.py", "from shardopt import __main__\n"),
         ("csrc/codecs/a.h", '#include "rules/b.h"\n'),
-        ("csrc/rules/a.h", '#  include "codecs/b.h"\n'),
-        ("csrc/core/a.h", '#include "codecs/b.h"\n'),
         ("csrc/rules/a.h", '#include "step/cpu.h"\n'),
         ("csrc/bindings.cpp", "#include <torch/extension.h>\n"),
-        ("csrc/step/x.cu", "#include <ATen/ATen.h>\n"),
         ("csrc/step/x.cpp", "#include <pybind11/pybind11.h>\n"),
-        ("csrc/norm/x.cpp", '#include "inputs.h"\n'),
         ("shardopt/optim/long.py", "x = 1\n" * (MAX_LINES + 1)),
-        ("csrc/step/long.cu", "\n" * (MAX_LINES + 1)),
     ],
 )
 def test_the_checks_find_faults(tmp_path: Path, name: str, text: str) -> None:
@@ -283,52 +272,22 @@ def test_the_checks_find_faults(tmp_path: Path, name: str, text: str) -> None:
     assert Path(name).stem in fault
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (
-            {"shardopt/optim/base.py": "from shardopt.optim.adam import Adam\n"},
-            "shardopt.optim.adam imports shardopt.optim.base imports shardopt.optim.adam",
-        ),
-        (
-            {"shardopt/optim/base.py": "def f():\n    from . import adam\n"},
-            "shardopt.optim.adam imports shardopt.optim.base imports shardopt.optim.adam",
-        ),
-        (
-            {
-                "shardopt/optim/__init__.py": "from .base import Base\n",
-                "shardopt/optim/base.py": "from . import Adam\n",
-            },
-            "shardopt.optim imports shardopt.optim.base imports shardopt.optim",
-        ),
-        (
-            {
-                "shardopt/codec/log8.py": "import shardopt.codec.base\n",
-                "shardopt/codec/base.py": "from shardopt.codec import bf16\n",
-                "shardopt/codec/bf16.py": "if TYPE_CHECKING:\n    from . import log8\n",
-            },
-            "shardopt.codec.base imports shardopt.codec.bf16 imports shardopt.codec.log8 imports shardopt.codec.base",
-        ),
-        (
-            {"launch/lm/model.py": "from lm import data\n", "launch/lm/data.py": "from lm.model import Model\n"},
-            "launch.lm.data imports launch.lm.model imports launch.lm.data",
-        ),
-        (
-            {"launch/lm/model.py": "import train\n"},
-            "launch.lm.model imports launch.train imports launch.lm.model",
-        ),
-    ],
-)
-def test_circles_are_found(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+#: A circle of two files by an import in a function, one of three by types, and one of launch.
+CIRCLES = {
+    "shardopt/optim/base.py": "def f():\n    from . import adam\n",
+    "shardopt/codec/log8.py": "import shardopt.codec.base\n",
+    "shardopt/codec/base.py": "from shardopt.codec import bf16\n",
+    "shardopt/codec/bf16.py": "if TYPE_CHECKING:\n    from . import log8\n",
+    "launch/lm/model.py": "import train\n",
+}
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
     write(tmp_path, {**GOOD, "shardopt/optim/base.py": "class Base: ...\n"})
     assert circles(import_graph(tmp_path)) == []
-    write(tmp_path, files)
-    assert circles(import_graph(tmp_path)) == [expected]
-
-
-def test_each_circle_is_found(tmp_path: Path) -> None:
-    files = {
-        f"shardopt/optim/{name}.py": f"from shardopt.optim import {other}\n" for name, other in ("ab", "ba", "cd", "dc")
-    }
-    write(tmp_path, {**GOOD, "shardopt/optim/base.py": "", **files})
-    assert len(circles(import_graph(tmp_path))) == 2
+    write(tmp_path, CIRCLES)
+    assert sorted(circles(import_graph(tmp_path))) == [
+        "launch.lm.model imports launch.train imports launch.lm.model",
+        "shardopt.codec.base imports shardopt.codec.bf16 imports shardopt.codec.log8 imports shardopt.codec.base",
+        "shardopt.optim.adam imports shardopt.optim.base imports shardopt.optim.adam",
+    ]

@@ -68,9 +68,9 @@ def test_first_screen_says_what_it_is() -> None:
         assert needed in first
 
 
-def test_the_tests_that_clients_md_names_exist() -> None:
+def test_the_tests_that_the_table_of_clients_names_exist() -> None:
     """Each row of the table of frameworks and modes names a test, or says why there is none."""
-    table = (ROOT / "docs" / "clients.md").read_text().partition("\n| client | mode |")[2]
+    table = (ROOT / "tests" / "clients" / "README.md").read_text().partition("\n| client | mode |")[2]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 15
     for row in rows:

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardopt
 from shardopt.optim import Muon
-from shardopt.removed import NAMES, OPTIONS
+from shardopt.removed import NAMES, OF_QUANTIZE_STATE, OPTIONS
 
 #: As earlier versions saved them in param groups, some with other values than the default.
 SAVED: dict[str, Any] = {
@@ -55,6 +55,14 @@ def test_options(name: str) -> None:
     assert str(argument.value).endswith(said)
     assert str(option.value).endswith(said)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", OF_QUANTIZE_STATE)
+def test_options_of_quantize_state(name: str) -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises(TypeError) as raised:
+        shardopt.quantize_state(torch.optim.AdamW(model.parameters()), **{name: "state"})
+    assert str(raised.value).endswith(f"; {name} was removed: {OF_QUANTIZE_STATE[name]}")
 
 
 def test_old_state_loads(tmp_path: Path) -> None:

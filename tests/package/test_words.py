@@ -75,31 +75,16 @@ def test_no_sentence_begins_with_a_pronoun(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("kind", "source", "count"),
     [
-        '"""What a step needs."""',
-        'def f():\n    """Takes one.\n\n    It is small.\n    """',
-        "x = 1\n# Those of others\n",
+        (".py", '"""What a step needs."""', 1),
+        (".py", 'def f():\n    """Takes one.\n\n    It is small.\n    """', 1),
+        (".py", "x = 1\n# Those of others\n", 1),
+        (".h", "int x = 0;  // rows\n// Those of others.\n", 1),
+        (".h", 'auto url = "https://host";  // It is read first.\n', 1),
+        (".h", "/* Takes one.\n * Its size is n. */\n", 1),
+        (".h", 'auto text = "// It is a text";\n// Takes rows\n// It has given back.\nauto It = 1;  // a number\n', 0),
     ],
 )
-def test_riddles_are_found(source: str) -> None:
-    assert len(riddles(texts(source))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "// What a step needs.\nint x;\n",
-        "int x = 0;  // rows\n// Those of others.\n",
-        'auto url = "https://host";  // It is read first.\n',
-        "// Takes one block, or\n// several.\n// The same of rows.\n",
-        "/* Takes one.\n * Its size is n. */\n",
-    ],
-)
-def test_riddles_in_cpp_are_found(source: str) -> None:
-    assert len(riddles(comments(source))) == 1
-
-
-def test_strings_and_code_in_cpp_are_no_sentences() -> None:
-    source = 'auto text = "// It is a text";\n// Takes rows\n// It has given back.\nauto It = 1;  // a number\n'
-    assert riddles(comments(source)) == []
+def test_riddles_are_found(kind: str, source: str, count: int) -> None:
+    assert len(riddles(READERS[kind](source))) == count

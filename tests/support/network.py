@@ -48,10 +48,6 @@ class Node(NamedTuple):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def unplug(self) -> None:
-        """Takes the cable out: nothing arrives any more, and nobody is told."""
-        _ip("-n", self.namespace, "link", "set", self.interface, "down")
-
 
 def why_not() -> str | None:
     """Why there can be no such nodes here, or None."""

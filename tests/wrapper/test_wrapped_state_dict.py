@@ -15,10 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 import shardopt
 from shardopt import quantize_state
-from shardopt.codec import CODECS
 from wrapped import AdamW, Custom, bits, parameters, quietly, same, trained, trained_adamw
-
-BLOCKWISE = [name for name, codec in CODECS.items() if codec.blockwise and not codec.shared]
 
 
 def test_round_trip() -> None:
@@ -34,16 +31,8 @@ def test_round_trip() -> None:
     for run, own_params in ((optimizer, params), (again, others)):
         trained(run, own_params, range(4, 7))
     assert same(bits(others, again), bits(params, optimizer))
-
-
-def test_to_the_bare_optimizer_and_back() -> None:
-    (_, optimizer), others = trained_adamw(), parameters()
-    bare = AdamW(others)
-    bare.load_state_dict(optimizer.state_dict(dequantize=True))
-    trained(bare, others, range(1))
-    back = quantize_state(AdamW(parameters()))
-    back.load_state_dict(optimizer.state_dict(dequantize=True))
-    assert same(bits([], back), bits([], optimizer))
+    again.load_state_dict(optimizer.state_dict(dequantize=True))
+    assert same(bits([], again), bits([], optimizer))
 
 
 def test_another_format() -> None:
@@ -71,24 +60,13 @@ Damage = Callable[[dict[str, Any]], Any]
 
 
 def changed(**entries: Any) -> Damage:
-    """Damages entries of parameter 0."""
-    return lambda saved: {**saved, "state": {**saved["state"], 0: {**saved["state"][0], **entries}}}
+    """Changes entries of parameter 0; None removes one."""
 
+    def change(saved: dict[str, Any]) -> dict[str, Any]:
+        new = {key: x for key, x in {**saved["state"][0], **entries}.items() if x is not None}
+        return {**saved, "state": {**saved["state"], 0: new}}
 
-def without(entry: str) -> Damage:
-    """Removes an entry of parameter 0."""
-    return lambda saved: {
-        **saved,
-        "state": {**saved["state"], 0: {key: x for key, x in saved["state"][0].items() if key != entry}},
-    }
-
-
-def of_parameter_0(entries: Any) -> Damage:
-    return lambda saved: {**saved, "state": {**saved["state"], 0: entries}}
-
-
-def unsigned(signs: Any) -> Damage:
-    return lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "unsigned": signs}]}
+    return change
 
 
 @pytest.mark.parametrize(
@@ -97,17 +75,13 @@ def unsigned(signs: Any) -> Damage:
         (changed(exp_avg_codes=torch.zeros(3, 3, dtype=torch.uint8)), "exp_avg_codes"),
         (changed(exp_avg_codes=torch.zeros(64, 128)), "exp_avg_codes of torch.float32"),
         (changed(exp_avg_scales=torch.full((64, 1), torch.nan)), "exp_avg_scales"),
-        (without("exp_avg_codes"), "got state with .*, expected .*exp_avg_codes"),
-        (without("exp_avg_scales"), "got state with .*, expected .*exp_avg_scales"),
-        (of_parameter_0(3), "expected a dict of entries by name"),
-        (of_parameter_0({3: torch.zeros(1)}), "expected a dict of entries by name"),
-        (unsigned(None), "got state saved with unsigned="),
-        (unsigned(3), "got state saved with unsigned="),
-        (unsigned([3]), "got state saved with unsigned="),
+        (changed(exp_avg_codes=None), "got state with .*, expected .*exp_avg_codes"),
+        (lambda saved: {**saved, "state": {0: 3}}, "expected a dict of entries by name"),
+        (
+            lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "unsigned": [3]}]},
+            "got state saved with unsigned=",
+        ),
         (lambda saved: {}, "load what"),
-        (lambda saved: {"state": {}}, "load what"),
-        (lambda saved: {"param_groups": 3, "state": {}}, "load what"),
-        (lambda saved: {"param_groups": [{}]}, "load what"),
         (lambda saved: None, "load what"),
     ],
 )
@@ -117,17 +91,6 @@ def test_damaged_state_dicts_are_refused_and_change_nothing(damage: Damage, mess
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(damage(optimizer.state_dict()))
     assert same(bits([], optimizer), before)
-
-
-def test_hooks() -> None:
-    _, optimizer = trained_adamw()
-    seen: list[Any] = []
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append(o))
-    optimizer.register_state_dict_post_hook(lambda o, d: {**d, "more": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(d["more"]))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [optimizer, 1, "loaded"]
 
 
 def test_a_stable_embedding_keeps_its_floats_alone() -> None:
@@ -156,19 +119,18 @@ def test_a_stable_embedding_keeps_its_floats_alone() -> None:
     assert same(bits(others, again), bits(params, optimizer))
 
 
-@pytest.mark.parametrize("codec", BLOCKWISE)
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(("squares",), ()), ((), ("squares", "moment"))])
-def test_other_signs(codec: str, saved_as: tuple[str, ...], loaded_as: tuple[str, ...]) -> None:
+def test_other_signs(saved_as: tuple[str, ...], loaded_as: tuple[str, ...]) -> None:
     """A state dict with other signs is refused: with most codecs, signed and unsigned codes differ in values alone."""
     params = parameters()
-    saved = trained(quietly(Custom(params), codec=codec, unsigned=saved_as), params).state_dict()
-    again = quietly(Custom(parameters()), codec=codec, unsigned=loaded_as)
+    saved = trained(quietly(Custom(params), unsigned=saved_as), params).state_dict()
+    again = quietly(Custom(parameters()), unsigned=loaded_as)
     with pytest.raises(
-        ValueError, match=r"got (squares|moment) saved as .*signed, expected .*signed; pass .* unsigned="
+        ValueError, match=r"saved with (squares|moment)='(un)?signed', expected '(un)?signed'; pass .* the options"
     ):
         again.load_state_dict(saved)
     assert not again.state
-    again = quietly(Custom(parameters()), codec=codec, unsigned=[*saved_as, "of_no_entry"])
+    again = quietly(Custom(parameters()), unsigned=[*saved_as, "of_no_entry"])
     again.load_state_dict(saved)
 
 
@@ -190,7 +152,7 @@ def test_state_dicts_share_no_memory() -> None:
     assert same(bits([], bare), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, 3])
 def test_a_damaged_dtype(dtype: Any) -> None:
     params = parameters(torch.bfloat16)
     optimizer = trained(quietly(Custom(params)), params)

@@ -148,7 +148,7 @@ def assembled(
         optimizer: this rank's.
         held: this rank's piece of each parameter, with the param group of its tensor, if the optimizer has that here.
     """
-    options = optimizer._entries.options if isinstance(optimizer, QuantizedState) else {}
+    options = optimizer._internals.options if isinstance(optimizer, QuantizedState) else {}
     own: dict[str, StateDict] = {}
     places: dict[str, tuple[int, int]] = {}
     sizes: dict[str, int] = {}
