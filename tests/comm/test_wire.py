@@ -112,7 +112,8 @@ def _check_sums(terms: Tensor, first: int, begin: int) -> None:
         assert len(run) == 1 << level
         assert_same_bits(torch.zeros(70) if actual is None else actual + 0.0, expected + 0.0)
     for dtype, divisor, size in zip(DTYPES, (12, 8, 1), (70, 70, 64), strict=True):
-        mean, copied = torch.empty(size, dtype=dtype), Counter.of_parts([(counter, slice(0, 70))])
+        mean, copied = torch.empty(size, dtype=dtype), Counter()
+        copied.join([(counter, slice(0, 70))])
         copied.finish(mean, divisor)
         assert_same_bits(mean, reference.mean(wanted, divisor).to(dtype)[:size])
 
