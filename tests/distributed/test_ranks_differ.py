@@ -89,13 +89,8 @@ _WAYS = [
     ("ddp", "muon"),
 ]
 #: An optimizer's order is that of its first step.
-_ALL = [
-    (*way, *option, first)
-    for way in _WAYS
-    for option in _OPTIONS
-    for first in (0, 2)
-    if option[0] != "order" or not first
-]
+_ALL = [(*way, *option, first) for way in _WAYS for option in _OPTIONS for first in (0, 2)]
+_ALL = [case for case in _ALL if case[2] != "order" or case[4] == 0]
 
 
 @pytest.mark.parametrize(("way", "rule", "option", "value", "first"), [*_ALL[::4], *slow(_ALL, besides=_ALL[::4])])
