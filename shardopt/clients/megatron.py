@@ -92,6 +92,16 @@ def _check(wrapper: Any) -> None:
         raise ValueError("got an optimizer that has state already, expected a new one; replace its Adam before steps")
 
 
+def _by_adam(name: str, *, loads: bool = False) -> Any:
+    """Megatron's method of that name, which sees Adam's float32 moments."""
+
+    def method(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._as_adam(loads=loads):
+            return getattr(_theirs.DistributedOptimizer, name)(self, *args, **kwargs)
+
+    return method
+
+
 class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     """Megatron's DistributedOptimizer around one of shardopt's optimizers; :func:`replace_adam` makes it.
 
@@ -125,10 +135,8 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     def _check_rule(self, is_alone: bool) -> None:
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
-        name, is_whole = (
-            type(self.optimizer).__name__,
-            dist.get_world_size(self.data_parallel_group) == dist.get_world_size(),
-        )
+        name = type(self.optimizer).__name__
+        is_whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
         if not is_whole and any(rule.sums or rule.orthogonalized is not None for rule in rules):
             raise ValueError(
                 f"got {name}, which needs whole parameters, with tensor, pipeline or expert parallelism, expected data "
@@ -153,30 +161,11 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         """The moments in Megatron's checkpoints."""
         return _MOMENTS
 
-    def state_dict(self) -> Any:
-        """See Megatron's method."""
-        with self._as_adam():
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """See Megatron's method."""
-        with self._as_adam(loads=True):
-            super().load_state_dict(state_dict)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See Megatron's method."""
-        with self._as_adam():
-            return super().sharded_state_dict(*args, **kwargs)
-
-    def save_parameter_state(self, filename: str) -> None:
-        """See Megatron's method."""
-        with self._as_adam():
-            super().save_parameter_state(filename)
-
-    def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
-        """See Megatron's method."""
-        with self._as_adam(loads=True):
-            super().load_parameter_state(*args, **kwargs)
+    state_dict = _by_adam("state_dict")
+    load_state_dict = _by_adam("load_state_dict", loads=True)
+    sharded_state_dict = _by_adam("sharded_state_dict")
+    save_parameter_state = _by_adam("save_parameter_state")
+    load_parameter_state = _by_adam("load_parameter_state", loads=True)
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         (tensor,) = (held[model_param] for held in self._held if model_param in held)
@@ -188,11 +177,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _as_adam(self, *, loads: bool = False) -> Iterator[None]:
-        """Inside, Megatron's methods see an optimizer with this rank's ranges and Adam's float32 moments of them.
-
-        Args:
-            loads: whether to encode the moments afterwards.
-        """
+        """Inside, Megatron's methods see this rank's ranges and float32 moments, which are encoded after a load."""
         ours = self.optimizer
         if isinstance(ours, _Decoded):  # inside of another of these methods
             yield
@@ -313,12 +298,8 @@ def stepped_by_group(
 ) -> list[dict[Tensor, Tensor]]:
     """Per param group, the tensors that an optimizer on this rank has, by the model's parameters; assigns their shards.
 
-    All ranks of ``group`` must call this, and get the same parameters in the same order.
-
-    Args:
-        shards: this rank's ranges, of the same parameters in the same order on all ranks.
-        held: per param group, the tensors with elements on this rank, by the model's parameters.
-        group: the ranks that hold the ranges.
+    All ranks of ``group`` must call this, with ``shards`` of the same parameters in the same order. ``held`` are the
+    tensors with elements on this rank.
     """
     numbers = {param: number for number, param in enumerate(shards)}
     known = {numbers[param]: index for index, params in enumerate(held) for param in params}
@@ -339,12 +320,7 @@ def stepped_by_group(
 
 
 def adopt(chunks: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Lets checkpoints find the optimizers of a model by its chunks, or by the models in Megatron's wrappers.
-
-    Args:
-        chunks: Megatron's model chunks.
-        optimizers: Megatron's optimizer, and the DistributedOptimizers in it.
-    """
+    """Lets checkpoints find the optimizers of a model by its chunks, or by the models in Megatron's wrappers."""
     for chunk in chunks:
         for model in _unwrapped(chunk):
             _optimizers[model] = tuple(weakref.ref(optimizer) for optimizer in dict.fromkeys(optimizers))

@@ -67,11 +67,7 @@ def is_known(version: str) -> bool:
 
 
 def add_names(training_args: ModuleType) -> None:
-    """Adds our names to the enumeration; does nothing in an unknown version.
-
-    Args:
-        training_args: ``transformers.training_args``.
-    """
+    """Adds our names to the enumeration of ``transformers.training_args``; does nothing in an unknown version."""
     if not is_known(installed_version() or ""):
         return
     names = training_args.OptimizerNames
@@ -87,11 +83,7 @@ def add_names(training_args: ModuleType) -> None:
 
 
 def find_by_name(trainer: ModuleType) -> None:
-    """Makes Trainer find our classes by their names; does nothing in an unknown version.
-
-    Args:
-        trainer: ``transformers.trainer``.
-    """
+    """Makes the Trainer of ``transformers.trainer`` find our classes by their names, in a known version."""
     if not is_known(installed_version() or ""):
         return
     of_others = trainer.Trainer.get_optimizer_cls_and_kwargs
@@ -129,11 +121,7 @@ def parse_options(text: str | None) -> dict[str, Any]:
 
 
 def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str, Any]:
-    """The arguments of an optimizer by TrainingArguments; options in ``optim_args`` have priority.
-
-    Raises:
-        ValueError: ``optim_args`` has a part that is not ``name=value``, or ``weight_decay``; or Muon has no model.
-    """
+    """The arguments of an optimizer by TrainingArguments; options in ``optim_args`` have priority."""
     given = parse_options(args.optim_args)
     if "weight_decay" in given:
         raise ValueError(

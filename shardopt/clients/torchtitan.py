@@ -17,16 +17,11 @@ from torchtitan.components import optimizer as _theirs
 import shardopt
 from shardopt.optim import ShardedOptimizer
 
+#: torchtitan selects optimizers by the type of their config, not by name (after 0.3).
 SELECTS_BY_CONFIG = hasattr(_theirs, "BaseOptimizer")
-"""torchtitan selects optimizers by the type of their config, not by name (after 0.3)."""
 
 
 def _optimizer_class(name: str) -> type[ShardedOptimizer]:
-    """The optimizer of shardopt with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
     value = getattr(shardopt, name, None)
     if isinstance(value, type) and issubclass(value, ShardedOptimizer):
         return value
@@ -131,19 +126,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """:func:`shardopt.clip_grad_norm_` for torchtitan's trainer, in place of torchtitan's own function.
 
-    Usage, before training: ``torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_``.
-
-    Args:
-        parameters: see :func:`shardopt.clip_grad_norm_`.
-        max_norm: see :func:`shardopt.clip_grad_norm_`.
-        norm_type: see :func:`shardopt.clip_grad_norm_`.
-        error_if_nonfinite: see :func:`shardopt.clip_grad_norm_`.
-        foreach: ignored.
-        pp_mesh: must be None: no pipeline parallelism.
-        ep_enabled: ignored: experts are counted by their meshes.
-
-    Returns:
-        The norm: float32, 0-d.
+    Usage, before training: ``torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_``. ``foreach`` is ignored,
+    and so is ``ep_enabled``: experts are counted by their meshes.
 
     Raises:
         ValueError: ``pp_mesh`` is not None: the stages of a pipeline have other parameters on each rank.

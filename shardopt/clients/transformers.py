@@ -58,26 +58,16 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
                 "TrainingArguments(save_only_model=True)"
             )
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: Any,
-        control: Any,
-        *,
-        model: Module,
-        optimizer: Optimizer,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Saves. All ranks call this.
 
         Raises:
             CheckpointError: see :func:`shardopt.checkpoint.save`.
         """
-        folder = _folder(args, state)
-        stateful = _stateful(optimizer, lr_scheduler)
+        folder, model, lr_scheduler = _folder(args, state), kwargs["model"], kwargs["lr_scheduler"]
+        stateful = _stateful(kwargs["optimizer"], lr_scheduler)
         extra: dict[str, Any] = {name: _saved(value) for name, value in stateful.items()}
-        checkpoint.save(folder / FOLDER, model, optimizer, **extra)
+        checkpoint.save(folder / FOLDER, model, kwargs["optimizer"], **extra)
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
             save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
@@ -86,17 +76,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
         torch.save(_random_state(), folder / name)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: Any,
-        control: Any,
-        *,
-        model: Module,
-        optimizer: Optimizer,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Loads if the training is resumed. All ranks call this.
 
         Raises:
@@ -111,8 +91,8 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         if not state.global_step or _by_deepspeed():  # see _load_deepspeed
             return
         folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)
-        loaded = checkpoint.load(folder / FOLDER, model, optimizer)
-        for name, stateful in _stateful(optimizer, lr_scheduler).items():
+        loaded = checkpoint.load(folder / FOLDER, kwargs["model"], kwargs["optimizer"])
+        for name, stateful in _stateful(kwargs["optimizer"], kwargs["lr_scheduler"]).items():
             if name in loaded.extra:
                 stateful.load_state_dict(loaded.extra[name])
 

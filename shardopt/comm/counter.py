@@ -17,9 +17,6 @@ class Counter:
     Two sums of 2^k terms, the first of which begins at a multiple of 2^(k+1), become one of 2^(k+1). None stands for
     zeros, which take no memory.
 
-    Args:
-        begin: the number of the first term.
-
     Attributes:
         next: the number of the next term.
         sums: (k, sum of 2^k terms in float32), the latest terms last.
@@ -28,6 +25,9 @@ class Counter:
     def __init__(self, begin: int = 0) -> None:
         self.next = begin
         self.sums: list[tuple[int, Tensor | None]] = []
+
+    def reset(self) -> None:
+        self.next, self.sums = 0, []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -53,9 +53,7 @@ class Counter:
     def finish(self, mean: Tensor, divisor: int) -> None:
         """Writes the sum of all terms, from the latest to the oldest, over the divisor, rounded once.
 
-        Args:
-            mean: as many elements as sums have, or the first few of them.
-            divisor: of the sum.
+        ``mean`` may have fewer elements than sums: it gets the first ones.
         """
         total = None
         while self.sums:
@@ -67,17 +65,14 @@ class Counter:
         over = torch.full((), divisor, dtype=torch.float32, device=total.device)
         mean.copy_(total.div_(over).add_(0.0)[: len(mean)])
 
-    @staticmethod
-    def of_parts(parts: Sequence[tuple[Counter, slice]]) -> Counter:
-        """A counter of terms that are made of parts of others' terms, which had as many."""
-        first = parts[0][0]
-        counter = Counter(first.next)
-        for i, (level, _) in enumerate(first.sums):
+    def join(self, parts: Sequence[tuple[Counter, slice]]) -> None:
+        """Takes over the terms of others, which have equally many: a part of each other's, one after another."""
+        self.next = parts[0][0].next
+        for i, (level, _) in enumerate(parts[0][0].sums):
             sums = [(other.sums[i][1], place) for other, place in parts]
             device = next((x.device for x, _ in sums if x is not None), None)
             zeros = [torch.zeros(p.stop - p.start, device=device) if x is None else x[p] for x, p in sums]
-            counter.sums.append((level, None if device is None else torch.cat(zeros)))
-        return counter
+            self.sums.append((level, None if device is None else torch.cat(zeros)))
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:

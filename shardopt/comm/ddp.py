@@ -1,11 +1,9 @@
-"""Ordered sums under DistributedDataParallel: a communication hook.
+"""Ordered sums under DistributedDataParallel: a communication hook."""
 
-Annotations here are classes, not strings: DistributedDataParallel compares those of a communication hook.
-"""
+from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,44 +12,29 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt.comm.counter import Counter
-from shardopt.comm.progress import Progress, rows_of
+from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Wire, WireFormat
+from shardopt.comm.wire import Wire, WireFormat, rows_of
 from shardopt.kernels.autograd import without_autograd
 
 #: all_gather_into_tensor, whose name warns since PyTorch 2.13.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class _Place(NamedTuple):
-    """Where a parameter is summed: the sums, the ids of their bucket's parameters, and its rows in their chunks."""
-
-    sums: Reduction
-    bucket: list[int]
-    rows: slice
-
-
 class DdpReducer:
-    """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter.
-
-    Args:
-        replica: the module, which has no communication hook yet.
-        progress: of the model.
-        wire: the format that gradients travel in.
-    """
+    """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         self._replica, self._progress, self._format = replica, progress, wire
         self._group = replica.process_group
-        self._of: dict[Tensor, _Place] = {}
+        self._of: dict[Tensor, tuple[Reduction, list[int], slice]] = {}  # sums, parameters' ids, rows in their chunks
         self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
         # Hooks that PyTorch's reducer reaches would keep the module alive for good if they held this. The module does.
         this = weakref.ref(self)
         for param in replica.parameters():
             if param.requires_grad:
-                param.register_hook(lambda _: _found(this)._begin())  # type: ignore[no-untyped-call]
-        replica.register_comm_hook(this, _reduce)
+                param.register_hook(lambda _: this()._begin())  # type: ignore
+        replica.register_comm_hook(this, lambda this, bucket: this().reduce(bucket))  # type: ignore
         progress.at_end.append(self._end)
 
     def _begin(self) -> None:
@@ -94,31 +77,30 @@ class DdpReducer:
         _all_gather(total, chunk, group=self._group)
         total = total.view(size, -1)
         for param, grad in grads.items():
-            rows = total[:, self._of[param].rows].reshape(-1)
+            rows = total[:, self._of[param][2]].reshape(-1)
             grad.copy_(rows[: grad.numel()].view_as(grad))
             if self._replica.find_unused_parameters:
                 self._means[param] = grad
 
     def _reduction_of(self, params: list[Tensor]) -> Reduction:
         """The sums of a bucket, which take over the earlier sums where DDP has formed other buckets."""
-        bucket, known = list(map(id, params)), self._of.get(params[0])
-        if known is not None and known.bucket == bucket:
-            return known.sums
-        size = self._group.size()
+        bucket, (known, of_known, _) = list(map(id, params)), self._of.get(params[0], (None, [], None))
+        if known is not None and of_known == bucket:
+            return known
         wholes = [rows_of(param.shape) for param in params]
-        parts = [(-(-rows // size), row_numel) for rows, row_numel in wholes]
+        parts = [(-(-rows // self._group.size()), row_numel) for rows, row_numel in wholes]
         sums = Reduction(self._progress, Wire(self._format, parts), self._group)
         if self._progress.first:
-            sums.counter = Counter.of_parts([(self._of[param].sums.counter, self._of[param].rows) for param in params])
+            sums.counter.join([(earlier.counter, rows) for earlier, _, rows in (self._of[param] for param in params)])
         start = 0
         for param, (rows, row_numel) in zip(params, parts, strict=True):
-            self._of[param] = _Place(sums, bucket, slice(start, start := start + rows * row_numel))
+            self._of[param] = sums, bucket, slice(start, start := start + rows * row_numel)
         return sums
 
     @without_autograd
     def _end(self) -> None:
         """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
-        is_behind = not self._of or any(place.sums.is_behind for place in self._of.values())
+        is_behind = not self._of or any(self._progress.is_behind(sums.counter) for sums, _, _ in self._of.values())
         if is_behind and self._progress.has_changed(self._replica.parameters()):
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
@@ -128,16 +110,6 @@ class DdpReducer:
             for param, mean in self._means.items():
                 if param.grad is not None:
                     param.grad.copy_(mean)
-
-
-def _found(reducer: weakref.ref[DdpReducer]) -> DdpReducer:
-    alive = reducer()
-    assert alive is not None
-    return alive
-
-
-def _reduce(reducer: weakref.ref[DdpReducer], bucket: GradBucket) -> Future[Tensor]:
-    return _found(reducer).reduce(bucket)
 
 
 @cache

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from shardopt.comm.progress import Progress, is_in_backward, rows_of
+from shardopt.comm.progress import Progress, is_in_backward
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Wire, WireFormat
+from shardopt.comm.wire import Wire, WireFormat, rows_of
 from shardopt.kernels.autograd import without_autograd
 
 if TYPE_CHECKING:
@@ -34,14 +34,7 @@ def mesh_of(group: Any) -> list[ProcessGroup]:
 
 
 class FsdpReducer:
-    """A module's reduce-scatter, which adds gradients up in the order of micro-batches.
-
-    Args:
-        name: of the module.
-        module: one that fully_shard made.
-        progress: of the model.
-        wire: the format that gradients travel in.
-    """
+    """The reduce-scatter of a module of fully_shard, which adds gradients up in the order of micro-batches."""
 
     def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
         self._name, self._progress, self._format = name, progress, wire
@@ -81,7 +74,7 @@ class FsdpReducer:
                     "the same ones in all of its passes; change requires_grad between steps only"
                 )
             self._sums, self._summed = self._new_sums(chunks.shape[1]), params
-        if not self._sums.is_behind:
+        if not self._progress.is_behind(self._sums.counter):
             raise RuntimeError(
                 f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
                 "of a module; call fully_shard on the module that uses this one several times, not on this one"
@@ -134,8 +127,8 @@ class FsdpReducer:
     @without_autograd
     def _end(self) -> None:
         """Writes the mean where the last pass had no gradient here."""
-        sums = self._sums
-        if sums is None or not (self._progress.is_last and sums.is_behind and sums.counter.tensors):
+        sums, progress = self._sums, self._progress
+        if sums is None or not (progress.is_last and progress.is_behind(sums.counter) and sums.counter.tensors):
             return
         out = self._like.new_empty(sums.wire.numel)
         sums.finish(out)

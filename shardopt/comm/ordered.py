@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
 from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, groups_of, mesh_of
-from shardopt.comm.plain import PlainReducer
 from shardopt.comm.progress import Progress, progress_of
+from shardopt.comm.reduction import PlainReducer
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
 
@@ -86,21 +86,20 @@ def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], list[DistributedData
 
     if any(base.__module__.partition(".")[0] == "deepspeed" for base in type(model).__mro__):
         raise TypeError(
-            "got a DeepSpeed engine, expected FSDP2, DistributedDataParallel or one process: ZeRO reduces gradients "
-            'itself; set "communication_data_type" or "zero_quantized_gradients" in its config, which keep the same '
-            "bits on one number of ranks alone"
+            "got a DeepSpeed engine, which reduces gradients itself, expected FSDP2, DistributedDataParallel or one "
+            'process; set "communication_data_type" in its config, for the same bits on one number of ranks alone'
         )
     modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise TypeError(
-            "got FSDP1 (FullyShardedDataParallel), expected FSDP2, DistributedDataParallel or one process: PyTorch "
-            "gives FSDP1 up for FSDP2, which ordered sums are built for; use fully_shard(model)"
+            "got FSDP1 (FullyShardedDataParallel), expected FSDP2, DistributedDataParallel or one process; use "
+            "fully_shard(model)"
         )
     sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if any(base.__name__ == "ReplicateModule" for module in sharded.values() for base in type(module).__mro__):
         raise TypeError(
-            "got replicate(), expected fully_shard() or DistributedDataParallel: replicate() all-reduces, and PyTorch "
-            "has no way to replace that; use DistributedDataParallel(model)"
+            "got replicate(), whose all-reduce cannot be replaced, expected fully_shard() or DistributedDataParallel; "
+            "use DistributedDataParallel(model)"
         )
     if sharded and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise RuntimeError(

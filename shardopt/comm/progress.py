@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +20,6 @@ from shardopt.report.memory import keepers_of_sums
 _Written = tuple[int, int]
 
 
-class Sums(Protocol):
-    """A :class:`shardopt.comm.reduction.Reduction`."""
-
-    counter: Counter
-
-    @property
-    def is_behind(self) -> bool: ...
-
-
 class Progress:
     """Counts the backward passes of a step.
 
@@ -39,7 +29,7 @@ class Progress:
         ranks: the number of ranks.
 
     Attributes:
-        reductions: the sums of all gradients, which their reducers keep alive.
+        counters: the sums of all gradients, which their reducers keep alive.
         at_end: called when a backward pass is over, and PyTorch has done with it.
     """
 
@@ -47,15 +37,14 @@ class Progress:
         self._params = {name: param for name, param in params if param.numel()}
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
-        self.reductions: weakref.WeakSet[Sums] = weakref.WeakSet()
+        self.counters: weakref.WeakSet[Counter] = weakref.WeakSet()
         self.at_end: list[Callable[[], object]] = []
         self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
         self._is_running = self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
         self._callback: Callable[[], object] = lambda: None  # a reference to what PyTorch holds until its end
-        self._left: dict[Parameter, _Written] = {}  # those with a gradient after the last pass
-        self._at_begin: dict[Parameter, _Written] = {}  # and before the running one
+        self._seen: dict[Parameter, _Written] = {}  # those with a gradient before the running pass, or after the last
         _all.add(self)
         keepers_of_sums.add(self)
 
@@ -89,7 +78,7 @@ class Progress:
                 return  # the running pass, or one within it
             self._fail()
         if self.done or self._has_failed:
-            if all(param.grad is None for param in self._left):
+            if self._is_thrown_away():
                 self._reset()
             elif self._has_failed:
                 raise RuntimeError(
@@ -117,7 +106,7 @@ class Progress:
                         "are in them; remove the hook"
                     )
         self._is_running, self._task = True, task
-        self._at_begin = self._with_gradient()
+        self._seen = self._with_gradient()
         end = partial(_queue, self._end)  # behind those of DDP and FSDP2
         self._callback = weakref.ref(end)
         _queue(end)
@@ -125,15 +114,15 @@ class Progress:
     def _end(self) -> None:
         if not self._is_running:
             return
-        if all(sums.is_behind for sums in self.reductions) and not self.has_changed(self._params.values()):
+        if all(map(self.is_behind, self.counters)) and not self.has_changed(self._params.values()):
             self._is_running = False  # nothing was accumulated, as by torch.autograd.grad
             return
         is_last = self.is_last
         try:
             for end in self.at_end:
                 end()
-            self._left = self._with_gradient()
-            if not self._left:
+            self._seen = self._with_gradient()
+            if not self._seen:
                 raise RuntimeError(
                     "got a backward pass without gradients in the parameters that ordered_gradients was given, "
                     "expected the model to have kept its parameters; call ordered_gradients after to_empty() and "
@@ -153,12 +142,12 @@ class Progress:
         return partial(self._after_last.remove, call)
 
     def _fail(self) -> None:
-        self._is_running, self._has_failed, self._left = False, True, self._with_gradient()
+        self._is_running, self._has_failed, self._seen = False, True, self._with_gradient()
 
     def has_changed(self, params: Iterable[Parameter]) -> bool:
         """Whether the running pass has written to a parameter's gradient."""
         now = self._with_gradient()
-        return any(now.get(param) != self._at_begin.get(param) for param in params)
+        return any(now.get(param) != self._seen.get(param) for param in params)
 
     def _with_gradient(self) -> dict[Parameter, _Written]:
         """The parameters that have a gradient, and when that was written last."""
@@ -171,12 +160,19 @@ class Progress:
         DDP moves views of its buckets without writing: a gradient at another address says nothing.
         """
         now = self._with_gradient()
-        return any(param in now and now[param][0] == at and now[param][1] != n for param, (at, n) in self._left.items())
+        return any(param in now and now[param][0] == at and now[param][1] != n for param, (at, n) in self._seen.items())
+
+    def _is_thrown_away(self) -> bool:
+        return all(param.grad is None for param in self._seen)
 
     def _reset(self) -> None:
-        self.done, self._has_failed, self._left = 0, False, {}
-        for sums in self.reductions:
-            sums.counter = Counter()
+        self.done, self._has_failed = 0, False
+        for counter in self.counters:
+            counter.reset()
+
+    def is_behind(self, counter: Counter) -> bool:
+        """Whether sums have nothing of the running pass."""
+        return counter.next <= self.first
 
     def has_any(self, params: Iterable[Tensor]) -> bool:
         ids = set(map(id, self._params.values()))
@@ -185,17 +181,16 @@ class Progress:
     def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
         """See :class:`shardopt.report.memory.KeepsSums`."""
         if any(id(param) in params for param in self._params.values()):
-            for sums in self.reductions:
-                yield from sums.counter.tensors
+            for counter in self.counters:
+                yield from counter.tensors
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
         self._notice_failure()
         if self.done in (0, self.passes) and not self._has_failed:
             return
-        if all(param.grad is None for param in self._left):
-            return  # thrown away
-        if self.has_any(param for group in optimizer.param_groups for param in group["params"]):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if not self._is_thrown_away() and self.has_any(params):
             raise RuntimeError(
                 f"got step() after {self.done} of {self.passes} backward passes, expected step() after all of its "
                 f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw their gradients away"
@@ -229,8 +224,3 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_check_step)
-
-
-def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's rows, and elements per row. A scalar is one row."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)

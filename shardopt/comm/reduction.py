@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
 from shardopt.comm.counter import Counter, levels_of
 from shardopt.comm.progress import Progress
-from shardopt.comm.wire import Wire
+from shardopt.comm.wire import Wire, WireFormat, rows_of
 from shardopt.kernels.autograd import without_autograd
 
 
@@ -27,21 +28,12 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        wire: Wire,
-        shards: ProcessGroup | None = None,
-        replicas: ProcessGroup | None = None,
+        self, progress: Progress, wire: Wire, shards: ProcessGroup | None = None, replicas: ProcessGroup | None = None
     ) -> None:
         self._progress, self.wire = progress, wire
         self._shards, self._replicas = shards, replicas
         self.counter = Counter()
-        progress.reductions.add(self)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether it has nothing of the running pass."""
-        return self.counter.next <= self._progress.first
+        progress.counters.add(self.counter)
 
     @without_autograd
     def push(self, chunks: Tensor, out: Tensor) -> None:
@@ -58,31 +50,29 @@ class Reduction:
         if self._shards is not None and self._shards.size() > 1:
             pieces = torch.empty_like(message)
             dist.all_to_all_single(pieces, message, group=self._shards)
-        terms = map(self.wire.decode, pieces)
         if self._replicas is None:
-            self.counter.push(terms)
+            self.counter.push(map(self.wire.decode, pieces))
         else:
-            for level, term in self._from_replicas(terms, len(pieces)):
-                self.counter.push([term], level)
+            self._push_replicas(pieces, self._replicas)
         if self._progress.is_last:
             self.finish(out)
         else:
             out.zero_()
 
-    def _from_replicas(self, terms: Iterable[Tensor], shards: int) -> Iterator[tuple[int, Tensor]]:
-        """Adds up this replica's micro-batches, exchanges parts of the sums; what it gets, with levels."""
-        assert self._replicas is not None
-        replicas, first = self._replicas.size(), self._progress.first
-        inner = Counter(first + self._replicas.rank() * shards)
-        inner.push(terms)
+    def _push_replicas(self, pieces: Tensor, group: ProcessGroup) -> None:
+        """Adds up this replica's micro-batches, exchanges parts of the sums with the other replicas, adds those."""
+        replicas, first = group.size(), self._progress.first
+        inner = Counter(first + group.rank() * len(pieces))
+        inner.push(map(self.wire.decode, pieces))
         own = -(-self.wire.numel // replicas)
         filling = own * replicas - self.wire.numel
         message = torch.stack([pad(x, (0, filling)).view(replicas, own) for x in inner.tensors], 1)
-        levels = [levels_of(first + replica * shards, shards) for replica in range(replicas)]
+        levels = [levels_of(first + replica * len(pieces), len(pieces)) for replica in range(replicas)]
         received = message.new_empty(sum(map(len, levels)), own)
         sent = [message.shape[1]] * replicas
-        dist.all_to_all_single(received, message.view(-1, own), list(map(len, levels)), sent, group=self._replicas)
-        return zip((level for of_replica in levels for level in of_replica), received, strict=True)
+        dist.all_to_all_single(received, message.view(-1, own), list(map(len, levels)), sent, group=group)
+        for level, term in zip(chain(*levels), received, strict=True):
+            self.counter.push([term], level)
 
     @without_autograd
     def finish(self, out: Tensor) -> None:
@@ -93,3 +83,36 @@ class Reduction:
             own = out.zero_()[self._replicas.rank() * size :][:size]
         self.counter.skip_to(self._progress.micro_batches)
         self.counter.finish(own, self._progress.micro_batches)
+
+
+class PlainReducer:
+    """Sums of the gradients of a module in one process, which are taken when a backward pass is over."""
+
+    def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
+        self._progress = progress
+        self._sums = {
+            param: Reduction(progress, Wire(wire, [rows_of(param.shape)]))
+            for param in model.parameters()
+            if param.numel()
+        }
+        self._hooked: set[Parameter] = set()
+        self._hook()
+        model.register_forward_pre_hook(lambda *_: self._hook())
+        progress.at_end.append(self._end)
+
+    def _hook(self) -> None:
+        """Has the gradients of all parameters begin a pass, of those that are no longer frozen, too."""
+        for param in self._sums:
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                param.register_hook(lambda _: self._progress.begin())  # type: ignore[no-untyped-call]
+
+    @without_autograd
+    def _end(self) -> None:
+        for param, reduction in self._sums.items():
+            grad = param.grad
+            if grad is not None:
+                flat = grad.reshape(1, -1)
+                reduction.push(flat, flat[0])
+                if flat.data_ptr() != grad.data_ptr():  # a copy, of strided memory
+                    grad.copy_(flat.view_as(grad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -16,18 +17,16 @@ WIRES: tuple[str, ...] = get_args(WireFormat)
 BLOCK = 128
 
 
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """A parameter's rows, and elements per row. A scalar is one row."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
 class Wire:
     """The messages of chunks, one for or from each rank, which hold rows of several parameters one after another.
 
-    An element's rounding depends on its row alone, so it is the same on any number of ranks. With ``"e4m3"``, rows
-    shorter than 128 elements travel in float32.
-
-    Args:
-        wire: the format.
-        parts: (rows, elements of a row) of each parameter in a chunk.
-
-    Attributes:
-        numel: elements of a chunk.
+    ``parts`` are (rows, elements of a row) of each parameter in a chunk. An element's rounding depends on its row
+    alone, so it is the same on any number of ranks. With ``"e4m3"``, rows shorter than 128 elements travel in float32.
     """
 
     def __init__(self, wire: WireFormat, parts: Sequence[tuple[int, int]]) -> None:
@@ -37,7 +36,7 @@ class Wire:
             4 * rows * row_numel if row_numel < BLOCK else rows * (row_numel + -(-row_numel // BLOCK))
             for rows, row_numel in parts
         ]
-        self.numel = sum(self._numels)
+        self.numel = sum(self._numels)  # of a chunk
 
     def encode(self, chunks: Tensor) -> Tensor:
         """The message of chunks of floats, (ranks, elements). For ``"fp32"`` these are ``chunks`` themselves."""

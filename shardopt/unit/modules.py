@@ -37,13 +37,7 @@ class Linear(_Split, nn.Linear):
     mup_types: ClassVar[Mapping[str, str]] = {"weight": "weight", "bias": "bias"}
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        *,
-        constrained: bool = True,
-        fp8: bool = False,
+        self, in_features: int, out_features: int, bias: bool = False, *, constrained: bool = True, fp8: bool = False
     ) -> None:
         super().__init__(in_features, out_features, bias)
         self.constrained = constrained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,44 +38,31 @@ def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: s
     assert client_ranks.run(2, accelerated, mode, tmp_path, "state", True) == [plain[0]] * 2
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2 sharded"])
-def test_fsdp2_loads_on_another_number_of_ranks(
-    client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path
-) -> None:
-    client_ranks.run(2, accelerated, mode, tmp_path)
-    assert client_ranks.run(1, accelerated, mode, tmp_path, "state", True) == [plain[0]]
+#: Mode on 2 ranks before, ranks and mode after, and what saves: "state" by Accelerate, "portable" by shardopt.
+LOADS: list[Any] = [
+    *((mode, 1, mode, "state") for mode in ("fsdp1", "fsdp2", "fsdp2 sharded")),
+    ("fsdp1", 4, "fsdp1", "state"),
+    *((before, *after, "portable") for before in ("fsdp1", "fsdp2") for after in ((1, "plain"), (2, "fsdp1"))),
+    *(
+        pytest.param(before, size, after, "portable", marks=needs("deepspeed"))
+        for before, size, after in (("zero2", 1, "zero2"), ("zero2 offload", 4, "zero2"), ("zero2", 2, "fsdp1"))
+    ),
+]
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_fsdp1_loads_on_another_number_of_ranks(
-    client_ranks: Pool, plain: tuple[dict[str, str], Path], world_size: int, tmp_path: Path
-) -> None:
-    client_ranks.run(2, accelerated, "fsdp1", tmp_path)
-    assert client_ranks.run(world_size, accelerated, "fsdp1", tmp_path, "state", True) == [plain[0]] * world_size
-
-
-@pytest.mark.parametrize(
-    ("before", "world_size", "after"),
-    [
-        *((before, *after) for before in ("fsdp1", "fsdp2") for after in ((1, "plain"), (2, "fsdp1"))),
-        *(
-            pytest.param(before, size, after, marks=needs("deepspeed"))
-            for before, size, after in (("zero2", 1, "zero2"), ("zero2 offload", 4, "zero2"), ("zero2", 2, "fsdp1"))
-        ),
-    ],
-)
-def test_portable_checkpoint(
+@pytest.mark.parametrize(("before", "world_size", "after", "way"), LOADS)
+def test_loads_elsewhere(
     client_ranks: Pool,
     plain: tuple[dict[str, str], Path],
     before: str,
     world_size: int,
     after: str,
+    way: str,
     tmp_path: Path,
 ) -> None:
-    """Prepared models and optimizers go to shardopt.checkpoint as they are, and load in any other mode."""
-    assert client_ranks.run(2, accelerated, before, tmp_path, "portable") == [plain[0]] * 2
-    found = client_ranks.run(world_size, accelerated, after, tmp_path, "portable", True)
-    assert found == [plain[0]] * world_size
+    """On another number of ranks; by shardopt.checkpoint, which takes what was prepared, in any other mode, too."""
+    assert client_ranks.run(2, accelerated, before, tmp_path, way) == [plain[0]] * 2
+    assert client_ranks.run(world_size, accelerated, after, tmp_path, way, True) == [plain[0]] * world_size
 
 
 @needs("deepspeed")
@@ -121,8 +109,10 @@ def fp16_steps(name: str, schedule_first: bool, max_norm: float | None) -> list[
     return found
 
 
-@pytest.mark.parametrize("schedule_first", [False, True])
-@pytest.mark.parametrize(("name", "max_norm"), [("AdamW8bit", None), ("Muon8bit", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "max_norm", "schedule_first"),
+    [("AdamW8bit", None, False), ("AdamW8bit", None, True), ("Muon8bit", 1.0, True)],
+)
 def test_skipped_steps_in_fp16(client_ranks: Pool, name: str, max_norm: float | None, schedule_first: bool) -> None:
     """Accelerate's schedule waits for a step that the loss scaler leaves out."""
     (found,) = client_ranks.run(1, fp16_steps, name, schedule_first, max_norm)

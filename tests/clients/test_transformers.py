@@ -81,61 +81,42 @@ def test_zero3_resumes_on_another_number_of_ranks(
     assert client_ranks.run(world_size, trained_portably, mode, tmp_path / "b", start) == found[:1] * world_size
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, "plain"), (2, "ddp")), ((2, "ddp"), (1, "plain"))])
-def test_ddp_resumes_on_another_number_of_ranks(
+#: Ranks and mode before, ranks and mode after, and whether by the portable checkpoint.
+RESUMES: list[Any] = [
+    *((1, "plain", 2, "ddp", portable) for portable in (False, True)),
+    *((2, "ddp", 1, "plain", portable) for portable in (False, True)),
+    *((2, mode, 1, mode, False) for mode in ("fsdp1", "fsdp2", "fsdp2 sharded")),
+    *((2, "fsdp1", 2, "fsdp1", True), (2, "fsdp1", 1, "fsdp1", True)),
+    *((2, "fsdp2", 1, "fsdp2", True), (2, "fsdp1", 2, "fsdp2", True)),
+    *(
+        pytest.param(2, before, size, after, True, marks=needs("deepspeed"))
+        for before, size, after in (
+            ("zero2", 1, "zero2"),
+            ("zero2 offload", 4, "zero2 offload"),
+            ("zero2 by name", 4, "zero2 by name"),
+            ("zero2", 1, "plain"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "before", "world_size", "after", "portable"), RESUMES)
+def test_resumes_elsewhere(
     client_ranks: Pool,
     plain: tuple[dict[str, str], Path],
-    before: tuple[int, str],
-    after: tuple[int, str],
+    ranks: int,
+    before: str,
+    world_size: int,
+    after: str,
+    portable: bool,
     tmp_path: Path,
 ) -> None:
-    """From Trainer's own checkpoint."""
-    client_ranks.run(before[0], trained, before[1], tmp_path)
-    found = client_ranks.run(after[0], trained, after[1], tmp_path, str(tmp_path / "checkpoint-3"))
-    assert found == [plain[0]] * after[0]
-
-
-@pytest.mark.parametrize("mode", ["fsdp1", "fsdp2", "fsdp2 sharded"])
-def test_fsdp_resumes_on_another_number_of_ranks(
-    client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: str, tmp_path: Path
-) -> None:
-    """From Trainer's own checkpoint."""
-    client_ranks.run(2, trained, mode, tmp_path)
-    assert client_ranks.run(1, trained, mode, tmp_path, str(tmp_path / "checkpoint-3")) == [plain[0]]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, "plain"), (2, "ddp")),
-        ((2, "ddp"), (1, "plain")),
-        ((2, "fsdp1"), (2, "fsdp1")),
-        ((2, "fsdp1"), (1, "fsdp1")),
-        ((2, "fsdp2"), (1, "fsdp2")),
-        ((2, "fsdp1"), (2, "fsdp2")),
-        *(
-            pytest.param((2, before), (size, after), marks=needs("deepspeed"))
-            for before, size, after in (
-                ("zero2", 1, "zero2"),
-                ("zero2 offload", 4, "zero2 offload"),
-                ("zero2 by name", 4, "zero2 by name"),
-                ("zero2", 1, "plain"),
-            )
-        ),
-    ],
-    ids=lambda run: f"{run[1]} on {run[0]}",
-)
-def test_resume_from_the_portable_checkpoint(
-    client_ranks: Pool,
-    plain: tuple[dict[str, str], Path],
-    before: tuple[int, str],
-    after: tuple[int, str],
-    tmp_path: Path,
-) -> None:
-    assert client_ranks.run(before[0], trained_portably, before[1], tmp_path / "a")[0] == plain[0]
+    """On another number of ranks or in another mode, from Trainer's own checkpoint or the portable one."""
+    run = trained_portably if portable else trained
+    assert client_ranks.run(ranks, run, before, tmp_path / "a")[0] == plain[0]
     start = str(tmp_path / "a" / "checkpoint-3")
-    found = client_ranks.run(after[0], trained_portably, after[1], tmp_path / "b", start, start)
-    assert found == [plain[0]] * after[0]
+    found = client_ranks.run(world_size, run, after, tmp_path / "b", start, *([start] if portable else []))
+    assert found == [plain[0]] * world_size
 
 
 def clipped(mode: str, output: Path) -> Any:
@@ -185,16 +166,14 @@ def trained_adapters(mode: str, output: Path, resume: str | None = None) -> Any:
 
 
 @needs("peft")
-@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "portable"),
     [
-        ((1, "plain"), (2, "ddp")),
-        ((2, "ddp"), (1, "plain")),
-        ((2, "fsdp2"), (1, "fsdp2")),
-        ((1, "fsdp2"), (2, "fsdp2")),
+        ((1, "plain"), (2, "ddp"), True),
+        ((2, "ddp"), (1, "plain"), False),
+        ((2, "fsdp2"), (1, "fsdp2"), True),
+        ((1, "fsdp2"), (2, "fsdp2"), False),
     ],
-    ids=lambda run: f"{run[1]} on {run[0]}",
 )
 def test_lora_resumes_on_another_number_of_ranks(
     client_ranks: Pool, before: tuple[int, str], after: tuple[int, str], portable: bool, tmp_path: Path
@@ -224,14 +203,23 @@ def trained_adapters_portably(output: Path, resume: str | None = None) -> Any:
     return trained_portably("ddp", output, resume, model=hugging_face.tiny_lora)
 
 
-def test_what_the_callback_refuses(client_ranks: Pool, tmp_path: Path) -> None:
-    assert "got save_only_model=False with PortableCheckpoint" in client_ranks.run(1, refused, tmp_path)[0]
+def refusals(output: Path, theirs: Path) -> None:
+    from transformers import TrainerState, TrainingArguments
 
+    from shardopt.clients.transformers import PortableCheckpoint
 
-def refused(output: Path) -> str:
-    with pytest.raises(ValueError, match="PortableCheckpoint") as caught:
+    with pytest.raises(ValueError, match="got save_only_model=False with PortableCheckpoint"):
         trained_portably("plain", output, save_only_model=False)
-    return str(caught.value)
+    state, given = TrainerState(is_hyper_param_search=True), dict.fromkeys(("model", "optimizer", "lr_scheduler"))
+    with pytest.raises(ValueError, match=r"hyper-parameter search.*leave the callback out"):
+        PortableCheckpoint().on_train_begin(TrainingArguments(use_cpu=True), state, None, **given)
+    with pytest.raises(CheckpointError, match="there is no such folder, expected one with a checkpoint of shardopt"):
+        trained_portably("plain", theirs, str(theirs / "checkpoint-3"))
+
+
+def test_what_the_callback_refuses(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    """Runs of a search have folders that callbacks are not told; a checkpoint of Trainer's alone has none of ours."""
+    client_ranks.run(1, refusals, tmp_path, plain[1])
 
 
 def milestones_are_left_out() -> None:
@@ -252,32 +240,3 @@ def milestones_are_left_out() -> None:
 def test_schedulers_with_milestones(client_ranks: Pool) -> None:
     """JSON would make text of their numbers; the constructor makes them again."""
     client_ranks.run(1, milestones_are_left_out)
-
-
-def searched() -> str:
-    from transformers import TrainerState, TrainingArguments
-
-    from shardopt.clients.transformers import PortableCheckpoint
-
-    state, given = TrainerState(is_hyper_param_search=True), dict.fromkeys(("model", "optimizer", "lr_scheduler"))
-    with pytest.raises(ValueError, match="hyper-parameter search") as caught:
-        PortableCheckpoint().on_train_begin(TrainingArguments(use_cpu=True), state, None, **given)
-    return str(caught.value)
-
-
-def test_hyper_parameter_search_is_refused(client_ranks: Pool) -> None:
-    """Runs of a search have folders that callbacks are not told."""
-    assert "leave the callback out" in client_ranks.run(1, searched)[0]
-
-
-def test_a_checkpoint_without_ours_is_refused(client_ranks: Pool, plain: tuple[dict[str, str], Path]) -> None:
-    assert (
-        "there is no such folder, expected one with a checkpoint of shardopt"
-        in client_ranks.run(1, resumed_from_theirs, plain[1])[0]
-    )
-
-
-def resumed_from_theirs(output: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        trained_portably("plain", output, str(output / "checkpoint-3"))
-    return str(caught.value)

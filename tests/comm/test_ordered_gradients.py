@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,37 +22,39 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from message_problem import assert_same_bits, bytes_sent
+from message_problem import DTYPES, assert_same_bits, numbers
 from ordered_problem import (
     MICRO_BATCHES,
     WAYS,
+    WIRES,
     backward,
     can_replace_reduce_scatter,
     gradients,
     loss_of,
     make_model,
-    needs_custom_reduce_scatter,
+    rounded,
     wanted_gradients,
     weights,
 )
 from ranks.layouts import mesh_of
 from ranks.models import loss_of as net_loss_of
 from ranks.models import make_batch, make_net
-from ranks.pool import Pool, RankFailure
-from shardopt.comm.wire import WIRES
+from ranks.pool import Pool
 
 
-def cases() -> list[tuple[str, int]]:
-    """Ways to wrap a model and numbers of ranks."""
-    found = [("plain", 1), ("hsdp", 4), ("hsdp of 3", 6), ("hsdp of 1", 1), ("hsdp of 1", 2)]
-    found += [(way, ranks) for way in ("ddp", "fsdp") for ranks in (1, 2, 3, 4)]
-    found += [(way, 2) for way in ("ddp views", "ddp unused", "ddp static", "fsdp kept", "fsdp whole", "fsdp offload")]
-    return [case for case in found if can_replace_reduce_scatter or not needs_custom_reduce_scatter(case[0])]
+def possible(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The cases whose way of wrapping this PyTorch allows: FSDP2 can be hooked from 2.9 on."""
+    return [case for case in cases if can_replace_reduce_scatter or "sdp" not in case[0]]
 
 
-def ordered(way: str, wire: str = "fp32") -> nn.Module:
+needs_fsdp2 = pytest.mark.skipif(not can_replace_reduce_scatter, reason="PyTorch's FSDP2 cannot be hooked before 2.9")
+takes_unused = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+ON_TWO = possible([("plain", 1), ("ddp", 2), ("fsdp", 2)])
+
+
+def ordered(way: str, wire: str = "fp32", micro_batches: int = MICRO_BATCHES) -> nn.Module:
     model = WAYS[way](make_model())
-    shardopt.comm.ordered_gradients(model, micro_batches=MICRO_BATCHES, wire=wire)  # type: ignore[arg-type]
+    shardopt.comm.ordered_gradients(model, micro_batches=micro_batches, wire=wire)  # type: ignore[arg-type]
     return model
 
 
@@ -63,93 +67,99 @@ def assert_same(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None
             assert_same_bits(tensor, wanted[name])
 
 
-def _sums(way: str, wire: str, steps: int = 3, leaves_out: tuple[int, ...] = (), **options: Any) -> None:
-    model = ordered(way, wire)
-    for step in range(steps):  # DDP arranges its buckets anew after the first pass
-        backward(model, step, leaves_out=leaves_out, **options)
-        assert_same(gradients(model), wanted_gradients(wire, step, leaves_out=leaves_out))  # type: ignore[arg-type]
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("way", "world_size"), cases())
-def test_gradients_are_as_defined(ranks: Pool, way: str, world_size: int, wire: str) -> None:
-    ranks.run(world_size, _sums, way, wire)
-
-
-needs_fsdp2 = pytest.mark.skipif(not can_replace_reduce_scatter, reason="PyTorch's FSDP2 cannot be hooked before 2.9")
-
-
-@needs_fsdp2
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_shards_of_columns(ranks: Pool, wire: str) -> None:
-    ranks.run(2, _sums, "fsdp columns", wire)
-
-
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=needs_fsdp2)])
-def test_gradient_checkpointing(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, partial(_sums, is_checkpointed=True), way, "fp32", 1)
-
+# What gradients are ---------------------------------------------------------------------------------------------------
 
 LAST, MIXED = (8, 9, 10, 11), (1, 4, 6, 7, 8, 11)
 NEVER = tuple(range(MICRO_BATCHES))
 
-
-@pytest.mark.parametrize(
-    ("way", "world_size", "leaves_out"),
-    [
-        ("plain", 1, MIXED),
-        ("plain", 1, NEVER),
-        *(("ddp unused", n, out) for n in (1, 2, 3, 4) for out in (LAST, MIXED)),
-        ("ddp unused", 2, NEVER),
-        *(pytest.param("fsdp", n, LAST, marks=needs_fsdp2) for n in (1, 2, 4)),
-        pytest.param("hsdp", 4, LAST, marks=needs_fsdp2),
-    ],
-)
-def test_parameters_that_a_micro_batch_leaves_out(
-    ranks: Pool, way: str, world_size: int, leaves_out: tuple[int, ...]
-) -> None:
-    for wire in ("fp32", "e4m3"):
-        ranks.run(world_size, _sums, way, wire, 2, leaves_out)
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 leaves such parameters out before 2.13"
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameters_that_one_rank_leaves_out(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _sums, "fsdp whole", "e4m3", 2, MIXED)
+#: Ways to wrap a model, ranks, a wire, and options: micro-batches per step, and those that leave parameters out.
+SUMS: list[tuple[str, int, str, dict[str, Any]]] = [
+    *(("plain", 1, wire, {}) for wire in WIRES),
+    *(("plain", 1, "fp32", {"micro_batches": count}) for count in (1, 2, 3, 7)),
+    *(("ddp", count, WIRES[count % 3], {}) for count in (1, 2, 3, 4)),
+    *(("fsdp", count, WIRES[(count + 1) % 3], {}) for count in (1, 2, 3, 4)),
+    ("ddp", 2, "bf16", {"micro_batches": 14}),
+    *(("ddp views", 2, "bf16", {}), ("ddp unused", 2, "fp32", {}), ("ddp static", 2, "e4m3", {})),
+    *(("fsdp kept", 2, "bf16", {}), ("fsdp whole", 2, "e4m3", {}), ("fsdp offload", 2, "fp32", {})),
+    *(("fsdp columns", 2, "fp32", {}), ("fsdp columns", 2, "bf16", {})),
+    *(("hsdp", 4, "e4m3", {}), ("hsdp", 4, "bf16", {}), ("hsdp of 3", 6, "fp32", {})),
+    *(("hsdp of 1", 1, "bf16", {}), ("hsdp of 1", 2, "e4m3", {})),
+    *(("plain", 1, "e4m3", {"leaves_out": MIXED}), ("plain", 1, "fp32", {"leaves_out": NEVER})),
+    *(("ddp unused", 1, "fp32", {"leaves_out": LAST}), ("ddp unused", 2, "e4m3", {"leaves_out": MIXED})),
+    *(("ddp unused", 3, "fp32", {"leaves_out": MIXED}), ("ddp unused", 4, "e4m3", {"leaves_out": LAST})),
+    ("ddp unused", 2, "fp32", {"leaves_out": NEVER}),
+    *(("fsdp", 1, "e4m3", {"leaves_out": LAST}), ("fsdp", 2, "fp32", {"leaves_out": LAST})),
+    *(("fsdp", 4, "e4m3", {"leaves_out": LAST}), ("hsdp", 4, "e4m3", {"leaves_out": LAST})),
+    *(("fsdp whole", count, "e4m3", {"leaves_out": MIXED}) for count in (1, 2, 3) if takes_unused),
+    *((way, count, "fp32", {"is_checkpointed": True}) for way, count in ON_TWO),
+]
 
 
-def _train(way: str, wire: str, folder: str, steps: Sequence[int]) -> dict[str, Tensor]:
-    """Weights after some more steps of a run, which goes on where its last checkpoint ends."""
-    model = ordered(way, wire)
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024)
-    bare = getattr(model, "module", model)
-    if steps[0]:
-        shardopt.checkpoint.load(f"{folder}/{steps[0]}", bare, optimizer)
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    shardopt.checkpoint.save(f"{folder}/{steps[-1] + 1}", bare, optimizer)
-    return weights(model)
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size", "wire", "options"), possible(SUMS), ids=str)
+def test_gradients_are_as_defined(way: str, world_size: int, wire: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    micro_batches = options.pop("micro_batches", MICRO_BATCHES)
+    model = ordered(way, wire, micro_batches)
+    left_out = options.get("leaves_out", ())
+    for step in range(2):  # DDP arranges its buckets anew after the first pass
+        backward(model, step, passes=micro_batches // world_size, **options)
+        wanted = wanted_gradients(wire, step, micro_batches=micro_batches, leaves_out=left_out)
+        assert_same(gradients(model), wanted)
+        model.zero_grad()
 
 
-@needs_fsdp2
+def round_trip(floats: Tensor, wire: str) -> Tensor:
+    """Rows of floats as the gradient of one micro-batch, in the dtype of the gradient."""
+    model = nn.ParameterList([torch.zeros_like(floats)])
+    shardopt.comm.ordered_gradients(model, micro_batches=1, wire=wire)  # type: ignore[arg-type]
+    model[0].backward(floats)
+    found = model[0].grad
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_run_that_changes_its_number_of_ranks(ranks: Pool, tmp_path: Path, wire: str) -> None:
-    wanted = ranks.run(1, _train, "plain", wire, str(tmp_path / "plain"), range(6))[0]
-    for parts in ([("fsdp", 3, range(2)), ("ddp", 2, range(2, 4)), ("hsdp", 4, range(4, 6))], [("ddp", 4, range(6))]):
-        folder = str(tmp_path / parts[0][0])
-        for way, world_size, steps in parts:
-            actual = ranks.run(world_size, _train, way, wire, folder, steps)
-        for weights_of_rank in actual:
-            assert_same(weights_of_rank, wanted)
+def test_all_kinds_of_numbers(wire: str, dtype: torch.dtype) -> None:
+    for rows, row_numel in ((1, 384), (3, 130), (7, 33), (5, 4096)):
+        for _, floats in numbers(dtype, rows * row_numel, rows):
+            whole = floats.view(rows, row_numel)
+            assert_same_bits(round_trip(whole, wire), (rounded(whole, wire) + 0.0).to(dtype))
 
 
-def _tensor_parallel(size: int, wire: str) -> dict[str, Tensor | None]:
-    mesh = mesh_of((dist.get_world_size() // size, size), "data", "tensor")
+def test_every_bfloat16_next_to_every_largest() -> None:
+    """All bfloat16 numbers in turn, below block maxima of every exponent: nothing finite becomes NaN or grows."""
+    blocks = torch.arange(2**16, dtype=torch.int32).short().view(torch.bfloat16).view(-1, 128)
+    for exponent in range(-130, 128, 7):
+        largest = torch.tensor(1.9375 * 2.0**exponent).bfloat16()
+        rows = torch.where(blocks.abs() <= largest, blocks, 0.0)
+        rows[:, 0] = largest
+        found = round_trip(rows.float(), "e4m3")
+        assert_same_bits(found, rounded(rows, "e4m3") + 0.0)
+        assert (found.abs() <= 1.0625 * largest.float()).all()
+
+
+def test_errors_of_half_a_unit() -> None:
+    """A code is within 2^-4 of a number above the scale's smallest normal, and the largest numbers do not overflow."""
+    floats = (torch.randn(1 << 16) * torch.exp(2 * torch.randn(1 << 16))).view(-1, 128)
+    error = (round_trip(floats, "e4m3") - floats).abs()
+    largest = floats.abs().amax(1, keepdim=True).expand(-1, 128)
+    normal = floats.abs() >= largest * 2.0**-13
+    assert normal.sum() > 50_000
+    assert (error[normal] <= 2.0**-4 * floats.abs()[normal]).all()
+    assert (error[~normal] <= 2.0**-17 * largest[~normal]).all()
+    for scale in (2.0**-20, 2.0**20, -1.0):  # powers of two change no code
+        assert torch.equal(round_trip(floats * scale, "e4m3"), round_trip(floats, "e4m3") * scale)
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a gradient of torch.float64, expected float32, bfloat16 or float16"):
+        round_trip(torch.zeros(1, 8, dtype=torch.float64), "fp32")
+
+
+def _tensor_parallel(wire: str) -> dict[str, Tensor | None]:
+    mesh = mesh_of((dist.get_world_size() // 2, 2), "data", "tensor")
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(make_net(), mesh["tensor"], plan)
     for module in (model.up, model):
@@ -162,32 +172,9 @@ def _tensor_parallel(size: int, wire: str) -> dict[str, Tensor | None]:
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["fp32", "e4m3"])
 def test_tensor_parallelism_beside_it(ranks: Pool, wire: str) -> None:
-    assert_same(ranks.run(4, _tensor_parallel, 2, wire)[0], ranks.run(2, _tensor_parallel, 2, wire)[0])
-
-
-def _sends(way: str, wire: str) -> tuple[int, int, int]:
-    """Bytes of a pass, the elements of each owner, and its bytes in E4M3."""
-    model = ordered(way, wire)
-    backward(model, passes=1)
-    sent = bytes_sent(lambda: loss_of(model, 0).backward())
-    shapes = [param.shape for param in make_model().parameters()]
-    size = dist.get_world_size()
-    rows = [(-(-shape[0] // size), shape[1:].numel()) for shape in shapes]  # of each owner
-    coded = sum(n * (k + -(-k // 128) if k >= 128 else 4 * k) for n, k in rows)
-    return sent // (size - 1), sum(n * row_numel for n, row_numel in rows), coded
-
-
-@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_bytes_on_the_wire(ranks: Pool, way: str) -> None:
-    """As many bytes as a reduce-scatter in the format sends."""
-    sent = {wire: ranks.run(3, _sends, way, wire)[0] for wire in WIRES}
-    for wire, itemsize in (("fp32", 4), ("bf16", 2)):
-        nbytes, elements, _ = sent[wire]
-        assert nbytes == itemsize * elements
-    nbytes, _, coded = sent["e4m3"]
-    assert nbytes == coded
+    assert_same(ranks.run(4, _tensor_parallel, wire)[0], ranks.run(2, _tensor_parallel, wire)[0])
 
 
 def _precision(way: str) -> dict[str, Tensor | None]:
@@ -197,216 +184,101 @@ def _precision(way: str) -> dict[str, Tensor | None]:
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("way", ["fsdp bf16", "fsdp bf16 sums", "fsdp fp16"])
-def test_mixed_precision(ranks: Pool, way: str) -> None:
-    wanted = ranks.run(1, _precision, way)[0]
-    for world_size in (2, 3):
-        assert_same(ranks.run(world_size, _precision, way)[0], wanted)
+@pytest.mark.parametrize(("way", "world_size"), [("fsdp bf16", 2), ("fsdp bf16 sums", 3), ("fsdp fp16", 2)])
+def test_mixed_precision(ranks: Pool, way: str, world_size: int) -> None:
+    assert_same(ranks.run(world_size, _precision, way)[0], ranks.run(1, _precision, way)[0])
 
 
-def _reset(model: nn.Module) -> None:
-    if isinstance(model, FSDPModule):
-        model.reset_iter_state()
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+def test_bytes_on_the_wire(way: str, wire: str) -> None:
+    """As many bytes as a reduce-scatter in the format sends."""
+    model = ordered(way, wire)
+    backward(model, passes=1)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        loss_of(model, 0).backward()
+    shapes = [param.shape for param in make_model().parameters()]
+    rows = [(-(-shape[0] // 3), shape[1:].numel()) for shape in shapes]  # of each owner
+    nbytes = sum(call.args[1].nbytes for call in exchange.call_args_list) // 3
+    if wire == "e4m3":
+        assert nbytes == sum(n * (k + -(-k // 128) if k >= 128 else 4 * k) for n, k in rows)
+    else:
+        assert nbytes == {"fp32": 4, "bf16": 2}[wire] * sum(n * k for n, k in rows)
 
 
-def _thrown_away(way: str, when: str) -> None:
-    """Some passes, perhaps one that raises, then zero_grad() and a whole step."""
-    model = ordered(way)
-    backward(model, 1, passes=2)
-    if when == "raised":
-        loss = loss_of(model, dist.get_rank())
-        handle = model.norm.weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-        _reset(model)
-        with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
-            loss_of(model, dist.get_rank()).backward()
-        _reset(model)
-    model.zero_grad()
-    backward(model)
-    assert_same(gradients(model), wanted_gradients("fp32"))
-
-
-@pytest.mark.parametrize(
-    ("way", "world_size"),
-    [("plain", 1), ("ddp", 2), ("ddp views", 2), pytest.param("fsdp", 2, marks=needs_fsdp2)],
-)
-def test_zero_grad_begins_anew(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _thrown_away, way, "after two")
-
-
-needs_reset = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 cannot go on after a pass that raised before 2.13"
-)
-
-
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), pytest.param("fsdp", 2, marks=needs_reset)])
-def test_zero_grad_after_a_pass_that_raised(ranks: Pool, way: str, world_size: int) -> None:
-    """DDP itself takes no pass after one that raised."""
-    ranks.run(world_size, _thrown_away, way, "raised")
-
-
-def _not_finite(way: str) -> float:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size"), ON_TWO)
+def test_numbers_that_are_not_finite_arrive(way: str, world_size: int) -> None:
     """One rank's loss overflows: gradients of all are not finite, and GradScaler leaves the step out."""
     model = ordered(way, "e4m3")
     optimizer = shardopt.SGD8bit(model.parameters(), lr=1.0, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = weights(model)
-    for number in range(dist.get_rank(), MICRO_BATCHES, dist.get_world_size()):
+    for number in range(dist.get_rank(), MICRO_BATCHES, world_size):
         loss = loss_of(model, number) * (float("inf") if number == 5 else 1.0)
         scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+    assert scaler.get_scale() == 2.0
     assert_same(weights(model), before)  # type: ignore[arg-type]
     optimizer.zero_grad()
     backward(model)
     assert_same(gradients(model), wanted_gradients("e4m3"))
-    return scaler.get_scale()
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=needs_fsdp2)])
-def test_numbers_that_are_not_finite_arrive(ranks: Pool, way: str, world_size: int) -> None:
-    assert ranks.run(world_size, _not_finite, way) == [2.0] * world_size
+# Passes that are thrown away, refused or no passes --------------------------------------------------------------------
 
 
-class _Engine(nn.Linear):
-    """Stands for DeepSpeed's."""
+HAPPENED = [(*case, what) for case in (*ON_TWO, ("ddp views", 2)) for what in ("nothing", "written")]
+HAPPENED += [("plain", 1, "raised")]  # DDP itself takes no pass after one that raised
+HAPPENED += [("fsdp", 2, "raised")] if hasattr(FSDPModule, "reset_iter_state") else []
 
 
-_Engine.__module__ = "deepspeed.runtime.engine"
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size", "what"), possible(HAPPENED))
+def test_zero_grad_begins_anew(way: str, world_size: int, what: str) -> None:
+    """After two passes, and after one that raised; gradients written between passes are refused."""
+    model = ordered(way)
+    reset = getattr(model, "reset_iter_state", lambda: None)
+    backward(model, 1, passes=2)
+    if what == "raised":
+        loss = loss_of(model, dist.get_rank())
+        handle = model.norm.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        reset()
+        with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
+            backward(model, passes=1)
+        reset()
+    if what == "written":
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match=r"got gradients that were written after 2 of \d+ backward passes"):
+            backward(model, passes=1)
+        if way != "plain":
+            return
+    model.zero_grad()
+    backward(model)
+    assert_same(gradients(model), wanted_gradients("fp32"))
 
 
-def _refused(what: str) -> None:
-    order = partial(shardopt.comm.ordered_gradients, micro_batches=MICRO_BATCHES)
-    ddp, fsdp = WAYS["ddp"], WAYS["fsdp"]
-    acts: dict[str, Callable[[], object]] = {
-        "bare": lambda: order(make_model()),
-        "fsdp1": lambda: order(FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))),
-        "deepspeed": lambda: order(_Engine(2, 2)),
-        "sparse": lambda: order(DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))),
-        "wire": lambda: order(ddp(make_model()), wire="fp8"),
-        "micro-batches": lambda: order(ddp(make_model()), micro_batches=9),
-        "arguments": lambda: order(ddp(make_model()), micro_batches=4 + 2 * dist.get_rank()),
-        "ddp twice": lambda: order(ordered("ddp")),
-        "fsdp twice": lambda: order(ordered("fsdp")),
-        "outside": lambda: (fully_shard((model := make_model()).up), order(model)),
-        "factor": lambda: ((model := fsdp(make_model())).set_gradient_divide_factor(2.0), order(model)),
-        "late factor": lambda: ((model := ordered("fsdp")).set_gradient_divide_factor(2.0), backward(model)),
-        "no sync": lambda: ((model := ordered("fsdp")).set_requires_gradient_sync(False), backward(model)),
-        "no sync before": lambda: ((model := fsdp(make_model())).set_requires_gradient_sync(False), order(model)),
-        "no all-reduce": lambda: ((model := ordered("fsdp")).set_requires_all_reduce(False), backward(model)),
-        "meshes": lambda: (
-            fully_shard((model := make_model()).up, mesh=mesh_of((2, 1), "a", "b")["b"]),
-            order(fsdp(model, layers=())),
-        ),
-        "hsdp": lambda: order(fsdp(make_model(), shape=(2, 1))),
-        "released": lambda: (
-            shardopt.release_gradients(model := fsdp(make_model()), shardopt.AdamW8bit(model.parameters())),
-            order(model),
-            backward(model),
-        ),
-        "ddp released": lambda: shardopt.release_gradients(
-            model := ordered("ddp"), shardopt.AdamW8bit(model.parameters())
-        ),
-    }
-    if what in acts:
-        acts[what]()
-        return
-    model = ordered("fsdp" if "fsdp" in what else "ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if "step" in what:
-        backward(model, passes=2)
-        optimizer.step()
-    elif "many" in what:
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none="zeros" not in what)
-        backward(model)
-        if "zeros" not in what:
-            backward(model, 1)
-    elif "module alone" in what:
-        loss_of(model.module, 0).backward()
-    elif "forward in no_sync" in what:
-        with model.no_sync():
-            loss = loss_of(model, 0)
-        loss.backward()
-    elif "no_sync" in what:
-        with model.no_sync():
-            backward(model)
-    elif "twice in" in what:
-        layer = nn.Linear(8, 8)
-        model = fully_shard(nn.Sequential(fully_shard(layer), layer))
-        order(model)
-        model(torch.ones(8)).sum().backward()
-    elif "columns" in what:
-        model = make_model()
-        fully_shard(model.up, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-        fully_shard(model)
-        order(model, wire="e4m3")
-        backward(model)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("bare", "TypeError: got Blocks without FSDP2 and without DistributedDataParallel on 2 ranks"),
-        ("fsdp1", "TypeError: got FSDP1"),
-        ("deepspeed", 'TypeError: got a DeepSpeed engine.*"communication_data_type"'),
-        ("sparse", "ValueError: module.0: got Embedding with sparse=True, expected dense gradients"),
-        ("wire", "ValueError: got wire='fp8', expected one of 'fp32', 'bf16', 'e4m3'"),
-        ("micro-batches", "ValueError: got micro_batches=9 on 2 ranks, expected a multiple of 2"),
-        ("arguments", "ValueError: got {'micro_batches': 4, .*} here and {'micro_batches': 6, .*} on rank 1"),
-        ("ddp twice", "RuntimeError: got DistributedDataParallel with a communication hook"),
-        ("ddp released", "RuntimeError: got a model with ordered_gradients.* pass overlap_forward=True"),
-        ("ddp step", r"RuntimeError: got step\(\) after 2 of 6 backward passes"),
-        ("ddp too many", "RuntimeError: got more than 6 backward passes"),
-        ("ddp no_sync", r"RuntimeError: got a backward pass within no_sync\(\)"),
-        ("ddp forward in no_sync", "RuntimeError: got a backward pass that DistributedDataParallel does not reduce"),
-        ("ddp module alone", "RuntimeError: got a backward pass that DistributedDataParallel does not reduce"),
-        *(
-            pytest.param(what, message, marks=needs_fsdp2)
-            for what, message in (
-                ("fsdp twice", "RuntimeError: .*got a module whose reduction has been replaced"),
-                ("outside", "ValueError: norm.weight: got a parameter outside of all modules"),
-                ("factor", r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)"),
-                ("late factor", r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)"),
-                ("no sync", r"RuntimeError: .*got set_requires_gradient_sync\(False\) or set_requires_all_reduce"),
-                ("no sync before", r"RuntimeError: .*got set_requires_gradient_sync\(False\)"),
-                ("no all-reduce", r"RuntimeError: .*or set_requires_all_reduce\(False\), expected True"),
-                ("meshes", "ValueError: got '' on 2 ranks and 'up' on 1, expected one mesh"),
-                ("hsdp", "ValueError: got HSDP on a mesh of 2 replicas with 1 shard"),
-                ("released", "RuntimeError: .*hook after its gradient's accumulation"),
-                ("fsdp step", r"RuntimeError: got step\(\) after 2 of 6 backward passes"),
-                ("fsdp too many", "RuntimeError: got more than 6 backward passes"),
-                ("fsdp too many, zeros", "RuntimeError: got more than 6 backward passes"),
-                ("fsdp twice in a pass", "RuntimeError: '0': got two gradients in one backward pass"),
-                ("fsdp columns", "ValueError: 'up': got a parameter sharded along dim 1 and wire='e4m3'"),
-            )
-        ),
-    ],
-)
-def test_refused(ranks: Pool, what: str, message: str) -> None:
-    with pytest.raises(RankFailure, match=f"(?s){message}"):
-        ranks.run(2, _refused, what)
-
-
-def _takes_gradients(way: str) -> None:
-    """Asks for gradients without accumulating them, before each pass of a step."""
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2)])
+def test_autograd_grad_is_no_pass(way: str, world_size: int) -> None:
+    """Gradients are asked for without accumulating them, before each pass of a step. Nothing keeps the model."""
     model = ordered(way)
     for step in range(2):
-        for done in range(MICRO_BATCHES // dist.get_world_size()):
-            number = done * dist.get_world_size() + dist.get_rank()
-            for _ in range(2):
-                torch.autograd.grad(loss_of(getattr(model, "module", model), number, step), list(model.parameters()))
+        for number in range(dist.get_rank(), MICRO_BATCHES, world_size):
+            bare = getattr(model, "module", model)
+            torch.autograd.grad(loss_of(bare, number, step), list(model.parameters()))
             loss_of(model, number, step).backward()
         assert_same(gradients(model), wanted_gradients("fp32", step))
         model.zero_grad()
-
-
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2)])
-def test_autograd_grad_is_no_pass(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _takes_gradients, way)
+    alive = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del model, bare
+    gc.collect()
+    assert [each() for each in alive] == [None] * len(alive)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -437,7 +309,7 @@ class _Reentrant(nn.Module):
         return self.last(x)
 
 
-def _nests() -> None:
+def test_a_pass_within_a_pass() -> None:
     """Passes within a pass count as one with it."""
     found = []
     for is_plain in (True, False):
@@ -450,73 +322,143 @@ def _nests() -> None:
     assert_same(found[1], found[0])
 
 
-def test_a_pass_within_a_pass(ranks: Pool) -> None:
-    ranks.run(1, _nests)
+class _Engine(nn.Linear):
+    """Stands for DeepSpeed's."""
 
 
-def _refused_at_its_end() -> None:
+_Engine.__module__ = "deepspeed.runtime.engine"
+order = partial(shardopt.comm.ordered_gradients, micro_batches=MICRO_BATCHES)
+ddp, fsdp = WAYS["ddp"], WAYS["fsdp"]
+
+
+def _steps_too_early(way: str) -> None:
+    model = ordered(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward(model, passes=2)
+    optimizer.step()
+
+
+def _steps_on(way: str, set_to_none: bool, passes: int) -> None:
+    model = ordered(way)
+    for count in (None, passes):
+        model.zero_grad(set_to_none)
+        backward(model)
+        backward(model, passes=count or 0)
+
+
+def _without_sync(is_forward_only: bool) -> None:
+    model = ordered("ddp")
+    with model.no_sync():
+        loss = loss_of(model, 0)
+        if not is_forward_only:
+            loss.backward()
+    loss.backward()
+
+
+def _module_alone() -> None:
+    """The pass that is refused is thrown away."""
     model = ordered("ddp")
     with pytest.raises(RuntimeError, match="got a backward pass that DistributedDataParallel does not reduce"):
         loss_of(model.module, 0).backward()  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
-        backward(model, passes=1)
+    backward(model, passes=1)
 
 
-def test_a_refused_pass_is_thrown_away(ranks: Pool) -> None:
-    ranks.run(2, _refused_at_its_end)
+def _twice_in_a_pass() -> None:
+    layer = nn.Linear(8, 8)
+    model = fully_shard(nn.Sequential(fully_shard(layer), layer))
+    order(model)
+    model(torch.ones(8)).sum().backward()
 
 
-def _written(way: str) -> None:
-    model = ordered(way)
-    backward(model, passes=2)
-    model.zero_grad(set_to_none=False)
-    with pytest.raises(RuntimeError, match=r"got gradients that were written after 2 of \d+ backward passes"):
-        backward(model, passes=1)
-    model.zero_grad()
-    if way == "plain":
-        backward(model)
-        assert_same(gradients(model), wanted_gradients("fp32"))
-
-
-@pytest.mark.parametrize("way", ["plain", "ddp", "ddp views", pytest.param("fsdp", marks=needs_fsdp2)])
-def test_gradients_written_between_passes_are_refused(ranks: Pool, way: str) -> None:
-    ranks.run(2 - (way == "plain"), _written, way)
-
-
-def _is_freed(way: str) -> None:
-    model = ordered(way)
-    backward(model)
-    alive = [weakref.ref(model), *map(weakref.ref, model.parameters())]
-    del model
-    gc.collect()
-    assert [each() for each in alive] == [None] * len(alive)
-
-
-@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2)])
-def test_models_are_freed(ranks: Pool, way: str, world_size: int) -> None:
-    ranks.run(world_size, _is_freed, way)
-
-
-def _thaws() -> None:
+def _columns() -> None:
     model = make_model()
-    model.up.requires_grad_(False)
-    shardopt.comm.ordered_gradients(model, micro_batches=MICRO_BATCHES)
-    for module, is_trained in ((model.up, True), (model.extra, False), (model.down, False), (model.head, False)):
-        module.requires_grad_(is_trained)
-    model.norm.requires_grad_(False)
+    fully_shard(model.up, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    fully_shard(model)
+    order(model, wire="e4m3")
     backward(model)
-    wanted = wanted_gradients("fp32")
-    assert_same(gradients(model), {name: each if name.startswith("up") else None for name, each in wanted.items()})
-    with pytest.raises(RuntimeError, match="got a model whose gradients are ordered already"):
-        shardopt.comm.ordered_gradients(model, micro_batches=2)
 
 
-def test_parameters_that_are_no_longer_frozen(ranks: Pool) -> None:
-    ranks.run(1, _thaws)
+def _changed(model: nn.Module, change: Callable[[Any], object], then: Callable[[Any], object]) -> None:
+    change(model)
+    then(model)
 
 
-def test_refused_in_one_process(ranks: Pool) -> None:
-    ranks.run(1, _refused_in_one_process)
+def _released(model: nn.Module) -> object:
+    return shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+
+
+#: What is refused.
+ACTS: dict[str, Callable[[], object]] = {
+    "bare": lambda: order(make_model()),
+    "fsdp1": lambda: order(FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))),
+    "deepspeed": lambda: order(_Engine(2, 2)),
+    "sparse": lambda: order(DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))),
+    "wire": lambda: order(ddp(make_model()), wire="fp8"),
+    "micro-batches": lambda: order(ddp(make_model()), micro_batches=9),
+    "arguments": lambda: order(ddp(make_model()), micro_batches=4 + 2 * dist.get_rank()),
+    "ddp twice": lambda: order(ordered("ddp")),
+    "ddp step": partial(_steps_too_early, "ddp"),
+    "ddp too many": partial(_steps_on, "ddp", True, 1),
+    "no_sync": partial(_without_sync, False),
+    "forward in no_sync": partial(_without_sync, True),
+    "module alone": _module_alone,
+    "fsdp twice": lambda: order(ordered("fsdp")),
+    "fsdp outside": lambda: _changed(make_model(), lambda model: fully_shard(model.up), order),
+    "fsdp factor": lambda: _changed(fsdp(make_model()), lambda m: m.set_gradient_divide_factor(2.0), order),
+    "fsdp late factor": lambda: _changed(ordered("fsdp"), lambda m: m.set_gradient_divide_factor(2.0), backward),
+    "fsdp no sync": lambda: _changed(fsdp(make_model()), lambda m: m.set_requires_gradient_sync(False), order),
+    "fsdp late sync": lambda: _changed(ordered("fsdp"), lambda m: m.set_requires_all_reduce(False), backward),
+    "fsdp meshes": lambda: _changed(
+        make_model(),
+        lambda model: fully_shard(model.up, mesh=mesh_of((2, 1), "a", "b")["b"]),
+        lambda model: order(fsdp(model, layers=())),
+    ),
+    "hsdp": lambda: order(fsdp(make_model(), shape=(2, 1))),
+    "fsdp released": lambda: _changed(fsdp(make_model()), _released, lambda m: _changed(m, order, backward)),
+    "fsdp step": partial(_steps_too_early, "fsdp"),
+    "fsdp too many": partial(_steps_on, "fsdp", True, 1),
+    "fsdp zeros": partial(_steps_on, "fsdp", False, 0),
+    "fsdp twice in a pass": _twice_in_a_pass,
+    "fsdp columns": _columns,
+}
+#: By which error.
+ERRORS = {
+    "bare": "TypeError: got Blocks without FSDP2 and without DistributedDataParallel on 2 ranks",
+    "fsdp1": "TypeError: got FSDP1",
+    "deepspeed": 'TypeError: got a DeepSpeed engine.*"communication_data_type"',
+    "sparse": "ValueError: module.0: got Embedding with sparse=True, expected dense gradients",
+    "wire": "ValueError: got wire='fp8', expected one of 'fp32', 'bf16', 'e4m3'",
+    "micro-batches": "ValueError: got micro_batches=9 on 2 ranks, expected a multiple of 2",
+    "arguments": r"ValueError: got {'micro_batches': \d, .*} here and {'micro_batches': \d, .*} on rank",
+    "ddp twice": "RuntimeError: got DistributedDataParallel with a communication hook",
+    "ddp step": r"RuntimeError: got step\(\) after 2 of 6 backward passes",
+    "ddp too many": "RuntimeError: got more than 6 backward passes",
+    "no_sync": r"RuntimeError: got a backward pass within no_sync\(\)",
+    "forward in no_sync": "RuntimeError: got a backward pass that DistributedDataParallel does not reduce",
+    "module alone": "RuntimeError: got a backward pass after one that raised",
+    "fsdp twice": "RuntimeError: .*got a module whose reduction has been replaced",
+    "fsdp outside": "ValueError: norm.weight: got a parameter outside of all modules",
+    "fsdp factor": r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)",
+    "fsdp late factor": r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)",
+    "fsdp no sync": r"RuntimeError: .*got set_requires_gradient_sync\(False\) or set_requires_all_reduce",
+    "fsdp late sync": r"RuntimeError: .*or set_requires_all_reduce\(False\), expected True",
+    "fsdp meshes": "ValueError: got '' on 2 ranks and 'up' on 1, expected one mesh",
+    "hsdp": "ValueError: got HSDP on a mesh of 2 replicas with 1 shard",
+    "fsdp released": "RuntimeError: .*hook after its gradient's accumulation",
+    "fsdp step": r"RuntimeError: got step\(\) after 2 of 6 backward passes",
+    "fsdp too many": "RuntimeError: got more than 6 backward passes",
+    "fsdp zeros": "RuntimeError: got more than 6 backward passes",
+    "fsdp twice in a pass": "RuntimeError: '0': got two gradients in one backward pass",
+    "fsdp columns": "ValueError: 'up': got a parameter sharded along dim 1 and wire='e4m3'",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", [what for (what,) in possible((what,) for what in ACTS)])
+def test_refused(what: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        ACTS[what]()
+    assert re.match(ERRORS[what], f"{caught.type.__name__}: {caught.value}")
 
 
 class _Nested(nn.Module):
@@ -530,41 +472,120 @@ class _Nested(nn.Module):
         return x
 
 
-def _refused_in_one_process() -> None:
+def test_refused_in_one_process() -> None:
     nested = _Nested()
     shardopt.comm.ordered_gradients(nested, micro_batches=2)
+    with pytest.raises(RuntimeError, match="got a model whose gradients are ordered already"):
+        shardopt.comm.ordered_gradients(nested, micro_batches=2)
     nested(torch.randn(4, requires_grad=True)).sum().backward()  # of two passes within, each of which counts
     with pytest.raises(RuntimeError, match=r"got more than 2 backward passes.*use_reentrant=False"):
         nested(torch.randn(4, requires_grad=True)).sum().backward()
     model = ordered("plain")
     optimizer = shardopt.AdamW8bit(model.parameters())
-    loss = loss_of(model, 0)
-    handle = model.norm.weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()  # the first pass of all
-    handle.remove()
-    with pytest.raises(RuntimeError, match=r"got step\(\) after 0 of 12 backward passes"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
-        backward(model, passes=1)
-    optimizer.zero_grad()
-    backward(model, passes=2)
-    with pytest.raises(RuntimeError, match=r"got step\(\) after 2 of 12 backward passes"):
-        optimizer.step()
-    shardopt.AdamW8bit([nn.Parameter(torch.zeros(3))]).step()  # of other parameters
-    backward(model, passes=10)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="got more than 12 backward passes"):
-        backward(model, passes=1)
-    model = ordered("plain")
+    x = torch.ones(2, 128)
     for parts in (False, True):  # whole, or modules one by one, past the model's own hooks
-        x = torch.ones(2, 128)
         handle = model.up.weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            (model.norm(model.up(x)) if parts else model(x)).sum().backward()
+            (model.norm(model.up(x)) if parts else model(x)).sum().backward()  # at first the first pass of all
         handle.remove()
         with pytest.raises(RuntimeError, match="got a backward pass after one that raised"):
             (model.norm(model.up(x)) if parts else model(x)).sum().backward()
-        model.zero_grad()
-    backward(model)
+        with pytest.raises(RuntimeError, match=r"got step\(\) after 0 of 12 backward passes"):
+            optimizer.step()
+        optimizer.zero_grad()
+    for number in range(MICRO_BATCHES):
+        loss_of(model, number).backward()
+        if number == 1:
+            with pytest.raises(RuntimeError, match=r"got step\(\) after 2 of 12 backward passes"):
+                optimizer.step()
+            shardopt.AdamW8bit([nn.Parameter(torch.zeros(3))]).step()  # of other parameters
     assert_same(gradients(model), wanted_gradients("fp32"))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="got more than 12 backward passes"):
+        loss_of(model, 0).backward()
+
+
+# Models whose trained parameters change, parameters without elements, other threads -----------------------------------
+
+
+class Mlp(nn.Module):
+    """Two matrices of as many elements, whose rows differ; gradients of more magnitudes than a scale has."""
+
+    def __init__(self, *empty: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(128, 260, bias=False), nn.Linear(260, 128, bias=False)
+        self.empty = nn.ParameterList(torch.empty(shape) for shape in empty)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = torch.logspace(-8, 2, 128)
+        return self.down(torch.tanh(self.up(x * scales))) * scales + sum(param.sum() for param in self.empty)
+
+
+def _loss(model: nn.Module, number: int) -> Tensor:
+    return model(torch.randn(4, 128, generator=torch.Generator().manual_seed(number))).square().mean()
+
+
+def _trains_one_and_the_other(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    model, found = Mlp(), []
+    model.down.requires_grad_(False)
+    wrap(model)
+    shardopt.comm.ordered_gradients(model, micro_batches=2, wire="e4m3")
+    for trained, frozen in ((model.up, model.down), (model.down, model.up), (model.up, model.down)):
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        for number in range(2):
+            _loss(model, number).backward()
+        grad = trained.weight.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+        model.zero_grad()
+    _loss(model, 0).backward()
+    frozen.requires_grad_(True)
+    trained.requires_grad_(False)
+    if wrap is fully_shard:
+        with pytest.raises(RuntimeError, match="got other trained parameters than in the step's first"):
+            _loss(model, 1).backward()
+    return found
+
+
+@needs_fsdp2
+@pytest.mark.ranks(1)
+def test_matrices_of_as_many_elements_are_trained_in_turn() -> None:
+    """Codes have the blocks of the rows that are trained now, of parameters that were frozen at first, too."""
+    for wanted, found in zip(*map(_trains_one_and_the_other, (nn.Module.train, fully_shard)), strict=True):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrap", [nn.Module.train, DistributedDataParallel])
+def test_parameters_without_elements_and_other_threads(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """FSDP2 refuses such parameters itself. Threads that run within a backward pass do not end it."""
+    other = nn.Linear(3, 3)
+    others = torch.optim.SGD(other.parameters(), lr=1.0)
+
+    def in_a_thread(_: Tensor) -> None:
+        def step() -> None:
+            others.step()
+            with torch.no_grad():
+                _loss(model, 0)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    found = []
+    for empty in ((), ((0, 5), (5, 0))):
+        model = wrap(Mlp(*empty))
+        shardopt.comm.ordered_gradients(model, micro_batches=2)
+        optimizer = shardopt.AdamW8bit(model.parameters())
+        if wrap is nn.Module.train and empty:
+            model.up.weight.register_hook(in_a_thread)  # within the backward pass, after its first gradient
+        for _ in range(2):
+            for number in range(2):
+                _loss(model, number).backward()
+            shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach() for param in model.parameters() if param.numel()])
+    for wanted, actual in zip(*found, strict=True):
+        assert_same_bits(actual, wanted)

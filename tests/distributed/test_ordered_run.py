@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardopt
-from ordered_problem import WAYS, loss_of, make_model
+from ordered_problem import WAYS, WIRES, loss_of, make_model
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import Snapshot, assert_same
-from shardopt.comm.wire import WIRES
 from slow_cases import slow
 from versions import needs_fsdp2_on_the_cpu
 

@@ -108,13 +108,8 @@ def test_different_options_within_a_flat_parameter_are_refused() -> None:
         shardopt.param_groups(model, {"down.weight": {"codec": "fp32"}})
     for words in ("embed.weight with no options", "down.weight with codec='fp32'", "use_orig_params=True"):
         assert words in str(error.value)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", ["fsdp", "fsdp1 flat"])
-def test_unmatched(way: str) -> None:
     with pytest.raises(ValueError, match=r"got pattern '\*embde\*'.*embed\.weight"):
-        shardopt.param_groups(WAYS[way](make_net()), {"*embde*": {"codec": "fp32"}})
+        shardopt.param_groups(model, {"*embde*": {"codec": "fp32"}})
 
 
 @pytest.mark.ranks(2)
@@ -201,6 +196,7 @@ def test_noise_follows_the_model() -> None:
         lambda net: shardopt.param_groups(net, {"up.*": {"lr": 1e-2}}),
         lambda net: net.parameters(),
         lambda net: [*net.parameters()][::-1],
+        lambda net: shardopt.param_groups(net).table() and [*net.parameters()][::-1],  # a look changes nothing
     ):
         net = make_net(torch.bfloat16)
         optimizer = shardopt.AdamW8bit(make(net), min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
@@ -212,21 +208,9 @@ def test_noise_follows_the_model() -> None:
     attached.attach(net)
     step_with(net, attached, 0)
     assert_same(snapshot_of(net, attached), snapshots[1])
+    assert_same(snapshots[3], snapshots[2])  # on one rank of several replicas would drift apart
     with pytest.raises(AssertionError):
         assert_same(snapshots[2], snapshots[1])
-
-
-def test_a_look_at_groups_changes_no_noise() -> None:
-    """On one rank of several it would let replicas drift apart."""
-    snapshots = []
-    for looks in (False, True):
-        net = make_net(torch.bfloat16)
-        optimizer = shardopt.AdamW8bit([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
-        if looks:
-            shardopt.param_groups(net).table()
-        step_with(net, optimizer, 0)
-        snapshots.append(snapshot_of(net, optimizer))
-    assert_same(*snapshots)
 
 
 @pytest.mark.ranks(1)
@@ -247,15 +231,11 @@ def test_noise_beside_flat_parameters(ignored: str) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_noise_under_deepspeed(stage: int) -> None:
     model = taking_gradients(make_net())
     groups = shardopt.param_groups(model, OF_UNITS)
-    engine = make_engine(
-        model,
-        config(stage, params=STOCHASTIC, bf16=WITHOUT_MASTERS if stage else {"enabled": True}),
-        model_parameters=groups,
-    )
+    engine = make_engine(model, config(stage, params=STOCHASTIC, bf16=WITHOUT_MASTERS), model_parameters=groups)
     whole = make_net(torch.bfloat16)
     optimizer = shardopt.AdamW8bit(shardopt.param_groups(whole, OF_UNITS), **HYPER, **STOCHASTIC)
     for step in range(STEPS):
@@ -286,9 +266,7 @@ def test_a_group_added_to_a_zero_redundancy_optimizer() -> None:
 def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
     """ZeRO flattens each group by itself."""
     model = taking_gradients(make_net())
-    no_decay = ("*.bias", "norm.*")
-    overrides = {pattern: {"lr": 3e-2} for pattern in no_decay}
-    groups = shardopt.param_groups(model, overrides, no_decay)
+    groups = shardopt.param_groups(model, {pattern: {"lr": 3e-2} for pattern in NO_DECAY}, NO_DECAY)
     engine = make_engine(model, config(stage, zero=zero, **options), model_parameters=groups)
     whole = make_net(torch.bfloat16 if options else torch.float32).float()
     optimizer = shardopt.AdamW8bit(groups_of(whole), **HYPER)

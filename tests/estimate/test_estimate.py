@@ -31,18 +31,17 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "sgd8bit"])
 @pytest.mark.parametrize(
-    ("weights", "options"),
+    ("optimizer", "weights", "options"),
     [
-        ("fp32", {"codec": "companded8"}),
-        ("bf16", {"codec": "dynamic8", "offload": "state"}),
-        ("bf16+24", {"codec": "log8"}),
-        ("bf16+24", {"codec": "fp32", "offload": "step"}),
-        ("bf16+32", {"block_size": 32, "min_quantized_numel": 150_000}),
+        ("adamw8bit", "fp32", {"codec": "companded8"}),
+        ("sgd8bit", "bf16", {"codec": "dynamic8", "offload": "state"}),
+        ("adamw8bit", "bf16+24", {"codec": "log8"}),
+        ("adamw8bit", "bf16+24", {"codec": "fp32", "offload": "step"}),
+        ("sgd8bit", "bf16+32", {"block_size": 32, "min_quantized_numel": 150_000}),
     ],
 )
-def test_as_a_real_run(weights: str, options: dict[str, Any], optimizer: str) -> None:
+def test_as_a_real_run(optimizer: str, weights: str, options: dict[str, Any]) -> None:
     case = WEIGHTS[weights]
     setup = Setup(**{**case, "optimizer": optimizer, "options": {**case.get("options", {}), **options}})
     net = Layers().to(DTYPES[setup.dtype])
@@ -90,29 +89,17 @@ def test_the_ladder() -> None:
 @pytest.mark.parametrize(
     ("config", "numel"),
     [
-        ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}, 6_738_415_616),
         ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}, 8_030_261_248),
-        ({"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}, 7_241_732_096),
         ({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8},
          46_702_792_704),
-        ({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-          "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}, 7_615_616_512),
-        ({"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}, 8_190_735_360),
-        ({"model_type": "gemma", "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
-          "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 256000}, 8_537_680_896),
         ({"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000}, 9_241_705_984),
-        ({"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-          "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}, 999_885_952),
         ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
           "vocab_size": 50257}, 124_439_808),
     ],
-    ids=["llama 2", "llama 3", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"],
+    ids=["grouped queries", "experts", "tied embeddings", "gpt2"],
 )  # fmt: skip
 def test_published_numbers_of_parameters(tmp_path: Path, config: dict[str, Any], numel: int) -> None:
     path = tmp_path / "config.json"
@@ -137,7 +124,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("size", ["big", "-7B", "0", "100", "7 apples", "1e30", "nan", "7GB"])
+@pytest.mark.parametrize("size", ["big", "-7B", "100", "1e30", "nan"])
 def test_bad_sizes(capsys: pytest.CaptureFixture[str], size: str) -> None:
     assert f"got '{size}', expected a number of parameters" in failure(capsys, "--", size)
 

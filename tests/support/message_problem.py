@@ -1,12 +1,10 @@
-"""Gradients of all kinds of numbers, and what is sent of them."""
+"""Gradients of all kinds of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,22 +35,3 @@ def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found.isnan(), wanted.isnan())
     integers = torch.int32 if found.dtype == torch.float32 else torch.int16
     assert torch.equal(found.view(integers)[~found.isnan()], wanted.view(integers)[~wanted.isnan()])
-
-
-def bytes_sent(act: Callable[[], object]) -> int:
-    """Runs a function; returns the bytes that its messages take from this rank to others."""
-    sent = 0
-    original = dist.all_to_all_single
-    size = dist.get_world_size()
-
-    def counted(output: Tensor, source: Tensor, **options: Any) -> None:
-        nonlocal sent
-        sent += source.nbytes // size * (size - 1)
-        original(output, source, **options)
-
-    dist.all_to_all_single = counted
-    try:
-        act()
-    finally:
-        dist.all_to_all_single = original
-    return sent

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import reference_messages as reference
 from ranks.layouts import mesh_of
-from shardopt.comm.wire import WireFormat
 
 MICRO_BATCHES = 12
+WIRES = ("fp32", "bf16", "e4m3")
+BLOCK = 128
 
 
 class Blocks(nn.Module):
@@ -116,19 +117,28 @@ def _full(tensor: Tensor | None) -> Tensor | None:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def rounded(gradient: Tensor, wire: WireFormat) -> Tensor:
-    """A gradient as it arrives."""
-    rows = gradient.view(len(gradient), -1)
-    if wire == "fp32" or (wire == "e4m3" and rows.shape[1] < 128):
+def rounded(gradient: Tensor, wire: str) -> Tensor:
+    """A gradient as it arrives, in float32: written another way than in the package."""
+    rows = gradient.reshape(len(gradient), -1)
+    count, row_numel = rows.shape
+    if wire == "fp32" or (wire == "e4m3" and row_numel < BLOCK):
         return gradient.float()
     if wire == "bf16":
         return gradient.bfloat16().float()
-    return reference.rounded(rows).view_as(gradient)
+    x = pad(rows.float(), (0, -row_numel % BLOCK)).view(count, -(-row_numel // BLOCK), BLOCK)
+    finite = x.isfinite()
+    largest = torch.where(finite, x.abs(), 0.0).amax(2, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [.5, 1); 448 = .875 * 2^9
+    exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-124, 119)
+    scale = torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64), exponent)
+    codes = (x.double() / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)  # exact, or far below the least code
+    found = torch.where(finite, codes.double() * scale, torch.nan).float().flatten(1)[:, :row_numel]
+    return found.reshape(gradient.shape)
 
 
 @cache
 def wanted_gradients(
-    wire: WireFormat, step: int = 0, *, micro_batches: int = MICRO_BATCHES, leaves_out: tuple[int, ...] = ()
+    wire: str, step: int = 0, *, micro_batches: int = MICRO_BATCHES, leaves_out: tuple[int, ...] = ()
 ) -> dict[str, Tensor | None]:
     """The mean over a step's micro-batches, of a bare model's gradients."""
     terms: dict[str, list[Tensor]] = {}
@@ -138,13 +148,22 @@ def wanted_gradients(
         loss_of(model, number, step, leaves_out=leaves_out).backward()
         for name, param in model.named_parameters():
             used |= {name} if param.grad is not None else set()
-            terms.setdefault(name, []).append(
-                rounded(torch.zeros_like(param) if param.grad is None else param.grad, wire)
-            )
-    return {name: _mean(each) if name in used else None for name, each in terms.items()}
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            terms.setdefault(name, []).append(rounded(gradient, wire))
+    return {name: mean_of(each) if name in used else None for name, each in terms.items()}
 
 
-def _mean(terms: Sequence[Tensor]) -> Tensor:
-    known = {range(number, number + 1): term for number, term in enumerate(terms)}
-    sums = [reference.sum_over(numbers, known) for numbers in reference.ranges(0, len(terms))]
-    return reference.mean(sums, len(terms))
+def mean_of(terms: Sequence[Tensor]) -> Tensor:
+    """Sums of 2^k terms that begin at multiples of 2^k, added from the latest to the oldest; no zero is negative."""
+    total, end = None, len(terms)
+    while end:
+        size = end & -end  # the last run
+        run = _sum_over(terms[end - size : end])
+        total, end = run if total is None else run + total, end - size
+    assert total is not None
+    return total / len(terms) + 0.0
+
+
+def _sum_over(terms: Sequence[Tensor]) -> Tensor:
+    half = len(terms) // 2
+    return _sum_over(terms[:half]) + _sum_over(terms[half:]) if half else terms[0]

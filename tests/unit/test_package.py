@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,95 +22,79 @@ U = pytest.importorskip("unit_scaling.functional")
 core = pytest.importorskip("unit_scaling.core.functional")
 
 BOUND = 2.0**-40
-Operation = Callable[..., Tensor]
 
-#: Ours, theirs, and the shapes of inputs.
-OPERATIONS: dict[str, tuple[Operation, Operation, list[tuple[int, ...]]]] = {
-    "linear": (unit.linear, U.linear, [(3, 8, 24), (40, 24), (40,)]),
-    "linear, not constrained": (
-        lambda x, w: unit.linear(x, w, constrained=False),
-        lambda x, w: U.linear(x, w, None, constraint=None),
-        [(3, 8, 24), (40, 24)],
-    ),
-    "readout": (unit.readout, U.linear_readout, [(3, 8, 24), (40, 24), (40,)]),
-    "matmul": (unit.matmul, U.matmul, [(2, 8, 24), (2, 24, 5)]),
-    "matmul, not constrained": (
-        lambda a, b: unit.matmul(a, b, constrained=False),
-        lambda a, b: U.matmul(a, b, constraint=None),
-        [(8, 24), (24, 5)],
-    ),
-    "layer_norm": (unit.layer_norm, lambda x, w, b: U.layer_norm(x, (24,), w, b), [(8, 24), (24,), (24,)]),
-    "embedding": (
-        lambda w: unit.embedding(torch.arange(24) % 8, w),
-        lambda w: U.embedding(torch.arange(24) % 8, w),
-        [(16, 8)],
-    ),
-    "add": (unit.add, U.add, [(8, 24), (24,)]),
-    "add, not constrained": (
-        lambda a, b: unit.add(a, b, constrained=False),
-        lambda a, b: U.add(a, b, constraint=None),
-        [(8, 24), (24,)],
-    ),
-    "mse_loss": (unit.mse_loss, U.mse_loss, [(8, 24), (8, 24)]),
-    "residual": (
-        lambda x: unit.residual_add(unit.residual_split(x, 0.7)[0].sin(), unit.residual_split(x, 0.7)[1], 0.7),
-        lambda x: U.residual_apply(torch.sin, x, 0.7),
-        [(8, 24)],
-    ),
-}
-for mult in (1.0, 0.5, 3.0):
-    OPERATIONS |= {
-        f"gelu {mult}": (lambda x, c=mult: unit.gelu(x, c), lambda x, c=mult: U.gelu(x, c), [(8, 24)]),
-        f"gelu {mult}, not constrained": (
-            lambda x, c=mult: unit.gelu(x, c, constrained=False),
-            lambda x, c=mult: U.gelu(x, c, constraint=None),
-            [(8, 24)],
-        ),
-        f"silu {mult}": (lambda x, c=mult: unit.silu(x, c), lambda x, c=mult: U.silu(x, c), [(8, 24)]),
-        f"silu {mult}, not constrained": (
-            lambda x, c=mult: unit.silu(x, c, constrained=False),
-            lambda x, c=mult: U.silu(x, c, constraint=None),
-            [(8, 24)],
-        ),
-        f"swiglu {mult}": (
-            lambda x, g, c=mult: unit.swiglu(x, g, c),
-            lambda x, g, c=mult: U.silu_glu(x, g, c),
-            [(8, 24), (8, 24)],
-        ),
-        f"softmax {mult}": (
-            lambda x, c=mult: unit.softmax(x, 1, c),
-            lambda x, c=mult: U.softmax(x, 1, mult=c),
-            [(8, 24)],
-        ),
-        f"softmax {mult}, not constrained": (
-            lambda x, c=mult: unit.softmax(x, 1, c, constrained=False),
-            lambda x, c=mult: U.softmax(x, 1, constraint=None, mult=c),
-            [(8, 24)],
-        ),
-        f"cross_entropy {mult}": (
-            lambda x, c=mult: unit.cross_entropy(x, torch.arange(8), c),
-            lambda x, c=mult: U.cross_entropy(x, torch.arange(8), mult=c),
-            [(8, 24)],
-        ),
-    }
-    for causal in (False, True):
-        OPERATIONS[f"attention {mult}, {causal}"] = (
-            lambda *qkv, c=mult, m=causal: unit.attention(*qkv, causal=m, mult=c),
-            lambda *qkv, c=mult, m=causal: U.scaled_dot_product_attention(*qkv, is_causal=m, mult=c),
-            [(2, 3, 16, 8)] * 3,
+
+def _tokens(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of logits or weights alone, with tokens that are always the same."""
+    name = function.__name__
+    if name == "embedding":
+        return lambda weight: function(torch.arange(24) % 8, weight)
+    return lambda logits, **named: function(logits, torch.arange(8), **named)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return U.layer_norm(x, (24,), weight, bias)
+
+
+def _residual(x: Tensor) -> Tensor:
+    return unit.residual_add(unit.residual_split(x, 0.7)[0].sin(), unit.residual_split(x, 0.7)[1], 0.7)
+
+
+ROWS, QKV = [(8, 24)], [(2, 3, 16, 8)] * 3
+LINEAR = [(3, 8, 24), (40, 24), (40,)]
+MULTS = (1.0, 0.5, 3.0)
+#: Ours, theirs, the shapes of inputs, and options by our names.
+OPERATIONS: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], dict[str, Any]]] = [
+    *((unit.linear, U.linear, LINEAR, {"constrained": is_so}) for is_so in (True, False)),
+    (unit.readout, U.linear_readout, LINEAR, {}),
+    *((unit.matmul, U.matmul, [(8, 24), (24, 5)], {"constrained": is_so}) for is_so in (True, False)),
+    (unit.matmul, U.matmul, [(2, 8, 24), (2, 24, 5)], {}),
+    (unit.layer_norm, _layer_norm, [(8, 24), (24,), (24,)], {}),
+    (_tokens(unit.embedding), _tokens(U.embedding), [(16, 8)], {}),
+    *((unit.add, U.add, [(8, 24), (24,)], {"constrained": is_so}) for is_so in (True, False)),
+    (unit.mse_loss, U.mse_loss, ROWS * 2, {}),
+    (_residual, lambda x: U.residual_apply(torch.sin, x, 0.7), ROWS, {}),
+    *(
+        (ours, theirs, ROWS, {**more, "mult": mult, "constrained": is_so})
+        for ours, theirs, more in (
+            (unit.gelu, U.gelu, {}),
+            (unit.silu, U.silu, {}),
+            (unit.softmax, U.softmax, {"dim": 1}),
         )
+        for mult in MULTS
+        for is_so in (True, False)
+    ),
+    *((unit.swiglu, U.silu_glu, ROWS * 2, {"mult": mult}) for mult in MULTS),
+    *((_tokens(unit.cross_entropy), _tokens(U.cross_entropy), ROWS, {"mult": mult}) for mult in MULTS),
+    *(
+        (unit.attention, U.scaled_dot_product_attention, QKV, {"mult": mult, "causal": causal})
+        for mult in MULTS
+        for causal in (False, True)
+    ),
+]
+
+
+def theirs_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by unit-scaling's names."""
+    names = {"causal": "is_causal"}
+    found = {names.get(name, name): value for name, value in options.items() if name != "constrained"}
+    return found if options.get("constrained", True) else {**found, "constraint": None}
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).norm() <= BOUND * expected.norm()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operation(name: str) -> None:
-    ours, theirs, shapes = OPERATIONS[name]
+@pytest.mark.parametrize(("ours", "theirs", "shapes", "options"), OPERATIONS)
+def test_operation(
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    shapes: list[tuple[int, ...]],
+    options: dict[str, Any],
+) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
-    actual, expected = ours(*leaves), theirs(*leaves)
+    actual, expected = ours(*leaves, **options), theirs(*leaves, **theirs_of(options))
     assert_near(actual, expected)
     upstream = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
     pairs = zip(
@@ -169,14 +154,3 @@ def test_learning_rates() -> None:
         (param,) = group["params"]
         for option in ("lr", "weight_decay"):
             assert math.isclose(ours[param][option], group[option], rel_tol=BOUND)
-
-
-def test_learning_rates_without_the_parameters_attributes() -> None:
-    """The modules give the learning rates when parameters were replaced, as ``fully_shard`` does."""
-    expected = shardopt.param_groups(decoder(), rule="u-mup", lr=1.0)
-    model = decoder()
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            module._parameters[name] = None if param is None else torch.nn.Parameter(param.detach().clone())
-    assert not any(hasattr(param, "mup_type") for param in model.parameters())
-    assert shardopt.param_groups(model, rule="u-mup", lr=1.0).table() == expected.table()

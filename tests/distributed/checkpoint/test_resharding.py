@@ -75,22 +75,16 @@ def test_codecs_and_flattened_names(ranks: Pool, tmp_path: Path, rule: str, code
     ranks.run(3, _load, "fsdp columns", rule, codec, True, tmp_path)
 
 
-def test_shared_codes(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(2, _save, "fsdp columns", "repaid_adamw", "companded8", False, tmp_path)
-    for world_size, way in [(1, "single"), (3, "fsdp columns"), (4, "fsdp columns tp")]:
-        ranks.run(world_size, _load, way, "repaid_adamw", "companded8", False, tmp_path)
-
-
-def test_what_stands_in_the_param_groups(ranks: Pool, tmp_path: Path) -> None:
-    """Prodigy's estimate."""
-    ranks.run(2, _save, "fsdp columns", "prodigy", "log8", False, tmp_path)
-    ranks.run(3, _load, "fsdp", "prodigy", "log8", False, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize(("saved_on", "saved_way"), [*FROM, (3, "fsdp columns"), (4, "fsdp"), (4, "hsdp")])
-def test_load_elsewhere_sweep(ranks: Pool, tmp_path: Path, saved_on: int, saved_way: str, codec: str) -> None:
-    ranks.run(saved_on, _save, saved_way, "adamw", codec, False, tmp_path)
-    for world_size, way in [*TO, (2, "fsdp"), (2, "fsdp columns"), (3, "fsdp")]:
-        ranks.run(world_size, _load, way, "adamw", codec, False, tmp_path)
+@pytest.mark.parametrize(
+    ("rule", "codec", "world_size", "way"),
+    [
+        ("repaid_adamw", "companded8", 4, "fsdp columns tp"),
+        ("repaid_adamw", "companded8", 1, "single"),
+        ("prodigy", "log8", 3, "fsdp"),
+    ],
+)
+def test_shared_codes_and_estimates_in_param_groups(
+    ranks: Pool, tmp_path: Path, rule: str, codec: str, world_size: int, way: str
+) -> None:
+    ranks.run(2, _save, "fsdp columns", rule, codec, False, tmp_path)
+    ranks.run(world_size, _load, way, rule, codec, False, tmp_path)

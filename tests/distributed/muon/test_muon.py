@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,75 +30,53 @@ FEW = {
 }
 
 
-def _as_single(way: str, rule: str, options: dict[str, Any]) -> None:
-    got = snapshot_of(*trained(way, STEPS, rule, **options))
+#: NorMuon has second moments of rows, where ranks share rows, too.
+NORMALIZED = {2: ("fsdp bf16",), 3: ("fsdp", "fsdp columns", "fsdp1"), 4: ("fsdp columns tp", "fsdp1 hybrid")}
+CASES = [(size, way, "muon_in_waves") for size, ways in FEW.items() for way in ways]
+CASES += [(size, way, "normuon") for size, ways in NORMALIZED.items() for way in ways]
+IN_ALL = ((size, way) for size in (1, 2, 3, 4) for way in NOT_FLAT if not (size % 2 and way in IN_PAIRS))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "way", "rule"), [*CASES, *slow((*case, "muon_in_waves") for case in IN_ALL if "tp" not in case[1])]
+)
+def test_as_single(world_size: int, way: str, rule: str) -> None:
+    got = snapshot_of(*trained(way, STEPS, rule))
     if dist.get_rank() == 0:
-        assert_same(got, single(STEPS, rule, **options))
+        assert_same(got, single(STEPS, rule))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "way"),
-    [
-        *((world_size, way) for world_size, ways in FEW.items() for way in ways),
-        *slow(
-            (world_size, way)
-            for world_size in (1, 2, 3, 4)
-            for way in NOT_FLAT
-            if "tp" not in way and not (world_size % 2 and way in IN_PAIRS)
-        ),
-    ],
-)
-def test_as_single(ranks: Pool, world_size: int, way: str) -> None:
-    ranks.run(world_size, _as_single, way, "muon_in_waves", {})
-
-
-@pytest.mark.parametrize(
-    ("world_size", "way"),
-    [(2, "fsdp bf16"), (3, "fsdp"), (3, "fsdp columns"), (3, "fsdp1"), (4, "fsdp columns tp"), (4, "fsdp1 hybrid")],
-)
-def test_normalized_as_single(ranks: Pool, world_size: int, way: str) -> None:
-    """Second moments of rows included, where ranks share rows, too."""
-    ranks.run(world_size, _as_single, way, "normuon", {})
-
-
-def _in_rounds(most: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(shardopt.sharding.exchange, "MOST_PEERS", most)
-        for way in ("fsdp", "fsdp1"):
-            _as_single(way, "normuon", {})
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "most"), [(3, 1), (4, 2)])
-def test_messages_to_few_ranks_at_a_time(ranks: Pool, world_size: int, most: int) -> None:
-    ranks.run(world_size, _in_rounds, most)
+def test_messages_to_few_ranks_at_a_time(world_size: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardopt.sharding.exchange, "MOST_PEERS", most)
+        for way in ("fsdp", "fsdp1"):
+            test_as_single(world_size, way, "normuon")
 
 
 # Steps that lack something --------------------------------------------------------------------------------------------
 
 
-def _without(way: str, names: tuple[str, ...], steps: tuple[int, ...]) -> None:
-    """In some steps some parameters have no gradient anywhere."""
-    models = [WAYS[way](make_net()), make_net()]
-    optimizers = [of_groups(model, memory=100_000) for model in models]
-    for step in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            set_gradients(model, step)
-            for name, param in named_parameters(model).items():
-                if step in steps and name in names:
-                    param.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-    got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
-    assert_same(got, expected)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "ddp", "fsdp1"])
-def test_parameters_without_gradient(ranks: Pool, way: str) -> None:
-    everything = tuple(name for name, _ in make_net().named_parameters())
+def test_parameters_without_gradient(way: str) -> None:
+    """In some steps some parameters have no gradient anywhere: one matrix, all of them, everything."""
     matrices = ("up.weight", "down.weight", "conv.weight", "gate.weight")
-    for names in (("down.weight",), matrices, everything):
-        for steps in ((0,), (1,)):
-            ranks.run(2, _without, way, names, steps)
+    for names, without in product((("down.weight",), matrices, None), (0, 1)):
+        models = [WAYS[way](make_net()), make_net()]
+        optimizers = [of_groups(model, memory=100_000) for model in models]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                set_gradients(model, step)
+                for name, param in named_parameters(model).items():
+                    if step == without and (names is None or name in names):
+                        param.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+        got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
+        assert_same(got, expected)
 
 
 def _released(way: str) -> list[Shape]:
@@ -126,7 +104,10 @@ def test_released_gradients(ranks: Pool, way: str) -> None:
     assert all(computed)
 
 
-def _nan(way: str, policy: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("way", "policy"), [("fsdp", "skip"), ("fsdp", "raise"), ("fsdp columns", "propagate")])
+@pytest.mark.filterwarnings("ignore:skipped .* gradient elements")
+def test_nonfinite_gradients(way: str, policy: str) -> None:
     """In the part of one rank."""
     models = [WAYS[way](make_net()), make_net()]
     optimizers = [of_groups(model, nonfinite=policy) for model in models]
@@ -134,10 +115,9 @@ def _nan(way: str, policy: str) -> None:
     for model, optimizer in zip(models, optimizers, strict=True):
         set_gradients(model, 0)
         grad = model.get_parameter("up.weight").grad
-        last = dist.get_rank() == dist.get_world_size() - 1
         if model is models[1]:
             grad[-1, -1] = float("nan")
-        elif last:
+        elif dist.get_rank() == dist.get_world_size() - 1:
             grad.to_local()[-1, -1] = float("nan")
         if policy == "raise":
             with pytest.raises(FloatingPointError, match="NaN or Inf"):
@@ -146,13 +126,6 @@ def _nan(way: str, policy: str) -> None:
             optimizer.step()
     got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
     assert_same(got, before if policy == "raise" else expected)
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise", "propagate"])
-@pytest.mark.parametrize("way", ["fsdp", "fsdp columns"])
-@pytest.mark.filterwarnings("ignore:skipped .* gradient elements")
-def test_nonfinite_gradients(ranks: Pool, way: str, policy: str) -> None:
-    ranks.run(2, _nan, way, policy)
 
 
 # Going on elsewhere ---------------------------------------------------------------------------------------------------
@@ -176,14 +149,13 @@ def _resume(way: str, rule: str, path: Path) -> None:
         assert_same(got, single(4, rule))
 
 
-@pytest.mark.parametrize("rule", ["muon_in_waves", "normuon"])
 @pytest.mark.parametrize(
-    ("saved_on", "saved_way", "world_size", "way"),
+    ("saved_on", "saved_way", "world_size", "way", "rule"),
     [
-        (2, "fsdp", 3, "fsdp"),
-        (3, "fsdp1", 2, "fsdp columns"),
-        (1, "single", 3, "fsdp1"),
-        (2, "fsdp columns", 1, "single"),
+        (2, "fsdp", 3, "fsdp", "normuon"),
+        (3, "fsdp1", 2, "fsdp columns", "normuon"),
+        (1, "single", 3, "fsdp1", "muon_in_waves"),
+        (2, "fsdp columns", 1, "single", "normuon"),
     ],
 )
 def test_resume(

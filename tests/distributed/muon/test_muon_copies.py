@@ -60,7 +60,9 @@ def _counted_broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sources
 
 
-def _replicas_share() -> None:
+@pytest.mark.ranks(2)
+def test_replicas_share_work() -> None:
+    """If the groups are of the wrapped model, or after attach()."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         sources = _counted_broadcasts(monkeypatch)
         model = DistributedDataParallel(make_net())
@@ -77,12 +79,9 @@ def _replicas_share() -> None:
         assert sources
 
 
-def test_replicas_share_work(ranks: Pool) -> None:
-    """If the groups are of the wrapped model, or after attach()."""
-    ranks.run(2, _replicas_share)
-
-
-def _share_nothing_alone() -> None:
+@pytest.mark.ranks(2)
+def test_one_rank_may_go_on_alone() -> None:
+    """An optimizer of the bare model waits for nobody, whatever was read of the wrapped one."""
     model = DistributedDataParallel(make_net())
     shardopt.muon_groups(model)
     if dist.get_rank() == 0:
@@ -91,12 +90,8 @@ def _share_nothing_alone() -> None:
         _assert_equal(_step(model, optimizer), _stepped_alone([0]))
 
 
-def test_one_rank_may_go_on_alone(ranks: Pool) -> None:
-    """An optimizer of the bare model waits for nobody, whatever was read of the wrapped one."""
-    ranks.run(2, _share_nothing_alone)
-
-
-def _wrapped_again() -> None:
+@pytest.mark.ranks(4)
+def test_wrapped_again_over_other_ranks() -> None:
     whole, halves = make_net(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     shardopt.muon_groups(DistributedDataParallel(whole))
     half = dist.get_rank() // 2
@@ -106,24 +101,17 @@ def _wrapped_again() -> None:
         _assert_equal(_step(model, optimizer), _stepped_alone([0]))
 
 
-def test_wrapped_again_over_other_ranks(ranks: Pool) -> None:
-    ranks.run(4, _wrapped_again)
-
-
-def _zero_redundancy(path: str) -> None:
+@pytest.mark.ranks(2)
+def test_zero_redundancy_shares_nothing(tmp_path: Path) -> None:
+    """Each rank has parameters of its own, also once the wrapped model was read: by attach() or a checkpoint."""
     model = DistributedDataParallel(make_net())
     optimizer = ZeroRedundancyOptimizer(shardopt.muon_groups(model), optimizer_class=shardopt.Muon8bit)
     shardopt.muon_groups(model)
     optimizer.optim.attach(model)
     _assert_equal(_step(model, optimizer), _stepped_alone([0]))
-    shardopt.checkpoint.save(path, model, optimizer)
-    shardopt.checkpoint.load(path, model, optimizer)
+    shardopt.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    shardopt.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
     _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))
-
-
-def test_zero_redundancy_shares_nothing(ranks: Pool, tmp_path: Path) -> None:
-    """Each rank has parameters of its own, also once the wrapped model was read: by attach() or a checkpoint."""
-    ranks.run(2, _zero_redundancy, str(tmp_path / "checkpoint"))
 
 
 # Ranks with copies ----------------------------------------------------------------------------------------------------
@@ -137,34 +125,21 @@ def _whole(**options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     return model, optimizer
 
 
-def _ddp(how: str, options: dict[str, Any]) -> list[Shape]:
-    bare = make_net()
-    model = DistributedDataParallel(bare)
-    optimizer = of_groups(model if how == "groups" else bare, **options)
-    if how == "attach":
-        optimizer.attach(model)
+def _ddp(options: dict[str, Any]) -> list[Shape]:
+    model = DistributedDataParallel(make_net())
+    optimizer = of_groups(model, **options)
     with orthogonalized() as computed:
         for step in range(STEPS):
             step_with(model, optimizer, step)
-    got = snapshot_of(model, optimizer)
-    assert_same(got, snapshot_of(*_whole(**options)))
+    assert_same(snapshot_of(model, optimizer), snapshot_of(*_whole(**options)))
     return computed
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"memory": 1}, {"normalize": "rows"}], ids=str)
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"memory": 1}), (3, {"normalize": "rows"})])
 def test_ddp_shares_the_work(ranks: Pool, world_size: int, options: dict[str, Any]) -> None:
-    computed = ranks.run(world_size, _ddp, "groups", options)
+    computed = ranks.run(world_size, _ddp, options)
     assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})
     assert all(computed)
-
-
-@pytest.mark.parametrize("how", ["attach", "bare"])
-def test_ddp_attached_or_unknown(ranks: Pool, how: str) -> None:
-    """Where nothing tells of the other ranks, each computes everything."""
-    computed = ranks.run(2, _ddp, how, {})
-    times = 1 if how == "attach" else 2
-    assert sum(map(Counter, computed), Counter()) == Counter({s: times * STEPS * n for s, n in MATRICES.items()})
 
 
 def _zero(options: dict[str, Any]) -> list[Shape]:
@@ -181,8 +156,7 @@ def _zero(options: dict[str, Any]) -> list[Shape]:
     return computed
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_redundancy(ranks: Pool, world_size: int) -> None:
+def test_zero_redundancy(ranks: Pool) -> None:
     """Each rank computes the matrices whose state it has."""
-    computed = ranks.run(world_size, _zero, {"normalize": "rows"} if world_size == 3 else {})
+    computed = ranks.run(3, _zero, {"normalize": "rows"})
     assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})

@@ -17,48 +17,13 @@ import shardopt
 from helpers import Shape, limited
 from ranks.collectives import counted_collectives
 from ranks.flat import gathered
-from ranks.layouts import COLUMN, ROW, SCATTERED, WHOLE, Layout, distribute, layouts, shard, values
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, shard, values
 from ranks.models import fsdp1, make_net
-from ranks.pool import Pool
 from ranks.runs import SMALL, snapshot_of, step_with
 from ranks.snapshot import assert_same, snapshot
-from shardopt.layout import Region, shard_of
 from versions import cuts_uneven_strided_shards
 
 STEPS = 3
-
-# Who holds what -------------------------------------------------------------------------------------------------------
-
-
-def _elements(region: Region) -> list[int]:
-    return [region.first + row * region.stride + col for row in range(region.rows) for col in range(region.cols)]
-
-
-def _covers(layout: Layout) -> None:
-    numel = torch.Size(layout.shape).numel()
-    numbers = torch.arange(numel).view(layout.shape)
-    found = shard(numbers, layout)
-    division = shard_of(found).division
-    local = found.to_local().flatten().tolist()
-    if all(placement == WHOLE for placement in layout.placements):
-        assert division is None
-        return
-    assert division is not None
-    held = [_elements(region) for region in division.regions]
-    assert held[division.ranks.rank] == local, str(layout)
-    assert sorted(element for of_rank in held for element in of_rank) == list(range(numel)), str(layout)
-
-
-def _all_cover() -> None:
-    for layout in layouts(dist.get_world_size()):
-        if layout.placements != SCATTERED:
-            _covers(layout)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_divisions_cover_each_parameter_once(ranks: Pool, world_size: int) -> None:
-    ranks.run(world_size, _all_cover)
-
 
 # Matrices in a parameter ----------------------------------------------------------------------------------------------
 
@@ -73,8 +38,10 @@ SPLITS: tuple[tuple[Shape, Any], ...] = (
 )
 
 
-def _splits(normalize: Any) -> None:
-    size = dist.get_world_size()
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "normalize"), [(2, "rows"), (3, None), (4, "rows"), (4, None)])
+def test_splits(world_size: int, normalize: Any) -> None:
+    size = world_size
     mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
     ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
     whole, sharded = [], []
@@ -100,13 +67,8 @@ def _splits(normalize: Any) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("normalize", [None, "rows"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_splits(ranks: Pool, world_size: int, normalize: Any) -> None:
-    ranks.run(world_size, _splits, normalize)
-
-
-def _empty_columns() -> None:
+@pytest.mark.ranks(3)
+def test_a_rank_without_columns() -> None:
     """The third rank has no column of a matrix, and yet second moments of its rows, as they are replicated."""
     shape, ways = (33, 2), (((3,), (COLUMN,)), ((3,), (ROW,)))
     for on, placements in ways:
@@ -126,11 +88,9 @@ def _empty_columns() -> None:
             assert torch.equal(moments, optimizers[0].state[whole]["second_momentum_buffer"])
 
 
-def test_a_rank_without_columns(ranks: Pool) -> None:
-    ranks.run(3, _empty_columns)
-
-
-def _split_flat(normalize: Any) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "normalize"), [(2, None), (3, "rows")])
+def test_splits_of_flat_shards(world_size: int, normalize: Any) -> None:
     """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
     split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
     models = [fsdp1(_matrices(), ["1"]), _matrices()]
@@ -143,13 +103,9 @@ def _split_flat(normalize: Any) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("normalize", [None, "rows"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_splits_of_flat_shards(ranks: Pool, world_size: int, normalize: Any) -> None:
-    ranks.run(world_size, _split_flat, normalize)
-
-
-def _no_ranges(split: Any) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [None, "each"])
+def test_several_ranges_of_a_dim(split: Any) -> None:
     """Nothing is changed, and nothing travels."""
     placements = (_StridedShard(1, split_factor=2),)
     columns = 5 if cuts_uneven_strided_shards else 8
@@ -167,11 +123,6 @@ def _no_ranges(split: Any) -> None:
     assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
 
 
-@pytest.mark.parametrize("split", [None, "each"])
-def test_several_ranges_of_a_dim(ranks: Pool, split: Any) -> None:
-    ranks.run(2, _no_ranges, split)
-
-
 # Flat parameters of matrices only -------------------------------------------------------------------------------------
 
 
@@ -185,8 +136,14 @@ def _matrices(width: int = 40) -> nn.Sequential:
     return model
 
 
-def _flat(strategy: ShardingStrategy) -> None:
-    got, whole = fsdp1(_matrices(), ["1"], use_orig_params=False, sharding_strategy=strategy), _matrices()
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "NO_SHARD"), (2, "FULL_SHARD"), (3, "SHARD_GRAD_OP")])
+def test_flat_parameters(world_size: int, strategy: str) -> None:
+    """FSDP1 with ``use_orig_params=False``: an optimizer's parameter is several matrices."""
+    got, whole = (
+        fsdp1(_matrices(), ["1"], use_orig_params=False, sharding_strategy=ShardingStrategy[strategy]),
+        _matrices(),
+    )
     optimizers = [shardopt.Muon8bit(model.parameters(), **SMALL) for model in (got, whole)]
     for step in range(STEPS):
         for model, optimizer in zip((got, whole), optimizers, strict=True):
@@ -194,16 +151,8 @@ def _flat(strategy: ShardingStrategy) -> None:
     assert_same(gathered(got, optimizers[0]), snapshot_of(whole, optimizers[1]))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"),
-    [(1, "FULL_SHARD"), (2, "NO_SHARD"), (2, "FULL_SHARD"), (3, "SHARD_GRAD_OP")],
-)
-def test_flat_parameters(ranks: Pool, world_size: int, strategy: str) -> None:
-    """FSDP1 with ``use_orig_params=False``: an optimizer's parameter is several matrices."""
-    ranks.run(world_size, _flat, ShardingStrategy[strategy])
-
-
-def _flat_of_both() -> None:
+@pytest.mark.ranks(2)
+def test_flat_parameters_for_both_rules() -> None:
     model = fsdp1(make_net(), ["up"], use_orig_params=False)
     with pytest.raises(ValueError, match=r"got a parameter of shape .* in a param group for Muon"):
         shardopt.Muon8bit(model.parameters(), **SMALL)
@@ -211,7 +160,3 @@ def _flat_of_both() -> None:
         ValueError, match=r"got .* in one flat parameter, expected the same options for all of its parts"
     ):
         shardopt.muon_groups(model)
-
-
-def test_flat_parameters_for_both_rules(ranks: Pool) -> None:
-    ranks.run(2, _flat_of_both)

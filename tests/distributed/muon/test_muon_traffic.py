@@ -47,19 +47,15 @@ def _equal_matrices(memory: int | None, mesh: bool) -> tuple[Counter[str], dict[
     return *_of_step(model, optimizer), 8 * 64 * 64
 
 
-@pytest.mark.parametrize(("world_size", "hybrid"), [(2, False), (4, False), (4, True)])
-def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool) -> None:
-    """By two exchanges, 4 bytes in all, and nothing else: also where other ranks have copies of the shards."""
+@pytest.mark.parametrize(
+    ("world_size", "hybrid", "memory", "waves"), [(2, False, None, 1), (2, False, 1, 8), (4, True, None, 1)]
+)
+def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool, memory: int | None, waves: int) -> None:
+    """By two exchanges per wave, 4 bytes in all, and nothing else: also where other ranks have copies of the shards."""
     shards = world_size // 2 if hybrid else world_size
-    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, None, hybrid):
-        assert counts == {"alltoall_base": 2}
-        assert nbytes == {"alltoall_base": 4 * numel // shards + 2 * shards * ROLL}
-
-
-def test_two_exchanges_per_wave(ranks: Pool) -> None:
-    for counts, nbytes, numel in ranks.run(2, _equal_matrices, 1, False):
-        assert counts == {"alltoall_base": 2 * 8}
-        assert nbytes == {"alltoall_base": 4 * numel // 2 + 2 * 8 * 2 * ROLL}
+    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, memory, hybrid):
+        assert counts == {"alltoall_base": 2 * waves}
+        assert nbytes == {"alltoall_base": 4 * numel // shards + 2 * waves * shards * ROLL}
 
 
 def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
@@ -77,14 +73,12 @@ def _padded_bytes(ranks_of: int, shapes: Counter[Shape]) -> int:
     return total
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_of_a_model(ranks: Pool, world_size: int) -> None:
+def test_bytes_of_a_model(ranks: Pool) -> None:
     """Uneven and empty shards: there and back over all ranks, rounded up; AdamW's parameters take no part."""
-    found = ranks.run(world_size, _net, "fsdp")
+    found = ranks.run(3, _net, "fsdp")
     assert all(counts == {"alltoall_base": 2} for counts, _ in found)
-    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * (
-        _padded_bytes(world_size, MATRICES) + world_size**2 * ROLL
-    )
+    nbytes = sum(nbytes["alltoall_base"] for _, nbytes in found)
+    assert nbytes == 2 * (_padded_bytes(3, MATRICES) + 3**2 * ROLL)
 
 
 def test_bytes_of_ddp(ranks: Pool) -> None:
