@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardopt
-from helpers import CODEC_NAMES
 from shardopt.optim import ShardedOptimizer
 from strided_problem import BF16, OPTIONS, Conv, advance, assert_equal, reversed_dims, trained
 
@@ -19,13 +18,20 @@ FORMATS: list[dict[str, Any]] = [
     {},
     {"codec": "fp32"},
     {"dtype": BF16, "master_weight_bits": 24},
-    {"dtype": BF16, "master_weight_bits": 32},
 ]
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-@pytest.mark.parametrize("how", ["checkpoint", "state dict"])
-@pytest.mark.parametrize("saved_strided", [True, False])
+@pytest.mark.parametrize(
+    ("options", "how", "saved_strided"),
+    [
+        (FORMATS[0], "checkpoint", True),
+        (FORMATS[1], "checkpoint", False),
+        (FORMATS[2], "checkpoint", True),
+        (FORMATS[2], "state dict", False),
+        (FORMATS[0], "state dict", True),
+    ],
+    ids=str,
+)
 def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], saved_strided: bool) -> None:
     """Between models that lie in memory in different ways; steps go on with the same bits."""
     model, optimizer = trained(channels_last=saved_strided, **options)
@@ -42,8 +48,14 @@ def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], saved_str
     assert_equal(loaded, optimizer)
 
 
-@pytest.mark.parametrize("load", [ShardedOptimizer.load_state_dict, shardopt.checkpoint.import_state])
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize(
+    ("codec", "load"),
+    [
+        ("log8", ShardedOptimizer.load_state_dict),
+        ("log8", shardopt.checkpoint.import_state),
+        ("fp32", ShardedOptimizer.load_state_dict),
+    ],
+)
 def test_torch_state(codec: str, load: Callable[[ShardedOptimizer, Any], object]) -> None:
     """torch keeps moments laid out as the parameter is; and takes ours."""
     model, source = Conv(), Conv()
