@@ -13,6 +13,7 @@ from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from step_problem import params_of
 
 BF16 = torch.bfloat16
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
@@ -66,10 +67,6 @@ def make(
     params = [Parameter(layout(x) if strided else x) for x, (_, layout) in zip(found, LAYOUTS, strict=True)]
     groups = [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}]
     return RULES[rule].make(groups, **{**OPTIONS, **options})
-
-
-def params_of(optimizer: ShardedOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def set_gradients(optimizer: ShardedOptimizer, t: int, grad_dtype: torch.dtype | None = None) -> None:
