@@ -137,19 +137,3 @@ def test_a_buffers_state_is_that_of_its_parameters(options: dict[str, Any], dtyp
             numbers = [number + 1.0 for number, length in enumerate(lengths) for _ in range(length)]
             assert value.float().reshape(-1).tolist() == numbers, key
     assert_same(spec.join(parts), state)
-
-
-@pytest.mark.parametrize("codec", ["log8", "fp32"])
-def test_a_buffer_decodes_its_parameters(codec: str) -> None:
-    spec = buffer_state({"codec": codec}, torch.float32)
-    parts = []
-    for place, (own, *_) in enumerate(spec.slices):
-        numel = own.shard.local_shape[0]
-        parts.append(own.encode_local([values((numel,), place), values((numel,), place + 50).abs()]))
-    decoded = spec.decode({"step": torch.ones(()), **spec.join(parts)})
-    inside = torch.zeros(spec.shard.local_shape, dtype=torch.bool)
-    for each, part in zip(spec.slices, parts, strict=True):
-        own = dict(zip(decoded, each.spec.decode(part), strict=True))
-        assert_same({key: each.of(value) for key, value in decoded.items()}, own)
-        each.of(inside).fill_(True)
-    assert all(not value[~inside].any() for value in decoded.values()), "padding is not zero"

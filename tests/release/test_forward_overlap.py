@@ -416,23 +416,6 @@ def test_code_that_was_compiled_without_hooks(runs: str) -> None:
     assert torch.equal(torch.stack(found[:2]), torch.stack(found[2:]))
 
 
-def test_a_pickled_model_does_not_wait_for_anything(tmp_path: Path) -> None:
-    model = Layers()
-    optimizer = start(model, True)
-    train(model, optimizer, 1)
-    optimizer.synchronize()
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    go_on = threading.Event()
-    with before_steps(lambda place: go_on.wait(30)):
-        model(batch(1)).square().mean().backward()
-        optimizer.step()
-        loaded(batch(0))
-        loaded.state_dict()
-        go_on.set()
-        optimizer.synchronize()
-
-
 def test_copies_of_the_model_do_not_disturb() -> None:
     """A copy's forward passes do not count as the model's."""
     model = Layers()

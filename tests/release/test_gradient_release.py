@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,7 @@ from helpers import RULES, everything
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from shardopt.step import stepper
+from step_problem import tables_made
 
 STEPS = 4
 BF16 = torch.bfloat16
@@ -40,19 +39,19 @@ class Pair:
         self.schedules = [ExponentialLR(o, 0.8) for o in (self.released, self.ordinary)]
         self.release = shardopt.release_gradients(self.models[0], self.released)
 
-    def step(self, number: int, loss: Any = loss_of, left: tuple[str, ...] = ()) -> None:
-        """One turn of the usual loop for each. Gradients of parameters in ``left`` live until ``step()``."""
+    def step(self, number: int, loss: Any = loss_of, left: tuple[str, ...] | None = ()) -> None:
+        """One turn of the usual loop for each. Gradients of parameters in ``left``, if known, live until ``step()``."""
         for model, optimizer, schedule in zip(self.models, (self.released, self.ordinary), self.schedules, strict=True):
             loss(model, make_batch(number)).backward()
-            if optimizer is self.released:
+            if optimizer is self.released and left is not None:
                 assert tuple(name for name, param in model.named_parameters() if param.grad is not None) == left
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 
-    def run(self, steps: int = STEPS) -> None:
+    def run(self, steps: int = STEPS, **how: Any) -> None:
         for number in range(steps):
-            self.step(number)
+            self.step(number, **how)
             self.compare()
 
     def compare(self) -> None:
@@ -80,16 +79,14 @@ def test_as_ordinary_steps(rule: str, dtype: torch.dtype, options: dict[str, Any
     Pair(make_net(dtype), rule, **options).run()
 
 
-def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_kept() -> None:
     """One plan per parameter, through new learning rates."""
-    made: list[int] = []
-    original = stepper.Stepper._make_tables
     pair = Pair(make_net())
-    monkeypatch.setattr(stepper.Stepper, "_make_tables", lambda *args: (made.append(len(args[1])), original(*args))[1])
-    for number in range(3):
-        loss_of(pair.models[0], make_batch(number)).backward()
-        pair.released.step()
-        pair.schedules[0].step()
+    with tables_made() as made:
+        for number in range(3):
+            loss_of(pair.models[0], make_batch(number)).backward()
+            pair.released.step()
+            pair.schedules[0].step()
     assert made == [1] * len(list(pair.models[0].parameters()))
 
 
@@ -105,16 +102,13 @@ def test_removed() -> None:
     assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
     assert not pair.models[0]._forward_pre_hooks
     names = tuple(name for name, _ in pair.models[0].named_parameters())
-    pair.step(2, left=names)
-    pair.compare()
+    pair.run(1, left=names)
     with shardopt.release_gradients(pair.models[0], pair.released) as release:
         assert isinstance(release, shardopt.GradientRelease)
         pair.run(2)
     inner = pair.models[0].conv  # and with parameters left over
     with shardopt.release_gradients(inner, pair.released):
-        for number in range(2):
-            pair.step(number, left=tuple(name for name in names if not name.startswith("conv")))
-            pair.compare()
+        pair.run(2, left=tuple(name for name in names if not name.startswith("conv")))
 
 
 class Tied(nn.Module):
@@ -158,25 +152,24 @@ def test_gradients_in_parts_are_stepped_once_complete(evaluated: bool) -> None:
     if evaluated:
         with torch.no_grad():
             pair.models[0](make_batch(0))
-    for number in range(STEPS):
-        pair.step(number, left=("weight", "mix.weight", "mix.bias"))
-        pair.compare()
+    pair.run(left=("weight", "mix.weight", "mix.bias"))
 
 
 class Dropped(nn.Module):
-    """A layer in a number of reentrant checkpoints, which call it or, if ``is_called`` is False, its function."""
+    """A layer that forward passes run in so many checkpoints each, as a module or, if not ``is_called``, a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: tuple[int, ...], *, reentrant: bool = True, is_called: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.layer = nn.Embedding(97, 64), nn.Linear(64, 64)
         self.last = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 97))
-        self.times, self.is_called = 0, True
+        self.times, self.reentrant, self.is_called, self.passes = times, reentrant, is_called, 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.first(tokens)
-        for _ in range(self.times):
-            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=True)
+        for _ in range(self.times[self.passes % len(self.times)]):
+            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=self.reentrant)
+        self.passes += 1
         return self.last(x)
 
 
@@ -185,14 +178,7 @@ class Dropped(nn.Module):
 )
 def test_checkpoints_whose_number_changes(times: tuple[int, ...], is_called: bool) -> None:
     """Also if the first step has none, or one."""
-    pair = Pair(Dropped())
-    for number, count in enumerate(times):
-        for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
-            model.times, model.is_called = count, is_called
-            loss_of(model, make_batch(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.compare()
+    Pair(Dropped(times, is_called=is_called)).run(left=None)
 
 
 class Layers(nn.Module):
@@ -293,17 +279,6 @@ def test_other_parameters_are_left_alone() -> None:
     assert [int(optimizer.state[param]["step"]) for param in (*frozen, model.up.weight)] == [1, 1, 2]
 
 
-def test_two_optimizers() -> None:
-    model = make_net()
-    params = list(model.parameters())
-    optimizers = [RULES["adamw"].make(params[::2]), RULES["lion"].make(params[1::2])]
-    for optimizer in optimizers:
-        shardopt.release_gradients(model, optimizer)
-    loss_of(model, make_batch(0)).backward()
-    assert all(param.grad is None for param in params)
-    assert all(optimizer.state[param]["step"] == 1 for optimizer in optimizers for param in optimizer.state)
-
-
 def test_state_dicts() -> None:
     """Saved and loaded between steps; loading does not end the release."""
     pair = Pair(make_net())
@@ -312,19 +287,6 @@ def test_state_dicts() -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(saved)
     pair.run()
-
-
-def test_state_is_made_by_torchs_state_dict_functions() -> None:
-    """torch's functions make state by a step with gradients of zero and a learning rate of zero."""
-    model = make_net()
-    optimizer = RULES["adamw"].make(model.parameters())
-    shardopt.release_gradients(model, optimizer)
-    before = copy.deepcopy(model.state_dict())
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    assert set(state) == {name for name, _ in model.named_parameters()}
-    assert_same(model.state_dict(), before)
-    loss_of(model, make_batch(0)).backward()
-    assert all(param.grad is None for param in model.parameters())
 
 
 def test_a_copy_is_not_released() -> None:

@@ -31,6 +31,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release import host_gradients
 from shardopt.release.released import ReleasedParameters
 from shardopt.state import host_memory
+from test_gradient_release import Dropped
 
 STEPS = 3
 BF16 = torch.bfloat16
@@ -43,19 +44,9 @@ def from_cpu() -> Iterator[None]:
 
 
 class Loop:
-    """A usual loop, with steps held or not.
+    """A usual loop whose gradients are held, with ``offload="step"``, or one that offloads and releases nothing.
 
-    Args:
-        held: whether gradients are held, with ``offload="step"``; otherwise nothing is offloaded or released.
-        micro_batches: backward passes per step.
-        dtype: of the parameters.
-        sums: dtype in which a loop that does not hold gradients adds them up by hand; None leaves that to PyTorch.
-        max_norm: of all gradients; None does not clip.
-        norm_type: 2 or inf.
-        scale: the first loss scale; None uses no scaler.
-        kind: the optimizer's class.
-        model: the model; None makes one.
-        options: the optimizer's.
+    A loop that does not hold gradients adds them up by hand in the dtype ``sums``, if it is given.
     """
 
     def __init__(
@@ -199,16 +190,6 @@ def test_clipping_in_some_steps_only() -> None:
     compare(drive, micro_batches=2)
 
 
-def test_no_pass_over_gradients_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(True, max_norm=1.0)
-    loop.step(0)
-    loop.backward(1)
-    passes: list[object] = []
-    monkeypatch.setattr("shardopt.release.held.take_pass", lambda *args: passes.append(args))
-    loop.clip()
-    assert not passes
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_waiting_gradients(overlap: bool) -> None:
     """At most ``waiting_gradients`` gradients live on the device, besides the one that backward is adding."""
@@ -308,7 +289,8 @@ def test_remove_warns_of_gradients_that_it_throws_away() -> None:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_one_gradient_too_many(by_hand: bool) -> None:
+def test_what_cannot_be_held_is_refused(by_hand: bool) -> None:
+    """One gradient too many, and an option that is set later."""
     loop = Loop(True, micro_batches=1 if by_hand else 2)
     loop.backward(0)
     count = loop.micro_batches + 1
@@ -321,6 +303,10 @@ def test_one_gradient_too_many(by_hand: bool) -> None:
     loop.model.zero_grad()
     loop.optimizer.zero_grad()
     loop.run(2)
+    loop.backward(2)
+    loop.optimizer.param_groups[0]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="nonfinite='raise' while gradients are released"):
+        loop.optimizer.step()
 
 
 def test_gradients_that_are_set_after_the_backward_pass() -> None:
@@ -396,23 +382,6 @@ class Odd(nn.Module):
         return x
 
 
-class Dropped(nn.Module):
-    """A layer that each forward pass runs another number of times, in a checkpoint each."""
-
-    def __init__(self, times: tuple[int, ...], reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.embed, self.layer, self.last = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 8)
-        self.times, self.reentrant, self.passes = times, reentrant, 0
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        self.passes += 1
-        for _ in range(self.times[self.passes % len(self.times)]):
-            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
-        return self.last(x)
-
-
 class Pictures(nn.Module):
     """Convolutions whose weights are not contiguous."""
 
@@ -435,11 +404,11 @@ class Pictures(nn.Module):
     [
         (Odd, 2),
         (Pictures, 2),
-        (partial(Dropped, (2,), False), 1),
-        (partial(Dropped, (2,), True), 2),
-        (partial(Dropped, (2, 1), True), 1),
-        (partial(Dropped, (3, 1, 0), True), 2),
-        (partial(Dropped, (0, 1, 2, 3, 1), True), 3),
+        (partial(Dropped, (2,), reentrant=False), 1),
+        (partial(Dropped, (2,)), 2),
+        (partial(Dropped, (1, 2)), 1),
+        (partial(Dropped, (1, 0, 3)), 2),
+        (partial(Dropped, (1, 2, 3, 1, 0)), 3),
     ],
     ids=str,
 )
@@ -602,15 +571,6 @@ def test_micro_batches_of_gradients_that_are_not_held(
         optimizer.synchronize()
         results.append(everything(optimizer))
     assert_same(*results)
-
-
-def test_raise_that_is_set_later_is_refused() -> None:
-    loop = Loop(True)
-    loop.step(0)
-    loop.backward(1)
-    loop.optimizer.param_groups[0]["nonfinite"] = "raise"
-    with pytest.raises(ValueError, match="nonfinite='raise' while gradients are released"):
-        loop.optimizer.step()
 
 
 def interrupted(*_: Any) -> None:

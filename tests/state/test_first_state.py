@@ -156,11 +156,17 @@ def test_a_first_step_of_a_warm_up_counts(rule: str) -> None:
         assert all(state.get("step", 2) == 2 for state in optimizer.state.values())
 
 
-def test_with_released_gradients() -> None:
+@pytest.mark.parametrize("released", [False, True])
+def test_with_released_gradients(released: bool) -> None:
+    """State is made before or after the release."""
     run, expected = make("adamw"), make("adamw")
-    get_optimizer_state_dict(*run)
+    if not released:
+        get_optimizer_state_dict(*run)
     for model, optimizer in (run, expected):
         shardopt.release_gradients(model, optimizer)
+    if released:
+        get_optimizer_state_dict(*run)
+    for model, optimizer in (run, expected):
         for _ in range(2):
             model(torch.ones(4, 128)).square().sum().backward()
             optimizer.step()

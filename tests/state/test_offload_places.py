@@ -249,12 +249,3 @@ def test_sizes() -> None:
     for wrong in (-1, 1.5, True, "2GB", "GiB", "-1GiB", "1e3", ""):
         with pytest.raises(ValueError, match="expected bytes"):
             bytes_of(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB")]
-)
-def test_sizes_are_told_in_a_fitting_unit(nbytes: int, text: str, available: list[int]) -> None:
-    available[0] = nbytes
-    with pytest.raises(MemoryError, match=f"got {text} of available host memory, expected 2.00 GiB;"):
-        make(nn.Parameter(torch.zeros(1).expand(1 << 28)))

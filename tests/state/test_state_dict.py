@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -82,17 +81,6 @@ def test_round_trip(rule: str, codec: str, weights: str) -> None:
     assert_same(everything(other), everything(optimizer))
 
 
-@pytest.mark.parametrize("weights", ["bf16 24", "bf16 stochastic", "fp32"])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_copies_go_on_alike(how: Callable[[ShardedOptimizer], ShardedOptimizer], weights: str) -> None:
-    dtype, options = ALL[weights]
-    optimizer = trained(dtype=dtype, **options)
-    other = how(optimizer)
-    for each in (optimizer, other):
-        advance(each, range(3, 5), dtype)
-    assert_same(everything(other), everything(optimizer))
-
-
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_names_dtypes_and_shapes(codec: str) -> None:
     """Of state for bf16 parameters, made, loaded from a file, and loaded from torch's state."""
@@ -117,18 +105,6 @@ def test_names_dtypes_and_shapes(codec: str) -> None:
                 dtype = BF16 if codec == "bf16" and param.numel() >= 4096 else FP32
                 expected |= dict.fromkeys(("exp_avg", "exp_avg_sq"), (dtype, shape))
             assert actual == expected
-
-
-def test_before_the_first_step() -> None:
-    optimizer = made("adamw")
-    state_dict = optimizer.state_dict()
-    assert state_dict["state"] == {}
-    other = made("adamw", lr=1.0)
-    other.load_state_dict(through_a_file(state_dict))
-    assert not other.state
-    advance(other, range(2))
-    advance(optimizer, range(2))
-    assert_same(everything(other), everything(optimizer))
 
 
 def test_loading_copies_state_and_takes_over_the_groups() -> None:

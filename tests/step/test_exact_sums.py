@@ -78,15 +78,6 @@ def test_special_numbers(target: str) -> None:
         assert sums_of(values, spoilt) == [(exact(values), 0), (exact(finite), 21 * 2**32 + 7)]
 
 
-def test_many_elements_on_any_number_of_threads() -> None:
-    values = [spread_over((509, 509), 6, seed) for seed in (4, 5)]
-    found = []
-    for threads in (1, 2, 3):
-        with using(_C.cpu_targets()[0], threads):
-            found.append(sums_of(*values))
-    assert found[0] == [(exact(x), 0) for x in values] == found[1] == found[2]
-
-
 def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     param = Parameter(torch.ones(8, 130))
     assign(param, Shard((16, 130), (8, 130)))

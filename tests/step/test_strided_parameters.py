@@ -1,8 +1,11 @@
-"""Parameters and gradients that are not contiguous are stepped as their contiguous copies are, bit for bit."""
+"""Parameters and gradients that are not contiguous are stepped, saved and loaded as their contiguous copies are."""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +20,10 @@ from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import CpuCall
+from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
 from step_problem import params_of, tables_made
-from strided_problem import (
-    BF16,
-    OPTIONS,
-    Conv,
-    assert_equal,
-    backward,
-    make,
-    run,
-    set_gradients,
-)
+from strided_problem import BF16, OPTIONS, assert_equal, make, reversed_dims, run, set_gradients
 
 STEPPED: list[tuple[str, dict[str, Any]]] = [
     *(("adamw", {"codec": codec}) for codec in CODEC_NAMES),
@@ -71,6 +66,23 @@ def test_what_lies_between_the_elements_stays() -> None:
     assert (wide[:, 7:53] != 3).any()
 
 
+class Conv(nn.Module):
+    """Convolutions and a transposed matrix."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 33, 3, padding=1)
+        self.second = nn.Conv2d(33, 12, 3)
+        self.head = Parameter(torch.randn(12, 40).T)
+        self.to(dtype, memory_format=torch.channels_last)
+
+    def backward(self, number: int) -> None:
+        images = values((4, 3, 8, 8), number, self.head.dtype).contiguous(memory_format=torch.channels_last)
+        out = self.second(self.first(images).relu()).mean((2, 3)) @ self.head.T
+        out.float().square().mean().backward()
+
+
 @pytest.mark.parametrize(("offload", "dtype"), [(None, BF16), ("state", torch.float32), ("step", BF16)], ids=str)
 def test_released_gradients(offload: str | None, dtype: torch.dtype) -> None:
     with offload_from_cpu(8192):
@@ -84,25 +96,10 @@ def test_released_gradients(offload: str | None, dtype: torch.dtype) -> None:
         assert not models[0].first.weight.is_contiguous()
         for number in range(4):
             for model, optimizer in zip(models, (released, ordinary), strict=True):
-                backward(model, number)
+                model.backward(number)
                 optimizer.step()
                 optimizer.zero_grad()
         assert_equal(released, ordinary)
-
-
-def test_model_that_changes_its_layout() -> None:
-    """Tables are made anew where parameters moved; state stays as it is."""
-    model, expected = nn.Conv2d(7, 33, 3), nn.Conv2d(7, 33, 3)
-    expected.load_state_dict(model.state_dict())
-    optimizers = [RULES["adamw"].make(m.parameters(), **OPTIONS) for m in (model, expected)]
-    for t, memory_format in enumerate([torch.channels_last, torch.contiguous_format, torch.channels_last]):
-        model.to(memory_format=memory_format)
-        for _ in range(2):
-            for m, optimizer in zip((model, expected), optimizers, strict=True):
-                for index, param in enumerate(m.parameters()):
-                    param.grad = torch.empty_like(param).copy_(values(tuple(param.shape), 10 * t + index))
-                optimizer.step()
-            assert_equal(*optimizers)
 
 
 def test_strides_that_change_in_place() -> None:
@@ -240,19 +237,6 @@ def test_gradients_that_are_no_numbers() -> None:
         assert_equal(got, expected)
 
 
-def test_grad_scaler() -> None:
-    got, expected = (run(make(strided=strided), range(1)) for strided in (True, False))
-    for found_inf in (0.0, 1.0, 0.0):
-        before = everything(got)
-        for optimizer in (got, expected):
-            set_gradients(optimizer, 1)
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(found_inf)
-            optimizer.step()
-        assert_equal(got, expected)
-        if found_inf:
-            assert_same(everything(got), before)
-
-
 def test_a_parameter_that_comes_to_share_memory_is_refused() -> None:
     """At the same address, with the same shape."""
     memory = torch.zeros(40, 80)
@@ -274,3 +258,65 @@ def test_expanded_gradients() -> None:
         got.step()
         expected.step()
         assert_equal(got, expected)
+
+
+# Checkpoints and reports ----------------------------------------------------------------------------------------------
+
+FORMATS: list[dict[str, Any]] = [{}, {"codec": "fp32"}, {"dtype": BF16, "master_weight_bits": 24}]
+
+
+def model_of(optimizer: torch.optim.Optimizer) -> nn.Module:
+    return nn.ParameterList(params_of(optimizer))
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize(("how", "strided"), [("checkpoint", True), ("checkpoint", False), ("state dict", True)])
+def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], strided: bool) -> None:
+    """Between models that lie in memory in different ways; steps go on with the same bits."""
+    saved, loaded = (run(make(strided=s, **options), range(n)) for s, n in ((strided, 2), (not strided, 1)))
+    if how == "checkpoint":
+        shardopt.checkpoint.save(tmp_path / "saved", model_of(saved), saved)
+        shardopt.checkpoint.load(tmp_path / "saved", model_of(loaded), loaded)
+    else:
+        model_of(loaded).load_state_dict(model_of(saved).state_dict())
+        loaded.load_state_dict(saved.state_dict())
+    assert_equal(loaded, saved)
+    assert_equal(run(loaded, [7]), run(saved, [7]))
+    uses = [shardopt.memory_report(optimizer).host for optimizer in (loaded, saved)]
+    assert len({(use.state, use.scales, use.master_weights) for use in uses}) == 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "load"),
+    [
+        ("log8", ShardedOptimizer.load_state_dict),
+        ("log8", shardopt.checkpoint.import_state),
+        ("fp32", ShardedOptimizer.load_state_dict),
+    ],
+)
+def test_torch_state(codec: str, load: Callable[[ShardedOptimizer, Any], object]) -> None:
+    """torch keeps moments laid out as the parameter is; and takes ours."""
+    got, expected = (make(codec=codec) for _ in range(2))
+    theirs = torch.optim.AdamW([{"params": group["params"]} for group in make().param_groups])
+    run(theirs, range(2))
+    assert not theirs.state[params_of(theirs)[0]]["exp_avg"].is_contiguous()
+    contiguous = copy.deepcopy(theirs.state_dict())
+    for state in contiguous["state"].values():
+        state.update({key: value.contiguous() for key, value in state.items()})
+    load(got, theirs.state_dict())
+    load(expected, contiguous)
+    assert_equal(got, expected)
+    theirs.load_state_dict(got.state_dict(dequantize=True))
+    run(theirs, [2])
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+def test_full_precision(options: dict[str, Any]) -> None:
+    optimizer, expected = (run(make(strided=s, **options), range(2)) for s in (True, False))
+    weights, expected_weights = optimizer.full_precision_parameters(), expected.full_precision_parameters()
+    for param, same in zip(params_of(optimizer), params_of(expected), strict=True):
+        assert torch.equal(weights[param], expected_weights[same])
+        assert weights[param].is_contiguous()
+    optimizer.load_full_precision_parameters({param: reversed_dims(x * 1.01) for param, x in weights.items()})
+    expected.load_full_precision_parameters({param: x * 1.01 for param, x in expected_weights.items()})
+    assert_equal(optimizer, expected)
