@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drawing import BLUE, GREY, ORANGE, PINK, Drawing
-from shardopt.layout import BlockGrid, FlatShard, Ranges, Shard, equal_ends
+from shardopt.layout import BlockGrid, FlatShard, Ranges, Shard
 from shardopt.layout.ranges import chunk, count
 
 TARGET = Path(__file__).with_name("block-grid.svg")
@@ -48,7 +48,7 @@ def dim_sharded(dim: int) -> list[Shard]:
 def flat_sharded() -> list[FlatShard]:
     """The shards of a parameter that is flattened and divided evenly, as by FSDP1 and ZeRO."""
     numel = GRID.rows * GRID.row_numel
-    ends = equal_ends(0, numel, numel // len(RANKS), len(RANKS))
+    ends = [rank * numel // len(RANKS) for rank in range(len(RANKS) + 1)]
     return [FlatShard(GRID.global_shape, start, end, ends[1:-1]) for start, end in pairwise(ends)]
 
 

@@ -3,7 +3,7 @@
 from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region
 from shardopt.layout.engines import Engines, engines_of, register_engines
-from shardopt.layout.flat import FlatBuffer, FlatShard, Segment, equal_ends
+from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
@@ -54,7 +54,6 @@ __all__ = [
     "boxes",
     "copies_in",
     "engines_of",
-    "equal_ends",
     "is_quantized",
     "keep_float32_state",
     "keeps_float32_state",

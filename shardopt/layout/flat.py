@@ -141,7 +141,7 @@ class FlatShard(_AssignedShard):
         numel = math.prod(self.global_shape)
         if self._division is None and self._equal is not None:  # made on demand, as a division names every rank
             first, size, ranks = self._equal
-            ends = equal_ends(first, numel, size, len(ranks.numbers))
+            ends = [min(max(rank * size - first, 0), numel) for rank in range(len(ranks.numbers) + 1)]
             self._division = Division(ranks, tuple(ranges(ends)))
         return self._division if self._division is not None or self.numel == numel else super().division
 
@@ -182,21 +182,6 @@ class FlatShard(_AssignedShard):
         if self.start == self.end:
             return 0, 0
         return grid.block_of(self.start), grid.block_of(self.end - 1) + 1
-
-
-def equal_ends(first: int, numel: int, size: int, ranks: int) -> list[int]:
-    """The ends of ranks' ranges of a parameter, as :meth:`FlatShard.equal` divides it.
-
-    Args:
-        first: offset of the parameter in the flattened tensor.
-        numel: the parameter's elements.
-        size: elements of the flattened tensor per rank.
-        ranks: the number of ranks.
-
-    Returns:
-        Where the first range begins, and where each range ends.
-    """
-    return [min(max(rank * size - first, 0), numel) for rank in range(ranks + 1)]
 
 
 class Segment(NamedTuple):

@@ -1,84 +1,80 @@
-"""Partitions: their parts make up a tensor, and the ranks said to hold a rectangle are those whose parts overlap it."""
+"""Partitions against an array of owners: parts make up a tensor, and a rectangle's holders are its elements' owners."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.checkpoint.rectangles import fill
-from shardopt.layout import BlockGrid, FlatShard, boxes
-from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, even_steps
+from ranks.layouts import Shape
+from shardopt.layout import BlockGrid, FlatShard, Placed, boxes
+from shardopt.layout.partition import Cut, GridPartition, Partition, RangePartition
 from shardopt.sharding.dtensor import DTensorShard
 
-RANKS = 24
-
-#: Shapes and cuts: uneven, deeper dimensions, one after another, more parts than indices, ranks in any order.
-GRIDS: list[tuple[tuple[int, ...], tuple[Cut, ...]]] = [
-    ((), ()),
-    ((7, 5), ()),
-    ((97, 5), (Cut(0, 4, 1),)),
-    ((3, 5), (Cut(0, 4, 1),)),
-    ((9, 7, 5), (Cut(2, 3, 2),)),
-    ((10, 9), (Cut(0, 3, 4), Cut(1, 4, 1))),
-    ((10, 9), (Cut(0, 3, 1), Cut(1, 4, 3))),
-    ((29, 3), (Cut(0, 3, 4), Cut(0, 4, 1))),
-    ((29, 3), (Cut(0, 4, 1), Cut(0, 3, 4))),
-    ((11, 6, 4), (Cut(1, 2, 12), Cut(0, 3, 1), Cut(2, 2, 3))),
-    ((0, 5), (Cut(0, 4, 1),)),
-]
-
-#: Shapes, and where in a whole the parameter begins, in ranges of which size, over how many ranks.
-RANGES = [((13, 10), 0, 33, 4), ((13, 10), 57, 40, 6), ((64,), 5, 7, 12), ((1, 40), 0, 10, 4), ((5, 3, 4), 100, 33, 5)]
+NOBODY = -1
 
 
-def partitions() -> list[tuple[tuple[int, ...], Partition]]:
-    found: list[tuple[tuple[int, ...], Partition]] = [(shape, GridPartition(cuts)) for shape, cuts in GRIDS]
-    for shape, first, size, ways in RANGES:
-        of_elements = RangePartition(ways, 2, first, size, len(shape))
-        found += [(shape, of_elements), ((*shape, 3), of_elements), ((), of_elements._replace(dims=0))]
-        found.append(((6,), of_elements._replace(dims=0)))
-        if len(shape) > 1:
-            width = math.prod(shape[1:])
-            of_blocks = of_elements._replace(dims=2, block=(width, 4))
-            scales = (shape[0], -(-width // 4))
-            found += [(scales, of_blocks), ((*scales, 2), of_blocks)]
-    return found
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[Shape, Partition, int]:
+    """Uneven cuts, one after another, of one dimension too, into more parts than indices, over ranks in any order."""
+    shape = tuple(draw(st.lists(st.integers(0, 11), max_size=3)))
+    ways = draw(st.lists(st.integers(2, 4), max_size=3)) if shape else []
+    strides, ranks = {}, 1
+    for index in draw(st.permutations(range(len(ways)))):
+        strides[index], ranks = ranks, ranks * ways[index]
+    dims = [draw(st.integers(0, len(shape) - 1)) for _ in ways]
+    return shape, GridPartition(tuple(map(Cut, dims, ways, map(strides.get, range(len(ways)))))), ranks  # type: ignore[arg-type]
 
 
-def overlap(one: Part, other: Part) -> bool:
-    corners = zip(*one, *other, strict=True)
-    return all(a < b + extent_b and b < a + extent_a for a, extent_a, b, extent_b in corners)
+@st.composite
+def flat_ranges(draw: st.DrawFn) -> tuple[Shape, Partition, int]:
+    """A parameter's elements, its blocks' scales or its step count, with or without dimensions that are never cut."""
+    shape = tuple(draw(st.lists(st.integers(1, 8), min_size=1, max_size=3)))
+    first, size, stride = draw(st.integers(0, 120)), draw(st.integers(5, 60)), draw(st.integers(1, 2))
+    ways = -(-(first + math.prod(shape)) // size) + draw(st.integers(0, 2))
+    rule = RangePartition(ways, stride, first, size, len(shape))
+    if draw(st.booleans()):
+        width, block_size = math.prod(shape[1:]), draw(st.integers(2, 9))
+        shape, rule = (shape[0], -(-width // block_size)), rule._replace(dims=2, block=(width, block_size))
+    elif draw(st.booleans()):
+        shape, rule = (), rule._replace(dims=0)
+    return (*shape, *draw(st.sampled_from([(), (2,)]))), rule, ways * stride
 
 
-@pytest.mark.parametrize(("shape", "partition"), partitions(), ids=str)
-def test_parts_fill_the_tensor(shape: tuple[int, ...], partition: Partition) -> None:
-    parts = [part for offset in range(RANKS) for part in partition.parts(shape, offset)]
-    assert fill(shape, parts)
-    assert all(0 not in extents for _, extents in parts)
+def owners_of(shape: Shape, partition: Partition, offsets: int) -> torch.Tensor:
+    """The offset of the rank that holds each element; no element is held by two."""
+    owners = torch.full(shape, NOBODY)
+    for offset in range(offsets):
+        for low, extents in partition.parts(shape, offset):
+            assert 0 not in extents
+            inside = tuple(slice(a, a + n) for a, n in zip(low, extents, strict=True))
+            assert (owners[inside] == NOBODY).all(), f"{owners[inside]} and {offset}"
+            owners[inside] = offset
+    return owners
 
 
-@pytest.mark.parametrize(("shape", "partition"), partitions(), ids=str)
-def test_holders_are_those_whose_parts_overlap(shape: tuple[int, ...], partition: Partition) -> None:
-    rng = Random(0)
-    of_ranks = [partition.parts(shape, offset) for offset in range(RANKS)]
-    for _ in range(40 if math.prod(shape) else 0):
-        low = tuple(rng.randrange(extent) for extent in shape)
-        high = [rng.randint(at + 1, extent) for at, extent in zip(low, shape, strict=True)]
-        if isinstance(partition, RangePartition):  # what is behind the counted dimensions is never cut
-            low, high = (*low[: partition.dims], *(0 for _ in shape[partition.dims :])), list(shape)
-            high[: partition.dims] = [rng.randint(at + 1, n) for at, n in zip(low, shape, strict=True)][
-                : partition.dims
-            ]
-        part = low, tuple(end - at for at, end in zip(low, high, strict=True))
-        expected = [offset for offset, parts in enumerate(of_ranks) if any(overlap(part, each) for each in parts)]
-        assert partition.holders(shape, part) == expected
+@settings(deadline=None, max_examples=150)
+@given(drawn=st.one_of(grids(), flat_ranges()), data=st.data())
+def test_every_element_has_one_owner(drawn: tuple[Shape, Partition, int], data: st.DataObject) -> None:
+    shape, partition, ranks = drawn
+    owners = owners_of(shape, partition, ranks + 2)
+    assert (owners != NOBODY).all()
+    if 0 in shape:
+        return
+    cut = partition.dims if isinstance(partition, RangePartition) else len(shape)  # the dimensions behind are not cut
+    for _ in range(5):
+        low = [data.draw(st.integers(0, size - 1)) if dim < cut else 0 for dim, size in enumerate(shape)]
+        high = [data.draw(st.integers(low[dim] + 1, n)) if dim < cut else n for dim, n in enumerate(shape)]
+        part = tuple(low), tuple(b - a for a, b in zip(low, high, strict=True))
+        inside = owners[tuple(map(slice, low, high))]
+        assert partition.holders(shape, part) == inside.unique().tolist()
 
 
 class _Ranks:
@@ -88,34 +84,36 @@ class _Ranks:
         self.rank, self.numbers = rank, numbers
 
 
-@pytest.mark.parametrize(("first", "size"), [(0, 33), (20, 50), (7, 129)])
+@settings(deadline=None, max_examples=40)
+@given(first=st.integers(0, 200), size=st.integers(4, 150))
 def test_flat_shards_are_where_their_partition_says(first: int, size: int) -> None:
-    """Elements, scales and the first element's rank, counted anew from the shards."""
-    shape, ways = (13, 10), 5
-    grid = BlockGrid(shape, 4)
-    for rank in range(ways):
-        shard = FlatShard.equal(shape, first, size, _Ranks(rank, tuple(range(3, 3 + 2 * ways, 2))))  # type: ignore[arg-type]
-        of_elements, of_scales = shard.partition, shard.scales_partition(grid)
-        assert of_elements is not None
+    """Elements, scales by each block's first element, and the regions of all ranks."""
+    shape, grid = (13, 10), BlockGrid((13, 10), 4)
+    numbers = tuple(range(3, 3 + 2 * -(-(first + 130) // size), 2))
+    elements, scales, regions = torch.full((130,), NOBODY), torch.full((39,), NOBODY), set()
+    for rank in range(len(numbers)):
+        shard = FlatShard.equal(shape, first, size, _Ranks(rank, numbers))  # type: ignore[arg-type]
+        placed, of_scales, division = shard.partition, shard.scales_partition(grid), shard.division
+        assert placed is not None
         assert of_scales is not None
-        assert of_elements.offset == of_scales.offset == 2 * rank
-        held = torch.zeros(shape, dtype=torch.bool)
-        held.view(-1)[shard.start : shard.end] = True
-        assert torch.equal(_marked(of_elements.partition.parts(shape, 2 * rank), shape), held)
-        begins = torch.zeros(13, 3, dtype=torch.bool)
-        for block in range(39):
-            begins.view(-1)[block] = shard.start <= grid.first_element(block) < shard.end
-        assert torch.equal(_marked(of_scales.partition.parts((13, 3), 2 * rank), (13, 3)), begins)
-    uneven = FlatShard.equal(shape, 0, 65, _Ranks(1, (0, 3)))  # type: ignore[arg-type]
-    assert uneven.partition == (RangePartition(2, 3, 0, 65, 2), 3)
-    assert FlatShard.equal(shape, 0, 50, _Ranks(1, (0, 3, 4))).partition is None  # type: ignore[arg-type]
+        assert division is not None
+        assert placed.offset == of_scales.offset == 2 * rank
+        elements[shard.start : shard.end] = 2 * rank
+        begins = torch.tensor([shard.start <= grid.first_element(block) < shard.end for block in range(39)])
+        scales[begins] = 2 * rank
+        region = division.regions[rank]
+        assert (region.first, region.numel, region.rows) == (shard.start, shard.numel, 1)
+        regions.add(division.regions)
+    assert len(regions) == 1
+    offsets = 2 * len(numbers)
+    assert torch.equal(owners_of(shape, placed.partition, offsets), elements.view(shape))
+    assert torch.equal(owners_of((13, 3), of_scales.partition, offsets), scales.view(13, 3))
 
 
-def _marked(parts: list[Part], shape: tuple[int, ...]) -> torch.Tensor:
-    found = torch.zeros(shape, dtype=torch.bool)
-    for low, extents in parts:
-        found[tuple(slice(a, a + b) for a, b in zip(low, extents, strict=True))] = True
-    return found
+@pytest.mark.parametrize(("numbers", "stride"), [((0, 3), 3), ((0, 3, 4), None), ((2, 1), None), ((0, 0), None)])
+def test_only_ranks_at_equal_distances_follow_a_rule(numbers: tuple[int, ...], stride: int | None) -> None:
+    shard = FlatShard.equal((13, 10), 0, 65, _Ranks(1, numbers))  # type: ignore[arg-type]
+    assert shard.partition == (stride and Placed(RangePartition(2, stride, 0, 65, 2), stride))
 
 
 class _Mesh:
@@ -123,7 +121,7 @@ class _Mesh:
 
     device_type = "cpu"
 
-    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> None:
+    def __init__(self, shape: Shape, coordinate: Shape) -> None:
         self.mesh = torch.arange(5, 5 + math.prod(shape)).reshape(shape)
         self.shape, self.ndim, self._coordinate = shape, len(shape), list(coordinate)
 
@@ -134,7 +132,7 @@ class _Mesh:
         return self._coordinate
 
 
-def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[bool]:
+def _partitions_of(shape: Shape, mesh: Shape, placements: tuple[Any, ...]) -> list[bool]:
     """For each rank, whether there is a partition; each is compared with the indices that the rank holds."""
     actual = []
     for coordinate in itertools.product(*map(range, mesh)):
@@ -147,9 +145,9 @@ def _partitions_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tu
     return actual
 
 
-@pytest.mark.parametrize("shape", [(97, 130), (6, 8), (40, 66), (3, 7, 12), (7,)], ids=str)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (3, 4), (2, 2, 2)], ids=str)
-def test_placements(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(97, 130), (6, 8), (3, 7, 12), (7,)], ids=str)
+@pytest.mark.parametrize("mesh", [(4,), (3, 4), (2, 1, 2)], ids=str)
+def test_placements(shape: Shape, mesh: Shape) -> None:
     """All combinations of replicated and sharded dimensions are partitions, uneven ones too."""
     options = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
     for placements in itertools.product(options, repeat=len(mesh)):
@@ -163,8 +161,3 @@ def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
     assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
     assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), Shard(0))) == [False] * 6
     assert _partitions_of((rows, 5), (3,), (_StridedShard(0, split_factor=2),)) == [False] * 3
-
-
-def test_even_steps() -> None:
-    assert [even_steps(x) for x in ((5,), (0, 1, 2), (3, 7, 11))] == [1, 1, 4]
-    assert [even_steps(x) for x in ((2, 1), (0, 1, 3), (0, 0))] == [None, None, None]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +17,7 @@ from helpers import RULES, everything
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
-from shardopt.step import stepper
+from step_problem import tables_made
 
 STEPS = 4
 BF16 = torch.bfloat16
@@ -41,95 +39,76 @@ class Pair:
         self.schedules = [ExponentialLR(o, 0.8) for o in (self.released, self.ordinary)]
         self.release = shardopt.release_gradients(self.models[0], self.released)
 
-    def step(self, number: int, loss: Any = loss_of, left: tuple[str, ...] = ()) -> None:
-        """One turn of the usual loop for each. Gradients of parameters in ``left`` live until ``step()``."""
+    def step(self, number: int, loss: Any = loss_of, left: tuple[str, ...] | None = ()) -> None:
+        """One turn of the usual loop for each. Gradients of parameters in ``left``, if known, live until ``step()``."""
         for model, optimizer, schedule in zip(self.models, (self.released, self.ordinary), self.schedules, strict=True):
             loss(model, make_batch(number)).backward()
-            if optimizer is self.released:
+            if optimizer is self.released and left is not None:
                 assert tuple(name for name, param in model.named_parameters() if param.grad is not None) == left
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 
-    def run(self, steps: int = STEPS, loss: Any = loss_of) -> None:
+    def run(self, steps: int = STEPS, **how: Any) -> None:
         for number in range(steps):
-            self.step(number, loss)
+            self.step(number, **how)
             self.compare()
 
     def compare(self) -> None:
         assert_same(everything(self.released), everything(self.ordinary))
 
 
-@pytest.mark.parametrize("codec", ["log8", "dynamic8", "fp32"])
-@pytest.mark.parametrize("rule", ["adamw", "lion", "nesterov", "ademamix", "adopt", "lamb"])
-def test_as_ordinary_steps(rule: str, codec: str) -> None:
-    Pair(make_net(), rule, codec=codec).run()
+@pytest.mark.parametrize(
+    ("rule", "dtype", "options"),
+    [
+        ("adamw", torch.float32, {}),
+        ("adamw", torch.float32, {"codec": "fp32", "lr": torch.tensor(1e-2)}),
+        ("lion", torch.float32, {"codec": "dynamic8"}),
+        ("nesterov", torch.float32, {"codec": "dynamic8"}),
+        ("ademamix", torch.float32, {}),
+        ("adopt", torch.float32, {"codec": "fp32"}),
+        ("lamb", torch.float32, {}),
+        ("adamw", BF16, {"master_weight_bits": 24}),
+        ("adamw", BF16, {"master_weight_bits": 32}),
+        ("lion", BF16, {"stochastic_rounding": True, "stochastic_rounding_seed": 3}),
+    ],
+    ids=str,
+)
+def test_as_ordinary_steps(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Noise, too, which depends on a parameter's place among all."""
+    Pair(make_net(dtype), rule, **options).run()
 
 
-WEIGHTS: list[dict[str, Any]] = [
-    {"master_weight_bits": 24},
-    {"master_weight_bits": 32},
-    {"stochastic_rounding": True, "stochastic_rounding_seed": 3},
-]
-
-
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_weight_formats_as_ordinary_steps(rule: str, weights: dict[str, Any]) -> None:
-    """The noise of stochastic rounding depends on a parameter's place among all."""
-    Pair(make_net(BF16), rule, **weights).run()
-
-
-def test_learning_rate_in_a_tensor() -> None:
-    Pair(make_net(), lr=torch.tensor(1e-2)).run()
-
-
-def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_kept() -> None:
     """One plan per parameter, through new learning rates."""
-    made: list[int] = []
-    original = stepper.Stepper._make_tables
-
-    def make_tables(*args: Any) -> Any:
-        made.append(len(args[1]))
-        return original(*args)
-
     pair = Pair(make_net())
-    monkeypatch.setattr(stepper.Stepper, "_make_tables", make_tables)
-    for number in range(3):
-        loss_of(pair.models[0], make_batch(number)).backward()
-        pair.released.step()
-        pair.schedules[0].step()
+    with tables_made() as made:
+        for number in range(3):
+            loss_of(pair.models[0], make_batch(number)).backward()
+            pair.released.step()
+            pair.schedules[0].step()
     assert made == [1] * len(list(pair.models[0].parameters()))
 
 
-def test_step_may_stay_in_the_loop_or_be_called_alone() -> None:
+def test_removed() -> None:
     """``step()`` changes and counts nothing when every gradient was stepped already."""
     pair = Pair(make_net())
-    pair.step(0)
+    pair.run(2)
     before = everything(pair.released)
     pair.released.step()
-    pair.released.step()
     assert_same(everything(pair.released), before)
-
-
-def test_removed() -> None:
-    pair = Pair(make_net())
-    pair.run(2)
     pair.release.remove()
     pair.release.remove()
     assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
     assert not pair.models[0]._forward_pre_hooks
-    for number in range(2):
-        for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
-            loss_of(model, make_batch(number)).backward()
-            assert all(param.grad is not None for param in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.compare()
+    names = tuple(name for name, _ in pair.models[0].named_parameters())
+    pair.run(1, left=names)
     with shardopt.release_gradients(pair.models[0], pair.released) as release:
         assert isinstance(release, shardopt.GradientRelease)
         pair.run(2)
-    assert not any(param._post_accumulate_grad_hooks for param in pair.models[0].parameters())
+    inner = pair.models[0].conv  # and with parameters left over
+    with shardopt.release_gradients(inner, pair.released):
+        pair.run(2, left=tuple(name for name in names if not name.startswith("conv")))
 
 
 class Tied(nn.Module):
@@ -173,40 +152,33 @@ def test_gradients_in_parts_are_stepped_once_complete(evaluated: bool) -> None:
     if evaluated:
         with torch.no_grad():
             pair.models[0](make_batch(0))
-    for number in range(STEPS):
-        pair.step(number, left=("weight", "mix.weight", "mix.bias"))
-        pair.compare()
+    pair.run(left=("weight", "mix.weight", "mix.bias"))
 
 
 class Dropped(nn.Module):
-    """A layer in a number of reentrant checkpoints, which call it or, if ``is_called`` is False, its function."""
+    """A layer that forward passes run in so many checkpoints each, as a module or, if not ``is_called``, a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: tuple[int, ...], *, reentrant: bool = True, is_called: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.layer = nn.Embedding(97, 64), nn.Linear(64, 64)
         self.last = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 97))
-        self.times, self.is_called = 0, True
+        self.times, self.reentrant, self.is_called, self.passes = times, reentrant, is_called, 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.first(tokens)
-        for _ in range(self.times):
-            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=True)
+        for _ in range(self.times[self.passes % len(self.times)]):
+            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=self.reentrant)
+        self.passes += 1
         return self.last(x)
 
 
-@pytest.mark.parametrize("is_called", [True, False])
-@pytest.mark.parametrize("times", [(0, 2, 1, 3), (1, 2, 0, 2), (2, 1, 3, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("times", "is_called"), [((0, 2, 1, 3), True), ((1, 2, 0, 2), True), ((2, 1, 3, 3), True), ((1, 2, 0, 2), False)]
+)
 def test_checkpoints_whose_number_changes(times: tuple[int, ...], is_called: bool) -> None:
     """Also if the first step has none, or one."""
-    pair = Pair(Dropped())
-    for number, count in enumerate(times):
-        for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
-            model.times, model.is_called = count, is_called
-            loss_of(model, make_batch(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.compare()
+    Pair(Dropped(times, is_called=is_called)).run(left=None)
 
 
 class Layers(nn.Module):
@@ -239,35 +211,21 @@ def test_whole_gradients_of_reentrant_checkpoints_are_stepped_at_once() -> None:
 
 
 def test_nonfinite_elements_are_counted() -> None:
+    """And warned of by ``step()``; the count stays when the release ends."""
     pair = Pair(make_net())
-    poison = [
-        model.up.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), torch.nan)) for model in pair.models
-    ]
-    for number in range(3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+    for model in pair.models:
+        model.up.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), torch.nan))
+    for number in range(2):
+        with pytest.warns(RuntimeWarning, match="skipped 66 gradient elements") as caught:
             pair.step(number)
+        assert {each.filename for each in caught} == {__file__}
         pair.compare()
         assert pair.released.nonfinite_count == pair.ordinary.nonfinite_count == 66 * (number + 1)
-    for hook in poison:
-        hook.remove()
     loss_of(pair.models[0], make_batch(3)).backward()
     pair.release.remove()
     assert pair.released.nonfinite_count == 3 * 66
-    again = shardopt.release_gradients(pair.models[0], pair.released)
-    assert pair.released.nonfinite_count == 3 * 66
-    again.remove()
-
-
-def test_nonfinite_elements_are_warned_of() -> None:
-    model = make_net()
-    optimizer = optimizer_of(model)
-    shardopt.release_gradients(model, optimizer)
-    model.up.weight.register_hook(lambda g: g * torch.inf)
-    loss_of(model, make_batch(0)).backward()
-    with pytest.warns(RuntimeWarning, match=f"skipped {192 * 66} gradient elements") as caught:
-        optimizer.step()
-    assert caught[0].filename == __file__
+    with shardopt.release_gradients(pair.models[0], pair.released):
+        assert pair.released.nonfinite_count == 3 * 66
 
 
 def test_few_gradients_live_at_once() -> None:
@@ -321,30 +279,6 @@ def test_other_parameters_are_left_alone() -> None:
     assert [int(optimizer.state[param]["step"]) for param in (*frozen, model.up.weight)] == [1, 1, 2]
 
 
-def test_as_ordinary_steps_with_parameters_left_over() -> None:
-    pair = Pair(make_net())
-    pair.release.remove()
-    inner = pair.models[0].conv
-    with shardopt.release_gradients(inner, pair.released):
-        for number in range(STEPS):
-            for model, optimizer in zip(pair.models, (pair.released, pair.ordinary), strict=True):
-                loss_of(model, make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            pair.compare()
-
-
-def test_two_optimizers() -> None:
-    model = make_net()
-    params = list(model.parameters())
-    optimizers = [RULES["adamw"].make(params[::2]), RULES["lion"].make(params[1::2])]
-    for optimizer in optimizers:
-        shardopt.release_gradients(model, optimizer)
-    loss_of(model, make_batch(0)).backward()
-    assert all(param.grad is None for param in params)
-    assert all(optimizer.state[param]["step"] == 1 for optimizer in optimizers for param in optimizer.state)
-
-
 def test_state_dicts() -> None:
     """Saved and loaded between steps; loading does not end the release."""
     pair = Pair(make_net())
@@ -353,19 +287,6 @@ def test_state_dicts() -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(saved)
     pair.run()
-
-
-def test_state_is_made_by_torchs_state_dict_functions() -> None:
-    """torch's functions make state by a step with gradients of zero and a learning rate of zero."""
-    model = make_net()
-    optimizer = RULES["adamw"].make(model.parameters())
-    shardopt.release_gradients(model, optimizer)
-    before = copy.deepcopy(model.state_dict())
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    assert set(state) == {name for name, _ in model.named_parameters()}
-    assert_same(model.state_dict(), before)
-    loss_of(model, make_batch(0)).backward()
-    assert all(param.grad is None for param in model.parameters())
 
 
 def test_a_copy_is_not_released() -> None:

@@ -1,4 +1,4 @@
-"""How releases end and backward passes fail: nothing is leaked, training goes on; gradients that are not there yet."""
+"""How releases end and backward passes fail, and what is refused: nothing is leaked, and training goes on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import shardopt
+from helpers import everything
 from live_bytes import LiveBytes
 from ranks.models import loss_of, make_batch, make_net
+from ranks.snapshot import assert_same
 from test_gradient_release import STEPS, Pair, optimizer_of
 
 
@@ -175,3 +178,96 @@ def test_pinned_gradients_on_the_cpu_are_waited_for(monkeypatch: pytest.MonkeyPa
     run()
     assert waited == [1]
     assert second.grad is None
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair(make_net())
+    yield made
+    made.release.remove()
+
+
+def test_two_backward_passes_are_refused(pair: Pair) -> None:
+    loss_of(pair.models[0], make_batch(0)).backward()
+    before = everything(pair.released)
+    with pytest.raises(RuntimeError, match=r"got gradient 2 .* stepped after 1, expected as many"):
+        loss_of(pair.models[0], make_batch(1)).backward()
+    assert_same(everything(pair.released), before)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_loss_scaling_is_refused(pair: Pair, unscale: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
+    if unscale:
+        scaler.unscale_(pair.released)
+    with pytest.raises(RuntimeError, match=r"got torch\.amp\.GradScaler while gradients are released"):
+        scaler.step(pair.released)
+
+
+def test_a_scaler_that_is_off_is_let_pass(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
+    scaler.step(pair.released)
+
+
+def test_calls_of_a_released_optimizer_are_refused(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="got a closure while gradients are released"):
+        pair.released.step(lambda: 0.0)
+    with pytest.raises(RuntimeError, match="released already"):
+        shardopt.release_gradients(pair.models[0], pair.released)
+    pair.released.param_groups[0]["params"].reverse()
+    with pytest.raises(RuntimeError, match="no longer where it was when gradients were released"):
+        loss_of(pair.models[0], make_batch(0)).backward()
+
+
+def test_raising_at_nonfinite_gradients_is_refused() -> None:
+    model = make_net()
+    optimizer = optimizer_of(model, nonfinite="raise")
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.param_groups[0]["nonfinite"] = optimizer.param_groups[1]["nonfinite"] = "skip"
+    shardopt.release_gradients(model, optimizer)
+    optimizer.param_groups[1]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        loss_of(model, make_batch(0)).backward()
+
+
+def test_pending_gradients_are_refused() -> None:
+    model = make_net()
+    optimizer = optimizer_of(model)
+    loss_of(model, make_batch(0)).backward()
+    with pytest.raises(RuntimeError, match="got 13 parameters that have a gradient"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.zero_grad()
+    shardopt.release_gradients(model, optimizer)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Nothing is hooked in then."""
+    model = make_net()
+    optimizer, release = optimizer_of(model), shardopt.release_gradients
+    for option in ("waiting_gradients", "micro_batches"):
+        for wrong in (0, 1.5, "4", True, None):
+            with pytest.raises(ValueError, match=f"{option}: got {wrong!r}, expected at least 1, a whole number"):
+                release(model, optimizer, **{option: wrong})
+    with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):
+        release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no trained parameter of the model"):
+        release(make_net(), optimizer)
+    prodigy = shardopt.Prodigy8bit(model.parameters())
+    with pytest.raises(ValueError, match="got Prodigy8bit, whose step needs sums over all gradients"):
+        release(model, prodigy)
+    prodigy.step()
+
+
+def test_errors_name_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4, sparse=True))
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"parameter 2 of param group 0 \(3, 4\): got a sparse gradient"):
+        model[1](torch.tensor([1])).sum().backward()
+    assert not optimizer.state

@@ -33,9 +33,8 @@ def step_named(params: dict[str, Parameter], optimizer: torch.optim.Optimizer) -
     step(optimizer, params, {name: values((64, 96), 10 + seed) for seed, name in enumerate(params)})
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("form", ["as it is", "torch's functions", "dequantized", "imported"])
-@pytest.mark.parametrize("kind", ["own", "wrapped"])
+@pytest.mark.parametrize(("kind", "prefix"), [("own", "module."), ("wrapped", ""), ("wrapped", "module.")])
 def test_named_state_in_another_order(kind: str, form: str, prefix: str) -> None:
     """State finds its parameter by name, and saved names are not taken over."""
     dequantize = {"dequantize": True} if form == "dequantized" else {}

@@ -1,4 +1,4 @@
-"""State goes to the torch.optim class of the same name and back, whatever the rule keeps."""
+"""State goes to the torch.optim class of the same name and back, whatever the rule keeps; on the way in it is coded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,112 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
+from helpers import CODEC_NAMES, everything, through_a_file
+from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
 from shardopt.state import slice_spec
+from shardopt.state.tensor_state import TensorState, tensor_state_of
+from test_state_dict import advance, made, params_of, trained
+from weight_formats import BF16
 
 STEPS = 6
+
+
+def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
+    (group,) = optimizer.param_groups
+    return tensor_state_of(param, group, optimizer.rule(group).moments)
+
+
+TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}, ("exp_avg", "exp_avg_sq")),
+    "adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, ("exp_avg", "exp_avg_sq")),
+    "momentum": (
+        torch.optim.SGD,
+        {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+        ("momentum_buffer",),
+    ),
+}
+RULES_AND_CODECS = [
+    *(("adamw", codec) for codec in CODEC_NAMES),
+    ("adam", "log8"),
+    *(("momentum", c) for c in ("log8", "fp32")),
+]
+
+
+@pytest.mark.parametrize(("rule", "codec"), RULES_AND_CODECS)
+def test_a_state_dict_of_torch_is_quantized(rule: str, codec: str) -> None:
+    theirs_class, hyper, moments = TORCH[rule]
+    theirs = theirs_class(params_of(), **hyper)
+    advance(theirs, range(5))
+    ours = made(rule, codec=codec)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        expected = specification(ours, mine).encode({name: theirs.state[other][name] for name in moments})
+        state = dict(ours.state[mine])
+        assert state.pop("step") == theirs.state[other].get("step", 1.0)
+        assert_same(dict(sorted(state.items())), dict(sorted(expected.items())))
+    advance(ours, range(5, 8))
+
+
+@pytest.mark.parametrize(("rule", "codec"), RULES_AND_CODECS)
+def test_torch_loads_a_dequantized_state_dict(rule: str, codec: str) -> None:
+    theirs_class, hyper, moments = TORCH[rule]
+    ours = trained(rule, 5, codec=codec)
+    own_before = everything(ours)
+    theirs = theirs_class(params_of(), **hyper)
+    theirs.load_state_dict(through_a_file(ours.state_dict(dequantize=True)))
+    assert_same(everything(ours), own_before)
+    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        decoded = specification(ours, mine).decode(ours.state[mine])
+        assert list(decoded) == list(moments)
+        assert_same({name: theirs.state[other][name] for name in moments}, decoded)
+        assert theirs.state[other]["step"] == 5
+        other.data.copy_(mine.data)
+    if codec == "fp32":  # and it is the same optimizer with the same hyper-parameters that goes on
+        for each in (ours, theirs):
+            advance(each, range(5, 8))
+        for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(("rule", "codec", "bits"), [("adamw", "log8", 24), ("momentum", "fp32", 32)])
+def test_master_weights_and_torch(rule: str, codec: str, bits: int) -> None:
+    """Low bits are left out; and master weights made from a state of torch's begin as the parameters."""
+    theirs_class, hyper, moments = TORCH[rule]
+    ours = trained(rule, dtype=BF16, codec=codec, master_weight_bits=bits)
+    dequantized = through_a_file(ours.state_dict(dequantize=True))
+    assert all(set(state) == {"step", *moments} for state in dequantized["state"].values())
+    theirs = theirs_class(params_of(BF16), **hyper)
+    theirs.load_state_dict(dequantized)
+    advance(theirs, range(3, 4), BF16)
+    for state_dict in (dequantized, theirs.state_dict()):
+        again = made(rule, BF16, codec=codec, master_weight_bits=bits)
+        again.load_state_dict(state_dict)
+        assert again.param_groups[0]["master_weight_bits"] == bits
+        for state, trained_state in zip(again.state.values(), ours.state.values(), strict=True):
+            low_bits = state["master_low_bits"]
+            assert not low_bits.any()
+            assert trained_state["master_low_bits"].any()
+            assert (low_bits.dtype, low_bits.shape) == (torch.int8, trained_state["master_low_bits"].shape)
+        advance(again, range(3, 5), BF16)
+
+
+@pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
+def test_dequantized_state_changes_the_codec(codec: str) -> None:
+    """The way that the error about another codec advises."""
+    ours = trained(codec="log8", block_size=64)
+    other = made("adamw", codec=codec, block_size=256, min_quantized_numel=0)
+    other.load_state_dict(ours.state_dict(dequantize=True))
+    group = other.param_groups[0]
+    assert (group["codec"], group["block_size"], group["min_quantized_numel"]) == (codec, 256, 0)
+    for mine, theirs in zip(ours.param_groups[0]["params"], group["params"], strict=True):
+        expected = specification(other, theirs).encode(specification(ours, mine).decode(ours.state[mine]))
+        assert_same({name: other.state[theirs][name] for name in expected}, expected)
+    advance(other, range(3, 5))
+
+
+# Rules with entries of their own --------------------------------------------------------------------------------------
+
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "amsgrad": ("AdamW", {"amsgrad": True}),
     "nadam": ("NAdam", {}),
@@ -39,10 +142,10 @@ def advanced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_from_torch_and_back(rule: str) -> None:
-    """With float32 state nothing is lost either way."""
+    """With float32 state nothing is lost either way; torch.optim loads what 8-bit state stands for, and goes on."""
     name, hyper = RULES[rule]
-    theirs = advanced(getattr(torch.optim, name)([Parameter(normal(0))], **hyper))
-    saved = theirs.state_dict()
+    theirs, again = (getattr(torch.optim, name)([Parameter(normal(0))], **hyper) for _ in range(2))
+    saved = advanced(theirs).state_dict()
     ours = getattr(shardopt, name)([Parameter(normal(0))], codec="fp32", **hyper)
     ours.load_state_dict(saved)
     given = ours.state_dict(dequantize=True)["state"][0]
@@ -53,47 +156,35 @@ def test_from_torch_and_back(rule: str) -> None:
             torch.testing.assert_close(given[key], value, rtol=STEPS * 2.0**-24, atol=0.0)
         else:
             assert torch.equal(given[key], value), key
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_8_bits_to_torch(rule: str) -> None:
-    """torch.optim loads what 8-bit state stands for, and goes on."""
-    name, hyper = RULES[rule]
-    ours = advanced(getattr(shardopt, f"{name}8bit")([Parameter(normal(0))], **hyper))
-    theirs = getattr(torch.optim, name)([Parameter(normal(0))], **hyper)
-    theirs.load_state_dict(ours.state_dict(dequantize=True))
-    (state,) = theirs.state.values()
+    coded, back = (getattr(shardopt, f"{name}8bit")([Parameter(normal(0))], **hyper) for _ in range(2))
+    again.load_state_dict(advanced(coded).state_dict(dequantize=True))
+    (state,) = again.state.values()
     assert state["step"] == STEPS
     assert all(value.isfinite().all() for value in state.values())
-    advanced(theirs)
-    back = getattr(shardopt, f"{name}8bit")([Parameter(normal(0))], **hyper)
-    back.load_state_dict(theirs.state_dict())
-    assert back.state_dict()["state"][0].keys() == ours.state_dict()["state"][0].keys()
+    back.load_state_dict(advanced(again).state_dict())
+    assert back.state_dict()["state"][0].keys() == coded.state_dict()["state"][0].keys()
+
+
+def initial_sum(value: float, codec: str) -> Tensor:
+    param = Parameter(torch.zeros(64, 96, dtype=torch.float32))
+    optimizer = shardopt.Adagrad([param], codec=codec, initial_accumulator_value=value)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return optimizer.state_dict(dequantize=True)["state"][0]["sum"]
 
 
 def test_an_initial_sum_is_there_before_the_first_step() -> None:
-    for codec in ("log8", "companded8", "dynamic8", "companded16", "bf16", "fp32"):
-        param = Parameter(torch.zeros(64, 96))
-        optimizer = shardopt.Adagrad([param], codec=codec, initial_accumulator_value=0.25)
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        assert torch.equal(optimizer.state_dict(dequantize=True)["state"][0]["sum"], torch.full((64, 96), 0.25)), codec
-
-
-def test_an_initial_sum_does_not_depend_on_the_default_dtype() -> None:
-    sums = []
-    for dtype in (torch.bfloat16, torch.float32):
+    """Whatever the default dtype is."""
+    for codec in CODEC_NAMES:
+        assert torch.equal(initial_sum(0.25, codec), torch.full((64, 96), 0.25)), codec
+    expected = initial_sum(0.1, "log8")
+    slice_spec._first_codes.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(initial_sum(0.1, "log8"), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
         slice_spec._first_codes.cache_clear()
-        torch.set_default_dtype(dtype)
-        try:
-            param = Parameter(torch.zeros(64, 96, dtype=torch.float32))
-            param.grad = torch.zeros_like(param)
-            optimizer = shardopt.Adagrad8bit([param], initial_accumulator_value=0.1)
-            optimizer.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        sums.append(optimizer.state_dict(dequantize=True)["state"][0]["sum"])
-    assert torch.equal(sums[0], sums[1])
 
 
 def test_a_slow_average_survives_in_16_bits() -> None:
@@ -101,15 +192,13 @@ def test_a_slow_average_survives_in_16_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     scale = torch.randn((32, 256), generator=generator).exp()
     mean = 0.05 * scale * torch.randn((32, 256), generator=generator)
-    params = [Parameter(torch.zeros(32, 256)) for _ in range(2)]
-    optimizers = [
-        shardopt.AdEMAMix([param], lr=0.0, codec=codec) for param, codec in zip(params, ("log8", "fp32"), strict=True)
-    ]
+    groups = [{"params": [Parameter(torch.zeros(32, 256))], "codec": codec} for codec in ("log8", "fp32")]
+    optimizer = shardopt.AdEMAMix(groups, lr=0.0)
     for _ in range(10_000):
         gradient = mean + scale * torch.randn((32, 256), generator=generator)
-        for param, optimizer in zip(params, optimizers, strict=True):
-            param.grad = gradient
-            optimizer.step()
-    coded, exact = (optimizer.state_dict(dequantize=True)["state"][0]["exp_avg_slow"] for optimizer in optimizers)
+        for group in groups:
+            group["params"][0].grad = gradient
+        optimizer.step()
+    coded, exact = (state["exp_avg_slow"] for state in optimizer.state_dict(dequantize=True)["state"].values())
     error = (coded - exact) / scale
     assert error.square().mean().sqrt() <= 0.03 * (exact / scale).square().mean().sqrt()

@@ -20,6 +20,11 @@ from shardopt.layout import Shard, UnknownShardError, assign
 from shardopt.step.exact_sums import total_of
 
 
+def value_of(digits: list[int]) -> Fraction:
+    total = sum(digit << (32 * i) for i, digit in enumerate(digits))
+    return Fraction(total) * Fraction(2) ** _C.sum_lowest_bit
+
+
 def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
     """The sums of the squares of a parameter and its gradient, and how many terms of each were NaN or Inf."""
     held = Parameter(param.clone())
@@ -30,11 +35,7 @@ def sums_of(param: Tensor, gradient: Tensor) -> list[tuple[Fraction, int]]:
     assert tables is not None
     (sums,) = tables._sums.values()
     (buffer,) = sums._buffers[None].values()
-    found = []
-    for *digits, lost in buffer.tolist():
-        total = sum(digit << (32 * i) for i, digit in enumerate(digits))
-        found.append((Fraction(total) * Fraction(2) ** _C.sum_lowest_bit, lost))
-    return found
+    return [(value_of(digits), lost) for *digits, lost in buffer.tolist()]
 
 
 def exact(x: Tensor) -> Fraction:
@@ -53,8 +54,7 @@ def spread_over(shape: tuple[int, ...], orders: float, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
-@pytest.mark.parametrize("orders", [0, 3, 8, 20, 60])
-@pytest.mark.parametrize("shape", [(1,), (7,), (64, 130), (3, 4099)], ids=str)
+@pytest.mark.parametrize(("shape", "orders"), [((1,), 20), ((7,), 60), ((64, 130), 0), ((3, 4099), 8), ((3, 4099), 60)])
 def test_exact(shape: tuple[int, ...], orders: float, target: str) -> None:
     values = [spread_over(shape, orders, seed) for seed in (1, 2)]
     with using(target, threads=2):
@@ -62,16 +62,13 @@ def test_exact(shape: tuple[int, ...], orders: float, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
-def test_least_and_largest_numbers(target: str) -> None:
+def test_special_numbers(target: str) -> None:
+    """The least, the largest, and NaN and Inf, which are counted."""
     least, largest = 2.0**-149, 2.0**128 - 2.0**104
     values = torch.tensor([0.0, -0.0, least, -least, largest, -largest, 1.0, 2.0**-126, 3 * least, 0.5] * 60)
     few = torch.full((600,), least)
     with using(target, threads=1):
         assert sums_of(values, few) == [(exact(values), 0), (exact(few), 0)]
-
-
-@pytest.mark.parametrize("target", _C.cpu_targets())
-def test_nan_and_inf_are_counted(target: str) -> None:
     values = spread_over((3, 700), 5, seed=3)
     spoilt = values.clone()
     spoilt.view(-1)[::100] = math.nan
@@ -81,29 +78,13 @@ def test_nan_and_inf_are_counted(target: str) -> None:
         assert sums_of(values, spoilt) == [(exact(values), 0), (exact(finite), 21 * 2**32 + 7)]
 
 
-def test_a_million_elements_on_any_number_of_threads() -> None:
-    values = [spread_over((1009, 1009), 6, seed) for seed in (4, 5)]
-    found = []
-    for threads in (1, 2, 3):
-        with using(_C.cpu_targets()[0], threads):
-            found.append(sums_of(*values))
-    assert found[0] == [(exact(x), 0) for x in values] == found[1] == found[2]
-
-
-class Rows(Shard):
-    """Some rows of a parameter, which does not say who has the others."""
-
-    def __init__(self, global_shape: tuple[int, ...], rows: int) -> None:
-        super().__init__(global_shape, (rows, *global_shape[1:]))
-
-
 def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     param = Parameter(torch.ones(8, 130))
-    assign(param, Rows((16, 130), 8))
+    assign(param, Shard((16, 130), (8, 130)))
     with_gradient(param, torch.ones(8, 130))
     shardopt.AdamW8bit([param]).step()
     before = param.detach().clone()
-    with pytest.raises(UnknownShardError, match=r"Rows\.parts to say which ranks hold the others"):
+    with pytest.raises(UnknownShardError, match=r"Shard\.parts to say which ranks hold the others"):
         shardopt.LAMB8bit([param]).step()
     assert torch.equal(param.detach(), before)
 
@@ -130,11 +111,6 @@ def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     return [(value_of(digits), lost) for *digits, lost in total.tolist()]
 
 
-def value_of(digits: list[int]) -> Fraction:
-    total = sum(digit << (32 * i) for i, digit in enumerate(digits))
-    return Fraction(total) * Fraction(2) ** _C.sum_lowest_bit
-
-
 def prodigy_of(shapes: list[tuple[int, ...]], orders: float) -> tuple[shardopt.Prodigy, list[Tensor]]:
     """An optimizer after two steps, before which the way from the first weights was spread over orders of ten."""
     params = [Parameter(spread_over(shape, orders, seed)) for seed, shape in enumerate(shapes)]
@@ -152,11 +128,10 @@ def prodigy_of(shapes: list[tuple[int, ...]], orders: float) -> tuple[shardopt.P
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())
-@pytest.mark.parametrize("orders", [0, 3, 8, 20, 60])
-@pytest.mark.parametrize("shapes", [[(1,)], [(7,), (64, 130), (0,), (3, 4099)]], ids=str)
-def test_products_over_all_parameters(shapes: list[tuple[int, ...]], orders: float, target: str) -> None:
+@pytest.mark.parametrize("orders", [0, 8, 60])
+def test_products_over_all_parameters(orders: float, target: str) -> None:
     with using(target, threads=2):
-        optimizer, before = prodigy_of(shapes, orders)
+        optimizer, before = prodigy_of([(7,), (16, 130), (0,), (3, 515)], orders)
     away = slow = Fraction(0)
     for param, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
         state = optimizer.state[param]

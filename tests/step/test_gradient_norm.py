@@ -54,7 +54,7 @@ def square_of(gradients: Sequence[Tensor]) -> Fraction:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", _C.cpu_targets())
 def test_exact(target: str, dtype: torch.dtype) -> None:
-    for numel in (1, 16, 37, 5000):
+    for numel in (1, 37, 2500):
         for name, floats in numbers(dtype, numel, numel):
             gradients = [floats, floats[: numel // 2] * 0.5]
             with using(target, threads=1):

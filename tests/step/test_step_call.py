@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from helpers import RULES, everything
@@ -19,12 +20,10 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.kernels.dispatch import use_cpu_target
-from shardopt.kernels.streamed import EXTENT
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, assign
 from shardopt.optim import AdamW8bit, ShardedOptimizer
-from shardopt.step import rows, stepper
 from step_changes import CHANGES, with_data
-from step_problem import assert_noticed, make, params_of, set_option, step
+from step_problem import assert_noticed, make, params_of, set_option, step, tables_made
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -34,7 +33,6 @@ def test_changes_are_noticed(name: str) -> None:
 
 #: Of a parameter whose sizes and strides do not fit into torch's description of a tensor itself.
 CHANGES_OF_SIX_DIMENSIONS = {
-    "nothing": lambda x: x,
     "sizes": lambda x: x.view(2, 8, 4, 4, 4, 10),
     "strides": lambda x: x.transpose(0, 1),
     "two dimensions": lambda x: x.view(256, 40),
@@ -116,21 +114,14 @@ def test_what_was_skipped_is_counted_over_all_tables() -> None:
     assert optimizer.nonfinite_count == 24
 
 
-def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_kept() -> None:
     """Through new gradients, another learning rate, and gradients that come and go."""
-    made: list[int] = []
-    original = stepper.Stepper._make_tables
-
-    def make_tables(*args: Any) -> Any:
-        made.append(len(made))
-        return original(*args)
-
-    monkeypatch.setattr(stepper.Stepper, "_make_tables", make_tables)
     optimizer = make(dtype=torch.bfloat16)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for t, without in enumerate([(), (), (1,), (2,), (), (0, 1, 2, 3, 4), ()]):
-        step(optimizer, t, without, torch.float32 if t % 2 else torch.bfloat16)
-        schedule.step()
+    with tables_made() as made:
+        for t, without in enumerate([(), (), (1,), (2,), (), (0, 1, 2, 3, 4), ()]):
+            step(optimizer, t, without, torch.float32 if t % 2 else torch.bfloat16)
+            schedule.step()
     assert len(made) == 1
 
 
@@ -156,8 +147,9 @@ def test_tables_keep_no_memory() -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
-@pytest.mark.parametrize("layout", [None, "_layout"])
-@pytest.mark.parametrize("local", [None, "_local"])
+@pytest.mark.parametrize(
+    ("local", "layout"), [(None, None), ("_local", None), (None, "_layout"), ("_local", "_layout")]
+)
 def test_shards_that_name_attributes(local: str | None, layout: str | None) -> None:
     """Shards may keep local tensor and layout in attributes, in one of them, or in none."""
 
@@ -166,35 +158,27 @@ def test_shards_that_name_attributes(local: str | None, layout: str | None) -> N
         local_attribute, layout_attribute = local, layout
 
     params = [Parameter(values((40, 130), 0, torch.float32)) for _ in range(2)]
-    shard = Kept((40, 130), (40, 130))
     params[0]._layout, params[0]._local = object(), params[0].detach()  # type: ignore[attr-defined]
-    assign(params[0], shard)
+    assign(params[0], Kept((40, 130), (40, 130)))
     optimizers = [AdamW8bit([param], min_quantized_numel=0) for param in params]
     for t in range(4):
-        for param in params:
+        for param, optimizer in zip(params, optimizers, strict=True):
             param.grad = values((40, 130), 1 + t, torch.float32)
             param.grad._layout, param.grad._local = object(), param.grad  # type: ignore[attr-defined]
-        for optimizer in optimizers:
             optimizer.step()
-    assert_same(
-        {"param": params[0].detach(), **optimizers[0].state[params[0]]},
-        {"param": params[1].detach(), **optimizers[1].state[params[1]]},
-    )
+    assert_same(everything(optimizers[0]), everything(optimizers[1]))
 
 
 def test_another_flat_shard_is_noticed() -> None:
     param = Parameter(torch.ones(64))
-    assign(param, FlatShard((4, 64), 0, 64))
     optimizer = AdamW8bit([param], min_quantized_numel=0, block_size=32)
-    optimizer.zero_grad()
-    for _ in range(2):
-        param.grad = torch.ones(64)
-        optimizer.step()
-    made = optimizer._internals.stepper._tables
-    assign(param, FlatShard((4, 64), 64, 128))
-    param.grad = torch.ones(64)
-    optimizer.step()
-    assert optimizer._internals.stepper._tables is not made
+    with tables_made() as made:
+        for shard in (FlatShard((4, 64), 0, 64), FlatShard((4, 64), 64, 128)):
+            assign(param, shard)
+            for _ in range(2):
+                param.grad = torch.ones(64)
+                optimizer.step()
+    assert len(made) == 2
 
 
 def test_padding_with_a_strided_gradient_counts_steps() -> None:
@@ -208,8 +192,37 @@ def test_padding_with_a_strided_gradient_counts_steps() -> None:
     assert optimizer.state[param]["step"] == 2
 
 
-def test_typed_rows_have_the_tables_columns() -> None:
-    assert rows.KernelRow._fields == _C.kernel_row.names
-    assert rows.GroupRow._fields == _C.group_row.names
-    assert rows.Extent._fields == EXTENT.names
-    assert rows.Row._fields == rows.ROW.names
+# Autograd ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.AdamW, {}), (AdamW8bit, {}), (AdamW8bit, {"master_weight_bits": 24})]
+)
+def test_a_backward_pass_through_a_graph_of_before_the_step(kind: type[Any], options: dict[str, Any]) -> None:
+    """Autograd notices a step: a backward pass through values of before it raises, as with torch.optim."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).bfloat16()
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(3):
+        loss = model(torch.ones(2, 64, dtype=torch.bfloat16)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+
+
+def test_parameters_that_are_not_stepped_keep_their_versions() -> None:
+    """Versions stay without a gradient, and of all parameters where a step raises."""
+    optimizer = make(nonfinite="raise")
+    params = params_of(optimizer)
+    for t, without in enumerate([(), (1,), (0, 3), (0, 1, 2, 3, 4), ()]):
+        before = [param._version for param in params]
+        step(optimizer, t, without)
+        changed = {index for index, param in enumerate(params) if param._version != before[index]}
+        assert changed == {0, 1, 2, 3, 4} - set(without)
+    before = [param._version for param in params]
+    params[2].grad[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert [param._version for param in params] == before

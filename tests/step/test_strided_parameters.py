@@ -1,8 +1,11 @@
-"""Parameters and gradients that are not contiguous are stepped as their contiguous copies are, bit for bit."""
+"""Parameters and gradients that are not contiguous are stepped, saved and loaded as their contiguous copies are."""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,32 +15,42 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
-from helpers import ALL_RULES_AND_CODECS, RULES, RULES_AND_CODECS, everything
+from helpers import ALL_RULES_AND_CODECS, CODEC_NAMES, RULES, everything
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.dispatch import CpuCall
-from shardopt.step import stepper
+from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
-from strided_problem import (
-    BF16,
-    OPTIONS,
-    Conv,
-    assert_equal,
-    backward,
-    make,
-    params_of,
-    run,
-    set_gradients,
-)
+from step_problem import params_of, tables_made
+from strided_problem import BF16, OPTIONS, assert_equal, make, reversed_dims, run, set_gradients
+
+STEPPED: list[tuple[str, dict[str, Any]]] = [
+    *(("adamw", {"codec": codec}) for codec in CODEC_NAMES),
+    ("lion", {"codec": "log8"}),
+    ("nesterov", {"codec": "fp32"}),
+    ("lamb", {"codec": "bf16"}),
+    ("prodigy", {"codec": "companded8"}),
+    ("adamw", {"dtype": BF16, "master_weight_bits": 24}),
+    ("lion", {"dtype": BF16, "master_weight_bits": 32, "grad_dtype": torch.float32}),
+    ("adamw", {"dtype": BF16, "stochastic_rounding": True, "stochastic_rounding_seed": 3}),
+    ("sgd", {"dtype": torch.float16, "master_weight_bits": 24}),
+    ("adamw", {"offload": "state"}),
+    ("adamw", {"offload": "step", "dtype": BF16, "master_weight_bits": 24}),
+]
+SLOW = [(rule, {"codec": codec}) for rule, codec in ALL_RULES_AND_CODECS]
 
 
-@pytest.mark.parametrize(("rule", "codec"), [*RULES_AND_CODECS, *slow(ALL_RULES_AND_CODECS, besides=RULES_AND_CODECS)])
-def test_as_the_contiguous_copies(rule: str, codec: str) -> None:
-    optimizer = make(rule, codec=codec)
-    strides = [param.stride() for param in params_of(optimizer)]
-    run(optimizer)
-    assert_equal(optimizer, run(make(rule, strided=False, codec=codec)))
+@pytest.mark.parametrize(("rule", "options"), [*STEPPED, *slow(SLOW, besides=STEPPED)], ids=str)
+def test_as_the_contiguous_copies(rule: str, options: dict[str, Any]) -> None:
+    """Offloaded in chunks smaller than a parameter, with copies that come as late as they may."""
+    options = dict(options)
+    grad_dtype, offload = options.pop("grad_dtype", None), options.pop("offload", None)
+    with offload_from_cpu(8192, late_transfers(offload or "state")):
+        optimizer = make(rule, offload=offload, **options)
+        strides = [param.stride() for param in params_of(optimizer)]
+        run(optimizer, grad_dtype=grad_dtype)
+        assert_equal(optimizer, run(make(rule, strided=False, **options), grad_dtype=grad_dtype))
     assert [param.stride() for param in params_of(optimizer)] == strides
 
 
@@ -53,40 +66,24 @@ def test_what_lies_between_the_elements_stays() -> None:
     assert (wide[:, 7:53] != 3).any()
 
 
-WEIGHTS: list[dict[str, Any]] = [
-    {"master_weight_bits": 24},
-    {"master_weight_bits": 32},
-    {"stochastic_rounding": True, "stochastic_rounding_seed": 3},
-]
+class Conv(nn.Module):
+    """Convolutions and a transposed matrix."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 33, 3, padding=1)
+        self.second = nn.Conv2d(33, 12, 3)
+        self.head = Parameter(torch.randn(12, 40).T)
+        self.to(dtype, memory_format=torch.channels_last)
+
+    def backward(self, number: int) -> None:
+        images = values((4, 3, 8, 8), number, self.head.dtype).contiguous(memory_format=torch.channels_last)
+        out = self.second(self.first(images).relu()).mean((2, 3)) @ self.head.T
+        out.float().square().mean().backward()
 
 
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
-def test_weights_of_bfloat16(rule: str, weights: dict[str, Any], grad_dtype: torch.dtype | None) -> None:
-    got, expected = (make(rule, strided=strided, dtype=BF16, **weights) for strided in (True, False))
-    for optimizer in (got, expected):
-        run(optimizer, grad_dtype=grad_dtype)
-    assert_equal(got, expected)
-
-
-@pytest.mark.parametrize("bits", [24, 32])
-def test_weights_of_float16(bits: int) -> None:
-    got, expected = (run(make(strided=s, dtype=torch.float16, master_weight_bits=bits)) for s in (True, False))
-    assert_equal(got, expected)
-
-
-@pytest.mark.parametrize("offload", ["state", "step"])
-@pytest.mark.parametrize("options", [{}, {"dtype": BF16, "master_weight_bits": 24}], ids=["fp32", "bf16"])
-def test_offload(offload: str, options: dict[str, Any]) -> None:
-    """In chunks that are smaller than a parameter, with copies that come as late as they may."""
-    expected = run(make(strided=False, **options))
-    with offload_from_cpu(8192, late_transfers(offload)):
-        assert_equal(run(make(offload=offload, **options)), expected)
-
-
-@pytest.mark.parametrize("offload", [None, "state", "step"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(("offload", "dtype"), [(None, BF16), ("state", torch.float32), ("step", BF16)], ids=str)
 def test_released_gradients(offload: str | None, dtype: torch.dtype) -> None:
     with offload_from_cpu(8192):
         models = [Conv(dtype) for _ in range(2)]
@@ -99,25 +96,10 @@ def test_released_gradients(offload: str | None, dtype: torch.dtype) -> None:
         assert not models[0].first.weight.is_contiguous()
         for number in range(4):
             for model, optimizer in zip(models, (released, ordinary), strict=True):
-                backward(model, number)
+                model.backward(number)
                 optimizer.step()
                 optimizer.zero_grad()
         assert_equal(released, ordinary)
-
-
-def test_model_that_changes_its_layout() -> None:
-    """Tables are made anew where parameters moved; state stays as it is."""
-    model, expected = nn.Conv2d(7, 33, 3), nn.Conv2d(7, 33, 3)
-    expected.load_state_dict(model.state_dict())
-    optimizers = [RULES["adamw"].make(m.parameters(), **OPTIONS) for m in (model, expected)]
-    for t, memory_format in enumerate([torch.channels_last, torch.contiguous_format, torch.channels_last]):
-        model.to(memory_format=memory_format)
-        for _ in range(2):
-            for m, optimizer in zip((model, expected), optimizers, strict=True):
-                for index, param in enumerate(m.parameters()):
-                    param.grad = torch.empty_like(param).copy_(values(tuple(param.shape), 10 * t + index))
-                optimizer.step()
-            assert_equal(*optimizers)
 
 
 def test_strides_that_change_in_place() -> None:
@@ -136,17 +118,11 @@ def test_strides_that_change_in_place() -> None:
         assert_equal(*optimizers)
 
 
-def test_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through gradients that come, go, and lie in memory in another way."""
-    made: list[int] = []
-    original = stepper.Stepper._make_tables
-    monkeypatch.setattr(stepper.Stepper, "_make_tables", lambda *args: made.append(0) or original(*args))
-    run(make(), range(8))
+def test_tables_are_kept() -> None:
+    """Through gradients that come, go, and lie in memory in another way; but no memory is."""
+    with tables_made() as made:
+        optimizer = run(make(), range(8))
     assert len(made) == 1
-
-
-def test_no_memory_is_kept() -> None:
-    optimizer = run(make(), range(2))
     param = params_of(optimizer)[0]
     gone = [weakref.ref(param.grad.untyped_storage()), weakref.ref(param)]
     param.grad = None
@@ -194,22 +170,11 @@ def test_one_copy_at_a_time(strided_gradients: bool) -> None:
     assert copies.count == (6 if strided_gradients else 3)
 
 
-def test_no_memory_for_a_copy() -> None:
-    """Nothing was changed, and the next step goes well."""
-    got, expected = (run(make(strided=strided), range(2)) for strided in (True, False))
-    before = everything(got)
-    set_gradients(got, 3)
-    largest = max(param.nbytes for param in params_of(got))
-    with _Copies(room=largest - 1), pytest.raises(torch.OutOfMemoryError):
-        got.step()
-    assert_same(everything(got), before)
-    for optimizer in (got, expected):
-        run(optimizer, [3])
-    assert_equal(got, expected)
-
-
 def test_no_memory_for_the_largest_copy_in_bytes() -> None:
-    """A parameter of more elements needs less, as those are of two bytes and its gradient is contiguous."""
+    """A parameter of more elements needs less, as those are of two bytes and its gradient is contiguous.
+
+    Nothing was changed, and the next step goes well.
+    """
     large, small = Parameter(torch.zeros(300, 512, dtype=torch.bfloat16).T), Parameter(torch.zeros(256, 512).T)
     optimizer = RULES["adamw"].make([large, small])
     for room in (1 << 40, large.nbytes):
@@ -223,7 +188,7 @@ def test_no_memory_for_the_largest_copy_in_bytes() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("place", [0, 2])
 def test_no_memory_for_tables(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls take the memory that they need before any of them steps."""
     params = [Parameter(torch.zeros(width, 512).T) for width in (256, 300, 128)]
@@ -272,19 +237,6 @@ def test_gradients_that_are_no_numbers() -> None:
         assert_equal(got, expected)
 
 
-def test_grad_scaler() -> None:
-    got, expected = (run(make(strided=strided), range(1)) for strided in (True, False))
-    for found_inf in (0.0, 1.0, 0.0):
-        before = everything(got)
-        for optimizer in (got, expected):
-            set_gradients(optimizer, 1)
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(found_inf)
-            optimizer.step()
-        assert_equal(got, expected)
-        if found_inf:
-            assert_same(everything(got), before)
-
-
 def test_a_parameter_that_comes_to_share_memory_is_refused() -> None:
     """At the same address, with the same shape."""
     memory = torch.zeros(40, 80)
@@ -306,3 +258,65 @@ def test_expanded_gradients() -> None:
         got.step()
         expected.step()
         assert_equal(got, expected)
+
+
+# Checkpoints and reports ----------------------------------------------------------------------------------------------
+
+FORMATS: list[dict[str, Any]] = [{}, {"codec": "fp32"}, {"dtype": BF16, "master_weight_bits": 24}]
+
+
+def model_of(optimizer: torch.optim.Optimizer) -> nn.Module:
+    return nn.ParameterList(params_of(optimizer))
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize(("how", "strided"), [("checkpoint", True), ("checkpoint", False), ("state dict", True)])
+def test_round_trip(tmp_path: Path, how: str, options: dict[str, Any], strided: bool) -> None:
+    """Between models that lie in memory in different ways; steps go on with the same bits."""
+    saved, loaded = (run(make(strided=s, **options), range(n)) for s, n in ((strided, 2), (not strided, 1)))
+    if how == "checkpoint":
+        shardopt.checkpoint.save(tmp_path / "saved", model_of(saved), saved)
+        shardopt.checkpoint.load(tmp_path / "saved", model_of(loaded), loaded)
+    else:
+        model_of(loaded).load_state_dict(model_of(saved).state_dict())
+        loaded.load_state_dict(saved.state_dict())
+    assert_equal(loaded, saved)
+    assert_equal(run(loaded, [7]), run(saved, [7]))
+    uses = [shardopt.memory_report(optimizer).host for optimizer in (loaded, saved)]
+    assert len({(use.state, use.scales, use.master_weights) for use in uses}) == 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "load"),
+    [
+        ("log8", ShardedOptimizer.load_state_dict),
+        ("log8", shardopt.checkpoint.import_state),
+        ("fp32", ShardedOptimizer.load_state_dict),
+    ],
+)
+def test_torch_state(codec: str, load: Callable[[ShardedOptimizer, Any], object]) -> None:
+    """torch keeps moments laid out as the parameter is; and takes ours."""
+    got, expected = (make(codec=codec) for _ in range(2))
+    theirs = torch.optim.AdamW([{"params": group["params"]} for group in make().param_groups])
+    run(theirs, range(2))
+    assert not theirs.state[params_of(theirs)[0]]["exp_avg"].is_contiguous()
+    contiguous = copy.deepcopy(theirs.state_dict())
+    for state in contiguous["state"].values():
+        state.update({key: value.contiguous() for key, value in state.items()})
+    load(got, theirs.state_dict())
+    load(expected, contiguous)
+    assert_equal(got, expected)
+    theirs.load_state_dict(got.state_dict(dequantize=True))
+    run(theirs, [2])
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+def test_full_precision(options: dict[str, Any]) -> None:
+    optimizer, expected = (run(make(strided=s, **options), range(2)) for s in (True, False))
+    weights, expected_weights = optimizer.full_precision_parameters(), expected.full_precision_parameters()
+    for param, same in zip(params_of(optimizer), params_of(expected), strict=True):
+        assert torch.equal(weights[param], expected_weights[same])
+        assert weights[param].is_contiguous()
+    optimizer.load_full_precision_parameters({param: reversed_dims(x * 1.01) for param, x in weights.items()})
+    expected.load_full_precision_parameters({param: x * 1.01 for param, x in expected_weights.items()})
+    assert_equal(optimizer, expected)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from shardopt.step.stepper import Stepper
 
 SHAPES = ((64, 130), (300,), (40, 256), (7,), (7,))
 
@@ -56,6 +59,20 @@ def put_data(optimizer: ShardedOptimizer, index: int, key: str, change: Callable
 
 def set_option(group: int, **options: Any) -> Callable[[ShardedOptimizer], None]:
     return lambda optimizer: optimizer.param_groups[group].update(options)
+
+
+@contextmanager
+def tables_made() -> Iterator[list[int]]:
+    """Notes of each table that is made inside how many parameters it has."""
+    made: list[int] = []
+    original = Stepper._make_tables
+
+    def make_tables(*args: Any) -> Any:
+        made.append(len(args[1]))
+        return original(*args)
+
+    with patch.object(Stepper, "_make_tables", make_tables):
+        yield made
 
 
 def assert_noticed(change: Callable[[ShardedOptimizer], object], optimizer: ShardedOptimizer) -> None:

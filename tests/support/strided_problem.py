@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
+from step_problem import params_of
 
 BF16 = torch.bfloat16
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
@@ -68,10 +69,6 @@ def make(
     return RULES[rule].make(groups, **{**OPTIONS, **options})
 
 
-def params_of(optimizer: ShardedOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def set_gradients(optimizer: ShardedOptimizer, t: int, grad_dtype: torch.dtype | None = None) -> None:
     """Gradients laid out as the parameters are, contiguous, and otherwise, in turn; in step 2 some have none.
 
@@ -102,44 +99,3 @@ def assert_equal(got: ShardedOptimizer, expected: ShardedOptimizer) -> None:
     assert_same(everything(got), everything(expected))
     for state in got.state.values():
         assert all(value.is_contiguous() for value in state.values())
-
-
-class Conv(nn.Module):
-    """Convolutions and a transposed matrix."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Conv2d(3, 33, 3, padding=1)
-        self.second = nn.Conv2d(33, 12, 3)
-        self.head = Parameter(torch.randn(12, 40).T)
-        self.to(dtype, memory_format=torch.channels_last)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.second(self.first(images).relu()).mean((2, 3)) @ self.head.T
-
-
-def backward(model: nn.Module, number: int) -> None:
-    dtype = next(model.parameters()).dtype
-    images = values((4, 3, 8, 8), number).to(dtype)
-    model(images.contiguous(memory_format=torch.channels_last)).float().square().mean().backward()
-
-
-def trained(*, channels_last: bool = True, steps: int = 2, **options: Any) -> tuple[Conv, ShardedOptimizer]:
-    """Gradients are those of a contiguous model, in the layout of the parameters."""
-    model, source = Conv(options.pop("dtype", torch.float32)), Conv()
-    if not channels_last:
-        model.to(memory_format=torch.contiguous_format)
-        model.head = Parameter(model.head.detach().contiguous())
-    optimizer = RULES["adamw"].make(model.parameters(), **{**OPTIONS, **options})
-    for number in range(steps):
-        advance(model, optimizer, source, number)
-    return model, optimizer
-
-
-def advance(model: nn.Module, optimizer: ShardedOptimizer, source: nn.Module, number: int) -> None:
-    source.zero_grad()
-    backward(source, number)
-    for param, other in zip(model.parameters(), source.parameters(), strict=True):
-        param.grad = torch.empty_like(param).copy_(other.grad)
-    optimizer.step()

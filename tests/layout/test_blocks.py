@@ -1,0 +1,284 @@
+"""Blocks, rectangles and ranges of indices against lists of all elements: what is where, which ranks share a block."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranks.layouts import Shape
+from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, boxes, is_quantized
+from shardopt.layout.ranges import Positions, Ranges, chunk, count, flattened, joined, strided_chunk
+
+shapes = st.one_of(
+    st.tuples(st.integers(1, 6), st.integers(1, 150)),
+    st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 300)),
+)
+block_sizes = st.sampled_from([16, 32, 128])
+
+
+def block_numbers(shape: Shape, block_size: int) -> list[int]:
+    """For every element the number of its block: rows are cut into blocks, which are counted row by row."""
+    numbers, number = [], -1
+    for _ in range(shape[0]):
+        for col in range(math.prod(shape[1:])):
+            number += col % block_size == 0
+            numbers.append(number)
+    return numbers
+
+
+def local_elements(rectangle: Rectangle) -> list[int]:
+    """Indices in the local tensor."""
+    rows, cols = range(rectangle.rows), range(rectangle.cols)
+    return [rectangle.element + row * rectangle.row_stride + col for row in rows for col in cols]
+
+
+def local_blocks(rectangle: Rectangle, block_size: int) -> list[int]:
+    """For every element the index of its block in the local scales."""
+    rows, cols = range(rectangle.rows), range(rectangle.first_col, rectangle.first_col + rectangle.cols)
+    first = rectangle.block - rectangle.first_col // block_size
+    return [first + row * rectangle.blocks_stride + col // block_size for row in rows for col in cols]
+
+
+# Grids ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "min_quantized_numel", "expected"),
+    [
+        ((63, 65), 4096, False),  # 4095 elements
+        ((63, 65), 4095, True),
+        ((4096,), 4096, False),  # a bias or norm
+        ((), 0, False),
+        ((1, 4096), 4096, True),
+        ((1000, 31), 4096, False),
+        ((1000, 32), 4096, True),
+        ((200, 4, 8), 4096, True),  # a row is everything behind dim 0
+        ((0, 64), 0, False),
+        ((64, 0), 0, False),
+    ],
+)
+def test_what_is_quantized(shape: Shape, min_quantized_numel: int, expected: bool) -> None:
+    assert is_quantized(shape, min_quantized_numel) is expected
+
+
+@settings(deadline=None)
+@given(shape=shapes, block_size=block_sizes)
+def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
+    grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
+    assert [grid.block_of(element) for element in range(len(numbers))] == numbers
+    assert [grid.first_element(number) for number in range(numbers[-1] + 1)] == list(map(numbers.index, {*numbers}))
+    assert grid.scales_shape(1) == (shape[0], (numbers[-1] + 1) // shape[0])
+    assert grid.scales_shape(2) == (*grid.scales_shape(1), 2)
+    row = [-1, *numbers[: grid.row_numel], -1]
+    assert [grid.is_boundary(col) for col in range(grid.row_numel + 1)] == [a != b for a, b in itertools.pairwise(row)]
+
+
+@settings(deadline=None)
+@given(data=st.data(), block_size=st.sampled_from([16, 32, 128, 4096]))
+def test_divided_into_whole_blocks_and_cut_ones(data: st.DataObject, block_size: int) -> None:
+    row_numel = data.draw(st.integers(1, 700))
+    first_col = data.draw(st.integers(0, row_numel))
+    cols = data.draw(st.integers(0, row_numel - first_col))
+    grid, numbers = BlockGrid((2, row_numel), block_size), block_numbers((1, row_numel), block_size)
+    held = numbers[first_col : first_col + cols]
+    whole = Rectangle(0, 2, first_col, cols, cols, row_numel, first_col // block_size, grid.blocks_per_row)
+    parts = list(whole.divided(grid))
+    assert [col for part in parts for col in range(part.first_col, part.first_col + part.cols)] == [
+        *range(first_col, first_col + cols)
+    ]
+    for part in parts:
+        assert part.element == part.first_col - first_col
+        assert part.block == numbers[part.first_col]
+        inside = {*numbers[part.first_col : part.first_col + part.cols]}
+        complete = {held.count(number) == numbers.count(number) for number in inside}
+        assert complete == {not part.cut}
+        assert not part.cut or len(inside) == 1
+    assert sum(not part.cut for part in parts) <= 1
+
+
+# Indices of each dimension --------------------------------------------------------------------------------------------
+
+
+def listed(ranges: Ranges) -> list[int]:
+    return [index for start, end in ranges for index in range(start, end)]
+
+
+def is_normal(ranges: Ranges) -> bool:
+    """Ascending, none empty, none next to each other."""
+    ends = [end for of_one in ranges for end in of_one]
+    return ends == sorted(set(ends))
+
+
+def chunk_of(indices: torch.Tensor, chunks: int, index: int) -> torch.Tensor:
+    found = torch.chunk(indices, chunks)
+    return found[index] if index < len(found) else indices[:0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_chunks_of_chunks(data: st.DataObject) -> None:
+    """Any sequence of chunks and strided chunks of a dimension, as torch divides it."""
+    size = data.draw(st.integers(0, 40))
+    ranges, indices = joined([(0, size)]), torch.arange(size)
+    for _ in range(data.draw(st.integers(1, 3))):
+        chunks = data.draw(st.integers(1, 5))
+        index = data.draw(st.integers(0, chunks - 1))
+        factor = data.draw(st.none() | st.integers(1, 4))
+        if factor is None:
+            ranges, indices = chunk(ranges, chunks, index), chunk_of(indices, chunks, index)
+        else:
+            ranges = strided_chunk(ranges, chunks, index, factor)
+            indices = torch.cat([chunk_of(chunk_of(indices, factor, i), chunks, index) for i in range(factor)])
+        assert listed(ranges) == indices.tolist()
+        assert is_normal(ranges)
+        assert count(ranges) == len(indices)
+    positions = Positions(ranges)
+    assert [positions[place] for place in range(len(indices))] == indices.tolist()
+
+
+@st.composite
+def parts_of_shapes(draw: st.DrawFn) -> tuple[Shape, list[Ranges]]:
+    """A shape, and some indices of each dimension."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    cuts = [sorted(draw(st.sets(st.integers(0, size)))) for size in shape]
+    whole = draw(st.sets(st.integers(0, 3)))
+    dims = [
+        ((0, size),) if dim in whole else joined(zip(ends[::2], ends[1::2], strict=False))
+        for dim, (size, ends) in enumerate(zip(shape, cuts, strict=True))
+    ]
+    return shape, dims
+
+
+def elements_of(shape: Shape, dims: list[Ranges]) -> torch.Tensor:
+    """The numbers of the elements at these indices, in the part's shape."""
+    found = torch.arange(math.prod(shape)).view(shape)
+    for dim, ranges in enumerate(dims):
+        found = found.index_select(dim, torch.tensor(listed(ranges), dtype=torch.int64))
+    return found
+
+
+@settings(deadline=None)
+@given(part=parts_of_shapes())
+def test_elements_of_several_dimensions(part: tuple[Shape, list[Ranges]]) -> None:
+    shape, dims = part
+    numbers = elements_of(shape, dims)
+    assert listed(flattened(shape, dims)) == numbers.flatten().tolist()
+    assert is_normal(flattened(shape, dims))
+    whole, seen = torch.arange(math.prod(shape)).view(shape), torch.zeros(numbers.shape, dtype=torch.int64)
+    for begins, inside in boxes(dims):
+        extents = numbers[inside].shape
+        expected = whole[tuple(slice(a, a + n) for a, n in zip(begins, extents, strict=True))]
+        assert torch.equal(numbers[inside], expected)
+        seen[inside] += 1
+    assert (seen == 1).all()
+
+
+class Part(Shard):
+    """Any indices of each dimension."""
+
+    def __init__(self, shape: Shape, dims: list[Ranges]) -> None:
+        super().__init__(shape, tuple(map(count, dims)))
+        self.indices = tuple(dims)
+
+
+@settings(deadline=None)
+@given(part=parts_of_shapes(), block_size=st.sampled_from([1, 2, 4, 16]))
+def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], block_size: int) -> None:
+    """And know its place in the parameter, and its block: rows begin where blocks do."""
+    shape, dims = part
+    shard, grid = Part(shape, dims), BlockGrid(shape, block_size)
+    numbers, blocks = elements_of(shape, dims).flatten().tolist(), block_numbers(shape, block_size)
+    actual = []
+    for rectangle in shard.rectangles(grid):
+        inside, first = local_elements(rectangle), shard.index_of(rectangle.element)
+        places = [
+            first + row * rectangle.stride + col for row in range(rectangle.rows) for col in range(rectangle.cols)
+        ]
+        assert [numbers[local] for local in inside] == list(map(shard.index_of, inside)) == places
+        rows = [local // shard.cols * grid.blocks_per_row for local in inside]
+        in_row = [blocks[number] % grid.blocks_per_row for number in places]
+        assert local_blocks(rectangle, block_size) == [a + b for a, b in zip(rows, in_row, strict=True)]
+        actual += inside
+    assert sorted(actual) == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize(("block_size", "expected"), [(128, 1), (100, 6)])
+def test_columns_of_whole_blocks_are_one_rectangle(block_size: int, expected: int) -> None:
+    """A stack whose dim 2 is whole blocks is a matrix of more rows."""
+    shard = Part((4, 6, 256), [((0, 4),), ((0, 6),), ((64, 200),)])
+    assert len(shard.rectangles(BlockGrid((4, 6, 256), block_size))) == expected
+
+
+# Flat shards ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def splits(draw: st.DrawFn, kind: st.SearchStrategy[Shape] = shapes) -> tuple[Shape, int, list[int]]:
+    """A shape, a block size, and where the ranges of 1 to 5 ranks end, some of them empty."""
+    shape = draw(kind)
+    numel = math.prod(shape)
+    return shape, draw(block_sizes), [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=4))), numel]
+
+
+def shards_of(shape: Shape, ends: Sequence[int]) -> list[FlatShard]:
+    cuts = sorted({end for end in ends if 0 < end < math.prod(shape)})
+    return [FlatShard(shape, a, b, cuts) for a, b in itertools.pairwise(ends)]
+
+
+@settings(deadline=None)
+@given(drawn=splits(), data=st.data())
+def test_flat_shards_hold_each_element_once(drawn: tuple[Shape, int, list[int]], data: st.DataObject) -> None:
+    """At most three rectangles; cut where the parameter's matrices end, no part reaches from one into the next."""
+    shape, block_size, ends = drawn
+    grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
+    begins = sorted(data.draw(st.sets(st.integers(0, shape[0]), max_size=3)))
+    for shard in shards_of(shape, ends):
+        mine = numbers[shard.start : shard.end]
+        first = mine[0] if mine else 0
+        assert shard.blocks(grid) == ((first, mine[-1] + 1) if mine else (0, 0))
+        assert shard.scales_shape(grid) == (len(set(mine)),)
+        rectangles = shard.rectangles(grid)
+        assert len(rectangles) <= 3
+        starts = [max(row * grid.row_numel - shard.start, 0) for row in begins]
+        parts = [part for rectangle in rectangles for part in rectangle.ended(starts)]
+        for found in (rectangles, parts):
+            assert [element for x in found for element in local_elements(x)] == list(range(len(mine)))
+            assert all(x.first_col == (shard.start + x.element) % grid.row_numel for x in found)
+        blocks = [x for part in parts for piece in part.divided(grid) for x in local_blocks(piece, block_size)]
+        assert sorted(blocks) == [number - first for number in mine]
+        assert [x for rectangle in rectangles for x in local_blocks(rectangle, block_size)] == sorted(blocks)
+        for part in parts:
+            assert not any(part.element < end < part.element + part.rows * part.cols for end in starts)
+        assert len(parts) <= len(rectangles) + len(starts)
+
+
+@settings(deadline=None)
+@given(splits())
+def test_cut_blocks_are_those_with_several_owners(drawn: tuple[Shape, int, list[int]]) -> None:
+    shape, block_size, ends = drawn
+    grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
+    shards = shards_of(shape, ends)
+    owners: dict[int, set[int]] = {}
+    for rank, shard in enumerate(shards):
+        for number in numbers[shard.start : shard.end]:
+            owners.setdefault(number, set()).add(rank)
+    shared = sorted(number for number, ranks in owners.items() if len(ranks) > 1)
+    for rank, shard in enumerate(shards):
+        assert shard.cut_blocks(grid) == shard.cut_blocks(grid) == shared
+        firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
+        written = list(range(shard.first_written_block(grid), shard.blocks(grid)[1]))
+        assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
+
+
+def test_empty_shards_hold_no_blocks() -> None:
+    grid, nothing = BlockGrid((3, 40), 16), FlatShard((3, 40), 7, 5)
+    assert (nothing.local_shape, nothing.rectangles(grid), nothing.scales_shape(grid)) == ((0,), [], (0,))
+    none = FlatShard((0, 40), 0, 0)
+    assert none.rectangles(BlockGrid((0, 40), 16)) == none.cut_blocks(BlockGrid((0, 40), 16)) == []
