@@ -151,11 +151,6 @@ class DataFiles:
         except table.InvalidError as error:
             raise unknown_content(path, str(error)) from None
 
-    def chunk(self, number: int, chunk: StoredChunk) -> Tensor:
-        """The bytes of one chunk (uint8), verified; see :meth:`chunks`, which is for many."""
-        buffer = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
-        return _read_chunk(self[number], self.folder.shown(chunk.file), chunk, buffer)
-
     @contextmanager
     def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:
         """Chunks with their file numbers and their bytes (uint8), verified, in the order of files and positions.

@@ -140,8 +140,3 @@ def on_device_of(model: Module) -> Iterator[None]:
     device = next((param.device for param in model.parameters() if param.is_cuda), None)
     with nullcontext() if device is None else torch.cuda.device(device):
         yield
-
-
-def on_every_rank(work: Callable[[], T]) -> T:
-    """Calls a function on all ranks; see :meth:`Ranks.agree`."""
-    return Ranks().agree(work)

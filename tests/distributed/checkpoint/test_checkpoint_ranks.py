@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint_folder
-from checkpoint_folder import index_of
+from checkpoint_folder import chunks_of, index_of
 from ranks.pool import Pool, RankFailure
 from shardopt.checkpoint import CheckpointError, read_header
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
 from shardopt.checkpoint.items import Chunk, Chunks
 from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.reading import read_index
 from shardopt.checkpoint.storage import LOCK_NAME
 
 #: Shapes and dtypes by name.
@@ -161,7 +160,7 @@ def test_any_to_any(ranks: Pool, tmp_path: Path, layout: str, saved_on: int) -> 
 
 def test_replicas_are_written_once(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(4, _save, tmp_path, "replicas", 1)
-    tensors = read_index(tmp_path)
+    tensors = chunks_of(tmp_path)
     assert [len(chunks) for chunks in tensors.values()] == [name != "empty" for name in tensors]
     held = sum(chunk.bytes for chunks in tensors.values() for chunk in chunks)
     assert held == sum(value_of(name, 1).nbytes for name in TENSORS)
@@ -287,7 +286,7 @@ def _load_error(path: Path) -> str:
 def test_what_one_rank_finds_all_say(ranks: Pool, tmp_path: Path) -> None:
     assert f"{tmp_path}: there is no" in told(ranks.run(2, _load_error, tmp_path), 0, 1)
     ranks.run(2, _save, tmp_path, "rows", 1)
-    last = read_index(tmp_path)["codes"][-1]
+    last = chunks_of(tmp_path)["codes"][-1]
     path = tmp_path / last.file
     content = bytearray(path.read_bytes())
     content[last.position] ^= 1
@@ -310,7 +309,7 @@ def _save_own_part(path: Path) -> None:
 
 def test_written_is_less_than_held(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, _save_own_part, tmp_path)
-    assert [chunk.shape for chunk in read_index(tmp_path)["name"]] == [(3, 4), (3, 4)]
+    assert [chunk.shape for chunk in chunks_of(tmp_path)["name"]] == [(3, 4), (3, 4)]
 
 
 @pytest.mark.ranks(3)
