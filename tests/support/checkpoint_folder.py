@@ -102,19 +102,3 @@ def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 4
     path.write_bytes(content)
-
-
-def linear_run(seed: int) -> tuple[nn.Module, shardopt.AdamW8bit]:
-    """A small model and its optimizer after a step."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 66), nn.Linear(66, 64))
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.1 + seed)
-    model(torch.randn(4, 64)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def content_of(model: nn.Module, optimizer: shardopt.AdamW8bit) -> list[Any]:
-    """All that a load changes."""
-    state = [entry for param in model.parameters() for entry in optimizer.state[param].values()]
-    return [optimizer.param_groups[0]["lr"], *(x.tolist() for x in (*model.parameters(), *state))]
