@@ -38,7 +38,8 @@ import results
 import shardopt.checkpoint
 from measuring import Decoder, among_ranks, seconds_of, set_gradients
 from results import Column
-from shardopt.checkpoint.reading import read_index
+from shardopt.checkpoint.index import load_index
+from shardopt.checkpoint.storage import folder_at
 
 TIMES = ("save", "async_save returns", "async_save is complete", "load", "plain copy")
 
@@ -81,8 +82,8 @@ def dcp_state_bytes(path: Path) -> int:
 
 
 def state_bytes(path: Path) -> int:
-    stored = read_index(path)
-    return sum(chunk.bytes for name in stored if name.startswith("optimizer.") for chunk in stored[name])
+    tensors = load_index(folder_at(path)).tensors
+    return sum(stored.nbytes for name, stored in tensors.items() if name.startswith("optimizer."))
 
 
 def make_model(numel: int, dtype: torch.dtype) -> Decoder:

@@ -15,27 +15,9 @@ from shardopt.checkpoint.owner import Owner
 from shardopt.kernels.memory import check_storage
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
-from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
-from shardopt.report.memory import owner_of
-from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
-
-
-def owner_for(optimizer: Optimizer) -> Owner:
-    """The owner for an optimizer of shardopt, of quantize_state, or a wrapper of one; see :func:`owner_of`.
-
-    Raises:
-        TypeError: the optimizer is none of these.
-    """
-    inner = owner_of(optimizer)
-    if isinstance(inner, ShardedOptimizer | QuantizedState):
-        return Owner(optimizer.param_groups, inner)
-    raise TypeError(
-        f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of quantize_state; "
-        "save others with torch.distributed.checkpoint"
-    )
 
 
 def model_key(name: str) -> str:
@@ -185,5 +167,5 @@ def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
         TypeError: the optimizer is none of shardopt's, nor of quantize_state.
         CheckpointError: the optimizer has parameters that the model does not have.
     """
-    owner = owner_for(optimizer)
+    owner = Owner(optimizer)
     return chunks_to_save(model, owner, items_of(model, owner))

@@ -55,9 +55,14 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
     stored: list[StoredChunk] = []
 
     def jobs() -> Iterator[Callable[[], tuple[StoredChunk, memoryview]]]:
-        for number, chunk, data in placed(name, parts):
-            numbers.append(number)
-            yield partial(_with_checksum, chunk, memoryview_of(data))
+        end = 0
+        for number, offsets, data in parts:
+            for corner, extents in _pieces(tuple(data.shape), data.itemsize):
+                inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+                chunk = StoredChunk(inside, extents, name, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
+                end = chunk.position + chunk.bytes
+                numbers.append(number)
+                yield partial(_with_checksum, chunk, memoryview_of(data[rectangle(corner, extents)]))
 
     with folder.writing(name) as write:
         # One thread writes: several would wait for each other at the file.
@@ -69,20 +74,6 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
         begin = _aligned(stored[-1].position + stored[-1].bytes) if stored else 0
         write(memoryview(of_chunks), begin)
     return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
-
-
-def placed(name: str, parts: Iterable[Part]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
-    """The chunks of a data file with the numbers of their tensors and their data: pieces of at most 8 MiB.
-
-    The chunks are in the order of their positions, and have no checksums yet.
-    """
-    end = 0
-    for number, offsets, data in parts:
-        for corner, extents in _pieces(tuple(data.shape), data.itemsize):
-            inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-            chunk = StoredChunk(inside, extents, name, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
-            end = chunk.position + chunk.bytes
-            yield number, chunk, data[rectangle(corner, extents)]
 
 
 class DataFiles:
@@ -150,11 +141,6 @@ class DataFiles:
             return table.decoded(bytes(data), self._shapes, self._itemsizes, stored.data)
         except table.InvalidError as error:
             raise unknown_content(path, str(error)) from None
-
-    def chunk(self, number: int, chunk: StoredChunk) -> Tensor:
-        """The bytes of one chunk (uint8), verified; see :meth:`chunks`, which is for many."""
-        buffer = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
-        return _read_chunk(self[number], self.folder.shown(chunk.file), chunk, buffer)
 
     @contextmanager
     def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.wording import few, line, named
+from shardopt.checkpoint.wording import few, named
 from shardopt.optim import ShardedOptimizer
 from shardopt.removed import OPTIONS
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
@@ -29,23 +29,23 @@ SavedGroup = dict[str, Any]
 def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     """A param group as JSON: names of its parameters, and its options as far as JSON can hold them."""
     options = {key: _as_json(value) for key, value in group.items() if key not in _NOT_SAVED}
-    return {"parameters": list(names), "options": {key: x for key, x in options.items() if x is not NOT_JSON}}
+    return {"parameters": list(names), "options": {key: x for key, x in options.items() if x is not _NOT_JSON}}
 
 
 #: Stands for a value that JSON cannot hold.
-NOT_JSON = object()
+_NOT_JSON = object()
 
 
 def _as_json(value: Any) -> Any:
-    """An option as JSON: a tensor of one element as its number; NOT_JSON for what JSON cannot hold."""
+    """An option as JSON: a tensor of one element as its number; _NOT_JSON for what JSON cannot hold."""
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_complex() else NOT_JSON
+        return value.item() if value.numel() == 1 and not value.is_complex() else _NOT_JSON
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
         items = [_as_json(item) for item in value]
-        return NOT_JSON if any(item is NOT_JSON for item in items) else items
-    return NOT_JSON
+        return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
+    return _NOT_JSON
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
@@ -135,24 +135,6 @@ def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGr
 
 
 _REMEDY = "the header is damaged, load another checkpoint"
-
-
-def merged_from(
-    optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: SavedGroup, index: int
-) -> dict[str, Any]:
-    """The result of :func:`merged` for the options of a checkpoint, which may be damaged.
-
-    Raises:
-        CheckpointError: an option is not allowed, or a hyper-parameter is out of range.
-    """
-    try:
-        if isinstance(optimizer, QuantizedState):
-            optimizer._internals.saved_options(saved, ())
-        else:
-            check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
-        return merged(optimizer, group, saved)
-    except ValueError as error:
-        raise CheckpointError(f"param group {index}: {line(error)}") from error
 
 
 def merged(

@@ -27,7 +27,7 @@ from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
-from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
+from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: Options of shardopt that other packages have as hyper-parameters, too.
@@ -291,8 +291,12 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
     for moment in spec.moments:
-        if moment.name in coded and _is_ours(first, moment, coded[moment.name]):
-            taken |= _entries(first, moment, coded[moment.name])
+        found = coded.get(moment.name)
+        if found is None or found.codec != moment.codec(first.codec).name or not found.is_laid_out_as(first.grid):
+            continue
+        scales = found.scales.reshape(first.grid.rows, first.grid.blocks_per_row)
+        taken[first.codes_name(moment)] = _sharded(first.shard, found.codes)
+        taken[first.scales_name(moment)] = _sharded(first.shard, scales, first.grid)
     if all(first.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
     values = {k: v if isinstance(v, Tensor) else v.values() for k, v in moments.items()}
@@ -303,20 +307,6 @@ def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDic
     if first.codec.name != "fp32":
         return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
     return spec.encode(in_parts), "as float32" if coded else "exact"
-
-
-def _is_ours(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> bool:
-    """Whether codes and scales of another package are those of a state of this form."""
-    return coded.codec == moment.codec(spec.codec).name and coded.is_laid_out_as(spec.grid)
-
-
-def _entries(spec: SliceSpec, moment: Moment, coded: CodedMoment) -> StateDict:
-    """The state entries with these codes and scales."""
-    scales = coded.scales.reshape(spec.grid.rows, spec.grid.blocks_per_row)
-    return {
-        spec.codes_name(moment): _sharded(spec.shard, coded.codes),
-        spec.scales_name(moment): _sharded(spec.shard, scales, spec.grid),
-    }
 
 
 def _check_not_flat(optimizer: ShardedOptimizer) -> None:

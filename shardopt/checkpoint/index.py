@@ -45,7 +45,7 @@ from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
-from shardopt.checkpoint.table import MAX_DIMS, InvalidError
+from shardopt.checkpoint.table import MAX_DIMS, InvalidError, demand
 from shardopt.checkpoint.wording import named, shown
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
 
@@ -168,10 +168,10 @@ def load_index(folder: Folder) -> Index:
         )
     try:
         token = content.get("token")
-        _demand(isinstance(token, str) and _TOKEN.fullmatch(token), f"token {shown(token)}")
+        demand(isinstance(token, str) and _TOKEN.fullmatch(token), f"token {shown(token)}")
         assert isinstance(token, str)
         listed = content.get("files")
-        _demand(isinstance(listed, list), "files that are no list")
+        demand(isinstance(listed, list), "files that are no list")
         assert isinstance(listed, list)
         files = [None if each is None else _file(each, number) for number, each in enumerate(listed)]
         tensors = {name: _tensor(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()}
@@ -239,25 +239,25 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
         InvalidError: no version of shardopt writes this.
     """
     if "cuts" in stored:
-        _demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
+        demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
         for dim, ways, stride in cuts:
-            _demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
+            demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
         _check_files([(ways, stride) for _, ways, stride in cuts], files)
         return GridPartition(tuple(cuts))
     values = stored.get("range")
-    _demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
+    demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
     assert isinstance(values, list)
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
-    _demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
+    demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)
     block, numel = None, math.prod(shape[:dims])
     if len(values) == 6:
         row_numel, block_size = _sizes(values[5], "a block", 2)
-        _demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
-        _demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
+        demand(row_numel > 0 and block_size > 0 and dims == 2, "scales of no blocks")
+        demand(shape[1] == -(-row_numel // block_size), "scales of other blocks")
         block, numel = (row_numel, block_size), shape[0] * row_numel
-    _demand(first + numel < 2**63, "a range beyond all memory")
+    demand(first + numel < 2**63, "a range beyond all memory")
     return RangePartition(ways, stride, first, size, dims, block)
 
 
@@ -313,28 +313,23 @@ def _plain(tensor: StoredTensor) -> dict[str, Any]:
     return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
 
 
-def _demand(holds: object, what: str) -> None:
-    if not holds:
-        raise InvalidError(what)
-
-
 def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = parent.get(key)
-    _demand(isinstance(value, dict), f"{key} that is no object")
+    demand(isinstance(value, dict), f"{key} that is no object")
     return value  # type: ignore[return-value]
 
 
 def _size(value: object, of: str) -> int:
     """Checks a size of a tensor or a file: a whole number below 2**63."""
     is_size = type(value) is int and 0 <= value < 2**63
-    _demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
+    demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[return-value]
 
 
 def _sizes(value: object, of: str, count: int | None = None) -> tuple[int, ...]:
     """Checks sizes: a list of whole numbers, of `count` or at most as many as a tensor has dimensions."""
     is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
-    _demand(is_list, f"sizes of {named(of)} that are no list of that length")
+    demand(is_list, f"sizes of {named(of)} that are no list of that length")
     return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
 
 
@@ -348,17 +343,17 @@ def dtype_named(name: object) -> torch.dtype | None:
 
 
 def _tensor(name: str, stored: Any, files: int) -> StoredTensor:
-    _demand(isinstance(stored, dict), f"tensor {named(name)}")
+    demand(isinstance(stored, dict), f"tensor {named(name)}")
     how = stored.keys() - {"dtype", "shape"}
-    _demand(
+    demand(
         len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
         f"tensor {named(name)}",
     )
     dtype = dtype_named(stored["dtype"])
-    _demand(dtype is not None, f"a dtype of {named(name)}")
+    demand(dtype is not None, f"a dtype of {named(name)}")
     assert dtype is not None
     shape = _sizes(stored["shape"], name)
-    _demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
+    demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
     if "parts" not in stored:
         start = _size(stored["start"], name)
         most = sys.maxsize if 0 in shape else files - start  # nobody looks for elements of an empty tensor
@@ -366,27 +361,27 @@ def _tensor(name: str, stored: Any, files: int) -> StoredTensor:
             return StoredTensor(dtype, shape, start, partition_from_json(stored, shape, most))
         except InvalidError as error:
             raise InvalidError(f"{error} of {named(name)} {shown(shape)}") from None
-    _demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
+    demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
     parts = []
     for part in stored["parts"]:
-        _demand(isinstance(part, list) and len(part) == 3, f"a part of {named(name)}")
+        demand(isinstance(part, list) and len(part) == 3, f"a part of {named(name)}")
         file = _size(part[0], name)
-        _demand(file < files, f"a part of {named(name)} in a file that is not listed")
+        demand(file < files, f"a part of {named(name)} in a file that is not listed")
         parts.append((file, (_sizes(part[1], name), _sizes(part[2], name))))
-    _demand(fill(shape, [part for _, part in parts]), f"parts that do not fill {named(name)} {shown(shape)}")
+    demand(fill(shape, [part for _, part in parts]), f"parts that do not fill {named(name)} {shown(shape)}")
     return StoredTensor(dtype, shape, parts=tuple(parts))
 
 
 def _check_files(strides: list[tuple[int, int]], files: int) -> None:
     """Checks that the file of each part is listed, and that there are no more parts than files."""
     last = sum((ways - 1) * stride for ways, stride in strides)
-    _demand(last < max(files, 0), "parts in files that are not listed")
-    _demand(math.prod(ways for ways, _ in strides) <= files, "more parts than files")
+    demand(last < max(files, 0), "parts in files that are not listed")
+    demand(math.prod(ways for ways, _ in strides) <= files, "more parts than files")
 
 
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     header = _mapping(content, "header")
-    _demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
+    demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
     aliases = _mapping({"aliases": {}, **header}, "aliases")
-    _demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
+    demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
     return header

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
-from shardopt.checkpoint.reading import stored_chunks
+from shardopt.checkpoint.items import Chunks
+from shardopt.checkpoint.reading import find_reads
 from shardopt.checkpoint.storage import Folder, folder_at
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
@@ -57,10 +60,15 @@ def _verify(folder: Folder, index: Index) -> None:
     Raises:
         CheckpointError: they are damaged, or cannot be read.
     """
-    wanted = [each for chunks in stored_chunks(folder, index).values() for each in chunks]
-    with noticing_replacement(folder, index), DataFiles(folder, index) as files, files.chunks(wanted) as chunks:
-        for _ in chunks:
-            pass
+    tensors = {
+        name: Chunks.whole(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, tensor in index.tensors.items()
+    }
+    with noticing_replacement(folder, index), DataFiles(folder, index) as files:
+        reads = find_reads(files, index, tensors)
+        with files.chunks(reads) as chunks:
+            for _ in chunks:
+                pass
 
 
 def _text(folder: Folder, index: Index) -> str:

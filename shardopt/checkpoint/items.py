@@ -37,9 +37,6 @@ class Chunks:
         placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
             if there is no rule: the ranks then tell each other their rectangles.
         is_assumed: whether this rank, which holds no part, only assumes that other ranks have the tensor.
-
-    Raises:
-        ValueError: a chunk does not lie within the tensor, has another dtype, or begins where another one does.
     """
 
     def __init__(
@@ -74,29 +71,10 @@ class Chunks:
         copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
         return copies
 
-    def __repr__(self) -> str:
-        return f"Chunks(shape={self.shape}, dtype={self.dtype}, {len(self.held)} held)"
-
-    def _by_offsets(self, chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
+    @staticmethod
+    def _by_offsets(chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
         """The chunks that have elements, as plain tensors by their offsets."""
-        by_offsets: dict[tuple[int, ...], Tensor] = {}
-        for offsets, tensor in chunks:
-            extents = tuple(tensor.shape)
-            within = len(offsets) == len(extents) == len(self.shape) and all(
-                0 <= offset <= offset + extent <= whole
-                for offset, extent, whole in zip(offsets, extents, self.shape, strict=True)
-            )
-            if not within or tensor.dtype != self.dtype:
-                raise ValueError(
-                    f"got a chunk of {tensor.dtype} and shape {extents} at {offsets}, expected one of {self.dtype} "
-                    f"within shape {self.shape}"
-                )
-            if 0 in extents:
-                continue
-            if offsets in by_offsets:
-                raise ValueError(f"got two chunks at {offsets}, expected each at other offsets; make them one")
-            by_offsets[offsets] = tensor.detach()
-        return by_offsets
+        return {offsets: tensor.detach() for offsets, tensor in chunks if tensor.numel()}
 
 
 @dataclass

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import SavedGroup, describe, merged_from
+from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.index import StoredTensor
 from shardopt.checkpoint.items import Item
 from shardopt.checkpoint.wording import few, line, named
 from shardopt.layout import FlatShard
 from shardopt.optim import ShardedOptimizer
-from shardopt.state.options import STATE_FORMAT
+from shardopt.report.memory import owner_of
+from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.wrapper.entries import OF_QUANTIZE_STATE
 from shardopt.wrapper.optimizer import QuantizedState
@@ -25,19 +27,28 @@ class Owner:
     """Access to an optimizer's state and param groups for checkpoints.
 
     Args:
+        optimizer: one of shardopt's, of quantize_state, or a wrapper of one; see :func:`owner_of`.
+
+    Attributes:
         groups: all param groups, whether this rank has state of their parameters or not.
         optimizer: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
+        name: the optimizer's name in a checkpoint.
+
+    Raises:
+        TypeError: the optimizer is none of these.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], optimizer: ShardedOptimizer | QuantizedState) -> None:
-        self.groups = groups
-        self.optimizer: Any = optimizer
-        self.internals = optimizer._internals
-
-    @property
-    def name(self) -> str:
-        """The optimizer's name in a checkpoint."""
-        return self.internals.name
+    def __init__(self, optimizer: Optimizer) -> None:
+        inner = owner_of(optimizer)
+        if not isinstance(inner, ShardedOptimizer | QuantizedState):
+            raise TypeError(
+                f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of "
+                "quantize_state; save others with torch.distributed.checkpoint"
+            )
+        self.groups = optimizer.param_groups
+        self.optimizer: Any = inner
+        self.internals = inner._internals
+        self.name = self.internals.name
 
     @property
     def group_of(self) -> dict[Tensor, int]:
@@ -57,12 +68,6 @@ class Owner:
         states = spec.split(held)
         return [(each.spec, state) for each, state in zip(spec.slices, states, strict=True)]
 
-    def describe(self, group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
-        """A param group as JSON; see :func:`shardopt.checkpoint.groups.describe`."""
-        saved = describe(group, names)
-        saved["options"].update(self.internals.format)
-        return saved
-
     def check_saved(self, header: Mapping[str, Any]) -> None:
         """Checks which optimizer a checkpoint is of.
 
@@ -70,19 +75,27 @@ class Owner:
             CheckpointError: this optimizer cannot load the state of that one.
         """
         self._saved_by = header.get("optimizer")
-        if self._saved_by != self.name and (is_of_quantize_state(self._saved_by) or is_of_quantize_state(self.name)):
+        of_quantize_state = [str(name).startswith(OF_QUANTIZE_STATE) for name in (self._saved_by, self.name)]
+        if self._saved_by != self.name and any(of_quantize_state):
             raise CheckpointError(
                 f"got the state of {named(self._saved_by)}, expected that of {self.name}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
 
     def merged(self, group: Mapping[str, Any], saved: dict[str, Any], index: int) -> dict[str, Any]:
-        """The options of a param group after the load; see :func:`shardopt.checkpoint.groups.merged`.
+        """The options of a param group after the load, from those of a checkpoint, which may be damaged.
 
         Raises:
             CheckpointError: an option is not allowed, or a hyper-parameter is out of range.
         """
-        new = merged_from(self.optimizer, group, saved, index)
+        try:
+            if isinstance(self.optimizer, QuantizedState):
+                self.optimizer._internals.saved_options(saved, ())
+            else:
+                check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
+            new = merged(self.optimizer, group, saved)
+        except ValueError as error:
+            raise CheckpointError(f"param group {index}: {line(error)}") from error
         return {key: x for key, x in new.items() if key in saved or not self.internals.is_counter(key, x)}
 
     def forms(
@@ -123,8 +136,3 @@ class Owner:
     def has_state_here(self, item: Item) -> bool:
         """Whether this rank stores state for a parameter that is stateful elsewhere."""
         return item.local.numel() > 0 or item.segment is not None or not isinstance(item.shard, FlatShard)
-
-
-def is_of_quantize_state(name: object) -> bool:
-    """Whether a checkpoint's optimizer of this name is the result of quantize_state."""
-    return isinstance(name, str) and name.startswith(OF_QUANTIZE_STATE)

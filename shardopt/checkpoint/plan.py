@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from shardopt.checkpoint.index import StoredTensor, dtype_named, partition_from_
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fill
-from shardopt.checkpoint.table import InvalidError
 from shardopt.layout.partition import Part, Partition
 
 _SPREAD_BYTES = 1 << 16  # of a tensor; smaller ones are written by the first rank that has them
@@ -39,6 +39,8 @@ _DIGEST_BYTES = 16
 
 #: Ways and stride of the cuts of a partition.
 Strides = tuple[tuple[int, int], ...]
+#: Dtype, shape and partition of a tensor; None as partition where there is no rule.
+_Entry = tuple[torch.dtype, tuple[int, ...], Partition | None]
 
 
 class Described(NamedTuple):
@@ -48,13 +50,13 @@ class Described(NamedTuple):
         ranks: these ranks, ascending.
         groups: the optimizer's param groups, as in the header; None without an optimizer.
         unequal: names of tensors that may differ between ranks.
-        tensors: dtype, shape and partition by name; None as partition where there is no rule.
+        tensors: these, by name.
     """
 
     ranks: npt.NDArray[np.int64]
     groups: list[dict[str, Any]] | None
     unequal: frozenset[str]
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Partition | None]]
+    tensors: dict[str, _Entry]
 
 
 class Plan(NamedTuple):
@@ -104,14 +106,17 @@ class _Planning:
     ) -> None:
         self._ranks, self._tensors = ranks, tensors
 
-        def described() -> tuple[bytes, bytes]:
+        def described() -> tuple[tuple[dict[str, _Entry], bytes], bytes]:
             """This rank's description; its digest, with the numbers that differ between ranks."""
-            text, strides, held = _described(tensors, groups, unequal)
-            starts = [ranks.rank - offset for offset in strides.values()]
+            entries, offsets = _described(tensors)
+            content = {"groups": groups, "unequal": sorted(unequal), "tensors": _as_json(entries)}
+            text = json.dumps(content).encode()
+            held = sum(_numel_written(chunks) for chunks in tensors.values() if chunks.placed is not None)
+            starts = [ranks.rank - offset for offset in offsets.values()]
             digest_of_text = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-            return text, digest_of_text + np.array([held, any_assumed, *starts], dtype="<i8").tobytes()
+            return (entries, text), digest_of_text + np.array([held, any_assumed, *starts], dtype="<i8").tobytes()
 
-        text, messages = ranks.exchange(described)
+        (entries, text), messages = ranks.exchange(described)
         own_key = messages[ranks.rank][:_DIGEST_BYTES]
         of_digest: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
@@ -125,14 +130,23 @@ class _Planning:
             if len(of_digest) > 1:
                 sent = ranks.from_rank(members[0], zlib.compress(text) if key == own_key else b"")
             if key == own_key:
-                kind = _own(tensors, groups, unequal, np.array(members), ranks.size)
+                kind = Described(np.array(members), groups, frozenset(unequal), entries)
             else:
-                kind = _parsed(zlib.decompress(sent), np.array(members), ranks.size)
+                content = json.loads(zlib.decompress(sent))
+                kind = Described(
+                    np.array(members),
+                    content["groups"],
+                    frozenset(content["unequal"]),
+                    _from_json(content["tensors"]),
+                )
             self._kinds.append(kind)
+            for name, (_, shape, partition) in kind.tensors.items():
+                if partition and sum((ways - 1) * stride for ways, stride in partition.strides) >= ranks.size:
+                    raise _not_filled(name, shape)  # more ranks than save together
             values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
             self._held += int(values[:, 0].sum())
             self.some_rank_assumed |= bool(values[:, 1].any())
-            for column, each in enumerate(_strides_of(kind.tensors.values()), start=2):
+            for column, each in enumerate(_strides_of(kind.tensors), start=2):
                 if each not in self._starts:
                     self._starts[each] = np.full(ranks.size, -1, dtype=np.int64)
                 self._starts[each][members] = values[:, column]
@@ -288,79 +302,58 @@ class _Planning:
         refuse({name for name, values in alike if len(values) > 1}, "values")
 
 
-def _described(
-    tensors: Mapping[str, Chunks], groups: list[dict[str, Any]] | None, unequal: Collection[str]
-) -> tuple[bytes, dict[Strides, int], int]:
-    """This rank's description as JSON, the offset of each kind of partition, and how many elements it has by a rule."""
-    lines: dict[str, Any] = {}
+def _described(tensors: Mapping[str, Chunks]) -> tuple[dict[str, _Entry], dict[Strides, int]]:
+    """This rank's tensors, in the order of names, and the offset of this rank in each kind of partition."""
+    entries: dict[str, _Entry] = {}
     offsets: dict[Strides, int] = {}
-    held = 0
     for name, chunks in sorted(tensors.items()):
-        dtype = str(chunks.dtype).removeprefix("torch.")
-        if chunks.placed is None:
-            lines[name] = [dtype, chunks.shape, None]
-            continue
-        partition, offset = chunks.placed
-        # Of another group with ranks in the same steps: listed.
-        if offsets.setdefault(partition.strides, offset) != offset:
-            lines[name] = [dtype, chunks.shape, None]
+        # A partition of another group with ranks in the same steps: the rectangles are listed.
+        if chunks.placed and offsets.setdefault(chunks.placed.partition.strides, chunks.placed.offset) != (
+            chunks.placed.offset
+        ):
             chunks.placed = None
-            continue
-        lines[name] = [dtype, chunks.shape, partition_to_json(partition)]
-        written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
-        if written != partition.parts(chunks.shape, offset):
-            raise CheckpointError(
-                f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
-                f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
-            )
-        held += _numel_written(chunks)
+        partition = None
+        if chunks.placed is not None:
+            partition, offset = chunks.placed
+            written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
+            if written != partition.parts(chunks.shape, offset):
+                raise CheckpointError(
+                    f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
+                    f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None "
+                    "there"
+                )
+        entries[name] = chunks.dtype, chunks.shape, partition
     try:
-        "".join(lines).encode()
+        "".join(entries).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(
             f"got a name that is no text: {error}; name parameters and extra values by text"
         ) from None
-    text = json.dumps({"groups": groups, "unequal": sorted(unequal), "tensors": lines}).encode()
-    ordered = _strides_of((None, (), chunks.placed and chunks.placed.partition) for chunks in tensors.values())
-    return text, {each: offsets[each] for each in ordered}, held
+    return entries, {each: offsets[each] for each in _strides_of(entries)}
 
 
-def _strides_of(tensors: Iterable[tuple[Any, Any, Partition | None]]) -> list[Strides]:
-    return sorted({partition.strides for _, _, partition in tensors if partition is not None})
+def _strides_of(entries: Mapping[str, _Entry]) -> list[Strides]:
+    return sorted({partition.strides for _, _, partition in entries.values() if partition is not None})
 
 
-def _own(
-    tensors: Mapping[str, Chunks],
-    groups: list[dict[str, Any]] | None,
-    unequal: Collection[str],
-    members: npt.NDArray[np.int64],
-    size: int,
-) -> Described:
-    """This rank's own description, as :func:`_parsed` would read it."""
-    described = {}
-    for name, chunks in sorted(tensors.items()):
-        partition = None if chunks.placed is None else chunks.placed.partition
-        if partition is not None and sum((ways - 1) * stride for ways, stride in partition.strides) >= size:
-            raise _not_filled(name, chunks.shape)  # more ranks than save together
-        described[name] = chunks.dtype, chunks.shape, partition
-    return Described(members, groups, frozenset(unequal), described)
+def _as_json(entries: Mapping[str, _Entry]) -> dict[str, Any]:
+    return {
+        name: [str(dtype).removeprefix("torch."), shape, partition and partition_to_json(partition)]
+        for name, (dtype, shape, partition) in entries.items()
+    }
 
 
-def _parsed(text: bytes, members: npt.NDArray[np.int64], size: int) -> Described:
-    content = json.loads(text)
-    tensors = {}
-    for name, (dtype, shape, rule) in content["tensors"].items():
+def _from_json(lines: Mapping[str, Any]) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for name, (dtype, shape, rule) in lines.items():
         known = dtype_named(dtype)
         assert known is not None
         shape = tuple(shape)
-        try:
-            tensors[name] = known, shape, None if rule is None else partition_from_json(rule, shape, size)
-        except InvalidError:  # more ranks than save together
-            raise _not_filled(name, shape) from None
-    return Described(members, content["groups"], frozenset(content["unequal"]), tensors)
+        entries[name] = known, shape, None if rule is None else partition_from_json(rule, shape, sys.maxsize)
+    return entries
 
 
-def _nbytes(entry: tuple[torch.dtype, tuple[int, ...], Partition | None]) -> int:
+def _nbytes(entry: _Entry) -> int:
     return entry[0].itemsize * math.prod(entry[1])
 
 

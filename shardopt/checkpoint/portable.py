@@ -12,7 +12,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +31,11 @@ from shardopt.checkpoint.contents import (
     items_of,
     model_key,
     names_by_group,
-    owner_for,
 )
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.index import Index, load_index
-from shardopt.checkpoint.items import Chunks, Item
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.owner import Owner
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.reading import read_tensors
@@ -247,7 +247,7 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
         )
     ranks.agree(lambda: restoration.plan([message[4:] for message in messages], convert=convert))
     ranks.agree(lambda: read_tensors(folder, index, restoration.tensors))
-    restoration.convert()
+    restoration.convert(ranks)
     restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
 
@@ -321,15 +321,12 @@ def _to_save(
 ) -> tuple[Saving, dict[str, Chunks]]:
     """The save, and this rank's tensors. All ranks must call this."""
 
-    def read(bare: Module, own: Optimizer | None) -> tuple[Owner | None, list[Item]]:
-        owner = None if own is None else owner_for(own)
+    def described(bare: Module, own: Optimizer | None) -> tuple[Saving, dict[str, Chunks]]:
+        owner = None if own is None else Owner(own)
         items = items_of(bare, owner)
         for item in items:
             for key, value in item.state.items():
                 check_storage(item.name, f"state {key}", value, CheckpointError)
-        return owner, items
-
-    def described(bare: Module, owner: Owner | None, items: Sequence[Item]) -> tuple[Saving, dict[str, Chunks]]:
         tensors = chunks_to_save(bare, owner, items)
         header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
         if aliases := aliases_in(bare, items):
@@ -337,7 +334,9 @@ def _to_save(
         if owner is not None:
             header["optimizer"] = owner.name
             names = names_by_group(items, len(owner.groups))
-            header["param_groups"] = [owner.describe(*pair) for pair in zip(owner.groups, names, strict=True)]
+            header["param_groups"] = [describe(*pair) for pair in zip(owner.groups, names, strict=True)]
+            for group in header["param_groups"]:
+                group["options"].update(owner.internals.format)
         for key, value in extra.items():
             if isinstance(value, Tensor):
                 check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
@@ -346,5 +345,4 @@ def _to_save(
         return Saving(folder, header, buffers, keep_last), tensors
 
     with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
-        owner, items = ranks.agree(lambda: read(bare, own))
-        return ranks.agree(lambda: described(bare, owner, items))
+        return ranks.agree(lambda: described(bare, own))

@@ -58,7 +58,12 @@ class Ranks:
         lengths = self._all_gathered(_number(length)).tolist()
         if min(lengths) < 0:
             self._raise(error, lengths)
-        return result, self._gathered(message, lengths)
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        if not sent.numel():
+            return result, [b""] * self.size
+        sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
+        received = self._all_gathered(sent).numpy()
+        return result, [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
 
     def agree(self, work: Callable[[], T]) -> T:
         """Calls a function on every rank, and raises on all of them if it raised on any; see :meth:`exchange`."""
@@ -67,14 +72,6 @@ class Ranks:
     def gathered(self, message: bytes) -> list[bytes]:
         """The message of each rank. All ranks must call this."""
         return self.exchange(lambda: (None, message))[1]
-
-    def _gathered(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
-        sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
-        if not sent.numel():
-            return [b""] * self.size
-        received = self._all_gathered(sent).numpy()
-        return [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
 
     def gathered_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
         """The numbers, from 0 to 2**64 - 1, that a function returns on each rank; see :meth:`exchange`."""
@@ -140,8 +137,3 @@ def on_device_of(model: Module) -> Iterator[None]:
     device = next((param.device for param in model.parameters() if param.is_cuda), None)
     with nullcontext() if device is None else torch.cuda.device(device):
         yield
-
-
-def on_every_rank(work: Callable[[], T]) -> T:
-    """Calls a function on all ranks; see :meth:`Ranks.agree`."""
-    return Ranks().agree(work)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from torch import Tensor
 
 from shardopt.checkpoint.data_file import DataFiles, rectangle
-from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, noticing_replacement, unknown_content
+from shardopt.checkpoint.index import INDEX_NAME, Index, noticing_replacement, unknown_content
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.saving import require_little_endian
-from shardopt.checkpoint.storage import Folder, PathLike, folder_at
+from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
@@ -37,8 +37,8 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
             for number, chunk, data in chunks_read:
                 for (_, offsets, tensor), part in reads[number, chunk]:
                     values = data.view(tensor.dtype).view(chunk.shape)
-                    to = tensor[rectangle(inside(part, offsets), part[1])]
-                    to.copy_(values[rectangle(inside(part, chunk.offsets), part[1])])
+                    to = tensor[rectangle(_inside(part, offsets), part[1])]
+                    to.copy_(values[rectangle(_inside(part, chunk.offsets), part[1])])
 
 
 def find_reads(
@@ -64,45 +64,16 @@ def find_reads(
         for target in its_targets:
             name, offsets, tensor = target
             for chunk in chunks_of[name]:
-                part = common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
+                part = _common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
                 if part is not None:
                     reads[number, chunk].append((target, part))
-                    filled[name, offsets].append((inside(part, offsets), part[1]))
+                    filled[name, offsets].append((_inside(part, offsets), part[1]))
     for name, offsets, tensor in targets:
-        _demand_filled(files.folder, name, tuple(tensor.shape), filled[name, offsets], f" from {offsets}")
+        shape = tuple(tensor.shape)
+        if not fill(shape, filled[name, offsets]):
+            what = f"chunks that do not fill {named(name)} {shape} from {offsets}"
+            raise unknown_content(files.folder.shown(INDEX_NAME), what)
     return reads
-
-
-def stored_chunks(folder: Folder, index: Index) -> dict[str, list[tuple[int, StoredChunk]]]:
-    """All chunks of a checkpoint with the numbers of their files, by tensor: from the tables of all files.
-
-    Raises:
-        CheckpointError: a table cannot be read or is damaged, or the chunks of a tensor do not fill it.
-    """
-    chunks_of: dict[str, list[tuple[int, StoredChunk]]] = {name: [] for name in index.tensors}
-    with DataFiles(folder, index) as files:
-        for number in [number for number, stored in enumerate(index.files) if stored is not None]:
-            for name, chunks in _chunks_in(files, index, number, chunks_of).items():
-                chunks_of[name] += [(number, chunk) for chunk in chunks]
-    for name, numbered in chunks_of.items():
-        _demand_filled(folder, name, index.tensors[name].shape, [(chunk.offsets, chunk.shape) for _, chunk in numbered])
-    return chunks_of
-
-
-def _demand_filled(folder: Folder, name: str, shape: tuple[int, ...], parts: Sequence[Part], where: str = "") -> None:
-    if not fill(shape, parts):
-        raise unknown_content(folder.shown(INDEX_NAME), f"chunks that do not fill {named(name)} {shape}{where}")
-
-
-def read_index(path: PathLike) -> dict[str, list[StoredChunk]]:
-    """The chunks of each tensor of the checkpoint in a folder, or at a URL, by name.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its index or a table is damaged or of another format version.
-    """
-    folder = folder_at(path)
-    chunks = stored_chunks(folder, load_index(folder))
-    return {name: sorted(chunk for _, chunk in of_tensor) for name, of_tensor in chunks.items()}
 
 
 def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[str]) -> dict[str, list[StoredChunk]]:
@@ -120,7 +91,7 @@ def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[st
     return chunks_of
 
 
-def common_part(one: Part, other: Part) -> Part | None:
+def _common_part(one: Part, other: Part) -> Part | None:
     """The rectangle that two rectangles have in common; None if there is none."""
     corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
     if any(low >= high for low, high in corners):
@@ -128,6 +99,6 @@ def common_part(one: Part, other: Part) -> Part | None:
     return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
 
 
-def inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
+def _inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
     """Where a rectangle begins in one that begins at these offsets."""
     return tuple(a - b for a, b in zip(part[0], offsets, strict=True))

@@ -18,7 +18,6 @@ from shardopt.checkpoint.contents import (
     items_of,
     model_key,
     names_by_group,
-    owner_for,
     state_key,
 )
 from shardopt.checkpoint.data_file import check_lengths
@@ -26,7 +25,8 @@ from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
-from shardopt.checkpoint.ranks import on_every_rank
+from shardopt.checkpoint.owner import Owner
+from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
@@ -56,7 +56,7 @@ class Restoration:
             raise CheckpointError(
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
-        self._owner = None if optimizer is None else owner_for(optimizer)
+        self._owner = None if optimizer is None else Owner(optimizer)
         self._items = items_of(model, self._owner)
         self._buffers = buffers_of(model)
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
@@ -135,16 +135,16 @@ class Restoration:
             tensors[f"extra.{name}"] = Chunks.whole(values)
         return tensors
 
-    def convert(self) -> None:
+    def convert(self, ranks: Ranks) -> None:
         """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
 
         Raises:
             CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
         """
-        flat = on_every_rank(self._flat_moments)
+        flat = ranks.agree(self._flat_moments)
         specs, values = [spec for spec, _ in flat.values()], [moments for _, moments in flat.values()]
-        encoded = on_every_rank(lambda: encode_flat(specs, values))
-        on_every_rank(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
+        encoded = ranks.agree(lambda: encode_flat(specs, values))
+        ranks.agree(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
 
     def commit(self) -> None:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""

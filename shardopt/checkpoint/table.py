@@ -96,36 +96,37 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
         InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
             bytes.
     """
-    _demand(len(data) >= _HEAD, "a table without a head")
+    demand(len(data) >= _HEAD, "a table without a head")
     count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
     length_said = _HEAD + count * (_PER_CHUNK + 16 * dims)
-    _demand(dims <= MAX_DIMS and len(data) == length_said, "a table of another length than it says")
+    demand(dims <= MAX_DIMS and len(data) == length_said, "a table of another length than it says")
     at = _HEAD
     position = np.frombuffer(data, "<i8", count, at)
     tensor = np.frombuffer(data, "<u4", count, at + 8 * count)
     crc32 = np.frombuffer(data, "<u4", count, at + 12 * count)
     corners = np.frombuffer(data, "<i8", 2 * count * dims, at + 16 * count).reshape(count, 2, dims)
-    _demand(not count or int(tensor.max()) < len(shapes), "a chunk of a tensor that is not in the index")
+    demand(not count or int(tensor.max()) < len(shapes), "a chunk of a tensor that is not in the index")
     used, rows = np.unique(tensor, return_inverse=True)
     limits = np.ones((len(used), dims), dtype=np.int64)
     sizes = np.empty(len(used), dtype=np.int64)
     for row, number in enumerate(used.tolist()):
         shape = shapes[number]
-        _demand(len(shape) <= dims, f"a chunk of too few dimensions of tensor {named(str(number))}")
+        demand(len(shape) <= dims, f"a chunk of too few dimensions of tensor {named(str(number))}")
         limits[row, : len(shape)], sizes[row] = shape, itemsizes[number]
     low, extents = corners[:, 0], corners[:, 1]
     within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
-    _demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
+    demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
     nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
-    _demand(bool((nbytes <= MAX_BYTES).all()), f"a chunk of more than {MAX_BYTES} bytes")
+    demand(bool((nbytes <= MAX_BYTES).all()), f"a chunk of more than {MAX_BYTES} bytes")
     order = np.argsort(position, kind="stable")
     begin, most = position[order], nbytes[order]
     within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
-    _demand(bool(within.all()), "chunks beyond the end of the file")
-    _demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
+    demand(bool(within.all()), "chunks beyond the end of the file")
+    demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
     return Table(position, tensor, crc32, corners)
 
 
-def _demand(holds: bool, what: str) -> None:
+def demand(holds: object, what: str) -> None:
+    """Raises InvalidError, with the words, unless the condition holds."""
     if not holds:
         raise InvalidError(what)

@@ -1,7 +1,11 @@
-"""Damaged and foreign folders: what a load says of each fault. The folder ``attack`` has many more, at random."""
+"""Damaged and foreign folders, options and state that no step could go on from: what a load says of each fault.
+
+Nothing is changed. The folder ``attack`` has many more, at random.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zlib
@@ -15,38 +19,19 @@ from torch import nn
 
 import shardopt
 from attack.index_file import INDEX, read_index, read_saved, table_of, with_checksum, write_index
-from checkpoint_folder import content_of, flip, linear_run
+from checkpoint_folder import flip, the_data_file
+from checkpoint_runs import Small, assert_loads, assert_refuses, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError
+
+NAN, INF = math.nan, math.inf
+Header = dict[str, Any]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """The folder of a checkpoint."""
-    shardopt.checkpoint.save(tmp_path / "checkpoint", *linear_run(0))
+    shardopt.checkpoint.save(tmp_path / "checkpoint", *trained())
     return tmp_path / "checkpoint"
-
-
-def refusal(path: Path) -> str:
-    """The message of a load that raises and changes nothing, on one line."""
-    model, optimizer = linear_run(1)
-    before = content_of(model, optimizer)
-    with pytest.raises(CheckpointError) as caught:
-        shardopt.checkpoint.load(path, model, optimizer)
-    assert content_of(model, optimizer) == before
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
-
-
-def loads(path: Path) -> bool:
-    run = linear_run(1)
-    shardopt.checkpoint.load(path, *run)
-    return content_of(*run) == content_of(*linear_run(0))
-
-
-def the_data_file(path: Path) -> Path:
-    (found,) = path.glob("*.bin")
-    return found
 
 
 def _changed(path: Path, **changes: Any) -> None:
@@ -55,7 +40,7 @@ def _changed(path: Path, **changes: Any) -> None:
 
 def _with_rule(path: Path, **rule: Any) -> None:
     content = read_index(path)
-    content["tensors"]["model.0.weight"] = {"dtype": "float32", "shape": [66, 64], **rule}
+    content["tensors"]["model.weight"] = {"dtype": "float32", "shape": [33, 200], **rule}
     write_index(path, content)
 
 
@@ -67,39 +52,40 @@ def _with_table(path: Path, change: Callable[[list[Any]], bytes]) -> None:
     _changed(path, files=[[len(data), len(table), zlib.crc32(table)]])
 
 
-def _write(path: Path, text: str) -> None:
-    (path / INDEX).write_text(text)
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+def _write(path: Path, content: bytes) -> None:
+    (path / INDEX).write_bytes(content)
 
 
 NOT_OURS = "got content that no version of shardopt writes"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (lambda path: path.rename(path.with_name("moved")), "there is no such folder"),
+    "no folder": (lambda path: path.rename(path.with_name("moved")), r"there is no such folder.*torch\.load"),
     "a file": (lambda path: (path.rename(path.with_name("moved")), path.touch()), "there is no such folder"),
-    "empty folder": (lambda path: [entry.unlink() for entry in path.iterdir()], f"there is no {INDEX} in it"),
+    "empty folder": (
+        lambda path: [entry.unlink() for entry in path.iterdir()],
+        f"there is no {INDEX} in it.*step-1000 in place of the folder around it",
+    ),
+    "another's folder": (
+        lambda path: ([entry.unlink() for entry in path.iterdir()], (path / ".metadata").touch()),
+        r"a folder of torch\.distributed\.checkpoint.*import_state",
+    ),
     "never finished": (lambda path: (path / INDEX).unlink(), "saving it was never finished"),
     "unreadable": (lambda path: ((path / INDEX).unlink(), (path / INDEX).mkdir()), "cannot be read"),
-    "a pipe": (lambda path: ((path / INDEX).unlink(), os.mkfifo(path / INDEX)), "expected a regular file"),
-    "another kind": (lambda path: _write(path, '{"weights": []}\n'), "a file of another kind"),
-    "another's text": (lambda path: _write(path, "PK\x03\x04"), "a file of another kind"),
-    "no end": (lambda path: (path / INDEX).write_bytes(with_checksum(b"[" * 100000)), f"{NOT_OURS}: RecursionError"),
-    "no JSON": (lambda path: (path / INDEX).write_bytes(with_checksum(b"\x00")), f"{NOT_OURS}: JSONDecodeError"),
-    "truncated index": (lambda path: _truncate(path / INDEX), "it was damaged after it was saved"),
+    "another kind": (lambda path: _write(path, b'{"weights": []}\n'), "a file of another kind"),
+    "no end": (lambda path: _write(path, with_checksum(b"[" * 100000)), f"{NOT_OURS}: RecursionError"),
+    "no JSON": (lambda path: _write(path, with_checksum(b"\x00")), f"{NOT_OURS}: JSONDecodeError"),
+    "truncated index": (
+        lambda path: _write(path, (path / INDEX).read_bytes()[:-1]),
+        "it was damaged after it was saved",
+    ),
     "newer": (lambda path: _changed(path, format_version=3), "got format version 3, expected 2; load it with"),
     "data elsewhere": (lambda path: _changed(path, token="../elsewhere"), f"{NOT_OURS}: token"),
-    "a file left out": (
-        lambda path: _changed(path, files=[None]),
-        f"{NOT_OURS}: a tensor in a file that is",
-    ),
+    "no tensors": (lambda path: _changed(path, tensors={}), r"another model: the checkpoint does not have model\.bias"),
+    "a file left out": (lambda path: _changed(path, files=[None]), f"{NOT_OURS}: a tensor in a file that is"),
     "a long table": (lambda path: _changed(path, files=[[64, 2**55, 0]]), r"got \d+ bytes, expected 36028797018964032"),
-    "truncated data": (lambda path: _truncate(the_data_file(path)), r"got \d+ bytes, expected \d+"),
     "longer data": (lambda path: the_data_file(path).open("ab").write(b"x"), r"got \d+ bytes, expected \d+"),
     "missing data": (lambda path: the_data_file(path).unlink(), "cannot be found"),
     "parts that overlap": (
-        lambda path: _with_rule(path, parts=[[0, [0, 0], [40, 64]], [0, [26, 0], [40, 64]]]),
+        lambda path: _with_rule(path, parts=[[0, [0, 0], [20, 200]], [0, [13, 0], [20, 200]]]),
         f"{NOT_OURS}: parts that do not fill",
     ),
     "a cut of no dimension": (lambda path: _with_rule(path, start=0, cuts=[[2, 1, 1]]), f"{NOT_OURS}: a cut of no dim"),
@@ -109,7 +95,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a chunk twice": (lambda path: _with_table(path, lambda chunks: table_of([*chunks, chunks[0]])), NOT_OURS),
     "no chunks": (lambda path: _with_table(path, lambda chunks: table_of([])), f"{NOT_OURS}: chunks that do not fill"),
-    "no table": (lambda path: _with_table(path, lambda chunks: b""), NOT_OURS),
     "a table without its end": (lambda path: _with_table(path, lambda chunks: table_of(chunks)[:-1]), NOT_OURS),
 }
 
@@ -118,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_faults(path: Path, fault: str) -> None:
     make, message = FAULTS[fault]
     make(path)
-    assert re.search(message, refusal(path))
+    assert_refuses(path, message)
 
 
 def test_flipped_bits(tmp_path: Path) -> None:
@@ -153,22 +138,119 @@ def test_files_elsewhere_are_not_read(path: Path, kind: str) -> None:
         else:
             os.mkfifo(file)
         got = "a symbolic link" if kind == "link" else "something else"
-        assert re.search(f"{file}: cannot be .*got {got}, expected a regular file", refusal(path))
+        assert_refuses(path, f"{file}: cannot be .*got {got}, expected a regular file")
         file.unlink()
         (path.parent / file.name).rename(file)
     (path.parent / "link").symlink_to(path.name)
-    assert loads(path.parent / "link")
+    assert_loads(path.parent / "link", everything(*trained()))
 
 
-def test_new_folders_outlast_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each folder that is made is in one that was synchronized afterwards."""
-    synced, fsync = set(), os.fsync
+# --- what the header says
 
-    def noted(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
-    shardopt.checkpoint.save(tmp_path / "new" / "er" / "folder", nn.Linear(2, 1))
-    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "er", tmp_path / "new" / "er" / "folder"):
-        assert folder.stat().st_ino in synced, folder
+def rewrite(folder: Path, change: Callable[[Header], object]) -> None:
+    """Changes the header of a checkpoint, and its checksum with it."""
+    content = read_index(folder)
+    change(content["header"])
+    write_index(folder, content)
+
+
+def option(**options: Any) -> Callable[[Header], object]:
+    return lambda header: header["param_groups"][0]["options"].update(options)
+
+
+HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
+    "lr abc": (option(lr="abc"), "param group 0: lr: got 'abc', expected a number >= 0"),
+    "lr nan": (option(lr=NAN), "param group 0: lr: got nan"),
+    "lr a large number": (option(lr=10**400), "param group 0: lr: got 1000"),
+    "betas": (option(betas=[2, 3]), "param group 0: betas[0]: got 2, expected a number in [0.0, 1.0)"),
+    "betas a number": (option(betas=0.9), "param group 0: betas: got 0.9"),
+    "maximize": (option(maximize="yes"), "param group 0: maximize: got 'yes'"),
+    "nonfinite": (option(nonfinite=[]), "param group 0: nonfinite: got []"),
+    "codec": (option(codec=["log8"]), "param group 0: codec: got ['log8']"),
+    "block_size": (option(block_size=0), "param group 0: block_size: got 0"),
+    "min_quantized_numel": (option(min_quantized_numel="x"), "param group 0: min_quantized_numel: got 'x'"),
+    "master_weight_bits": (option(master_weight_bits=7), "param group 0: master_weight_bits: got 7"),
+    "no list": (lambda h: h.update(param_groups={"a": 1}), "got param_groups as dict, expected a list"),
+    "no parameters": (lambda h: h.update(param_groups=[3]), "param group 0: got no parameters, expected a list of"),
+    "no options": (lambda h: h["param_groups"][0].update(options=[1]), "param group 0: got no options"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers(tmp_path: Path, name: str) -> None:
+    shardopt.checkpoint.save(tmp_path, *trained())
+    change, message = HEADERS[name]
+    rewrite(tmp_path, change)
+    for convert in (False, True):
+        assert_refuses(tmp_path, re.escape(f"{tmp_path}: {message}"), convert=convert)
+
+
+def test_a_header_that_was_only_rewritten_loads(tmp_path: Path) -> None:
+    shardopt.checkpoint.save(tmp_path, *trained())
+    rewrite(tmp_path, option(lr=0.5, params=[1], param_names=["a"]))
+    other, fresh = trained(seed=7)
+    params = fresh.param_groups[0]["params"]
+    shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.5
+    assert fresh.param_groups[0]["params"] is params
+    assert "param_names" not in fresh.param_groups[0]
+
+
+@pytest.mark.parametrize("lr", ["abc", NAN, [1, 2], None, 10**400])
+def test_a_learning_rate_on_a_tensor_takes_no_other_value(tmp_path: Path, lr: Any) -> None:
+    """Not even one on a device, which is not read."""
+    shardopt.checkpoint.save(tmp_path, *trained())
+    rewrite(tmp_path, option(lr=lr))
+    other, fresh = trained(seed=7)
+    for own in (torch.tensor(0.5), torch.tensor(0.5, device="meta")):
+        fresh.param_groups[0]["lr"] = own
+        with pytest.raises(CheckpointError, match="param group 0: lr: got"):
+            shardopt.checkpoint.load(tmp_path, other, fresh)
+        assert fresh.param_groups[0]["lr"] is own
+
+
+def test_stochastic_rounding_is_not_taken_over_with_other_master_weights(tmp_path: Path) -> None:
+    """The two exclude each other: the load went well, and the next step failed."""
+    shardopt.checkpoint.save(tmp_path, *trained(stochastic_rounding=True))
+    other, fresh = trained(seed=7, master_weight_bits=24)
+    shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
+    assert (fresh.param_groups[0]["stochastic_rounding"], fresh.param_groups[0]["master_weight_bits"]) == (False, 24)
+    step_with(other, fresh, 9)
+
+
+# --- state
+
+
+DAMAGE = {
+    "scales": ("weight", "exp_avg_scales", NAN),
+    "scales of the second moment": ("weight", "exp_avg_sq_scales", -1.0),
+    "a moment": ("bias", "exp_avg", INF),
+    "the second moment": ("bias", "exp_avg_sq", -1.0),
+    "no number of steps": ("bias", "step", NAN),
+    "steps below zero": ("weight", "step", -5.0),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_states(tmp_path: Path, name: str) -> None:
+    """Also where they are converted. The model loads by itself."""
+    model, optimizer = trained()
+    parameter, entry, value = DAMAGE[name]
+    optimizer.state[model.get_parameter(parameter)][entry].view(-1)[0] = value
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    message = re.escape(f"{tmp_path}: {parameter}: got ")
+    assert_refuses(tmp_path, message)
+    assert_refuses(tmp_path, message, convert=True, codec="dynamic8", master_weight_bits=24)
+    shardopt.checkpoint.load(tmp_path, Small())
+
+
+def test_weights_may_be_infinite(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with torch.no_grad():
+        model.weight[0, :2] = torch.tensor([NAN, INF])
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    other, fresh = trained(seed=7)
+    shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert torch.equal(other.weight.isfinite(), model.weight.isfinite())
+    assert everything(other, fresh)["bias"].equal(model.bias)

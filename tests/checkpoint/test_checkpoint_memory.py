@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import shardopt
 from ranks.layouts import values
 from shardopt.checkpoint import CheckpointError, async_save, load, save
-from shardopt.checkpoint.copies import digest
 from shardopt.optim import ShardedOptimizer
 from wrappers import Coded, Scaled, Wrapped, zeros
 
@@ -142,7 +141,6 @@ def test_views_whose_memory_has_other_values(tmp_path: Path, view: str, saves: C
         setattr(target, name, nn.Buffer(torch.zeros_like(plain)))
     assert torch.equal(load(tmp_path, target).extra["extra"], plain)
     assert all(torch.equal(tensor, plain) for tensor in target.state_dict().values())
-    assert digest(odd) == digest(plain)
 
 
 def test_a_negative_view_is_loaded_into(tmp_path: Path) -> None:

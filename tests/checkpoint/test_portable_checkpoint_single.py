@@ -14,11 +14,8 @@ import torch
 from torch import nn
 
 import shardopt
-from attack.index_file import read_index, write_index
-from checkpoint_folder import flip
 from checkpoint_runs import Run, Small, assert_refuses, everything, same, step_with, trained
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint.restore import Restoration
 from shardopt.optim import ShardedOptimizer
 from shardopt.state.tensor_state import tensor_state_of
 
@@ -63,6 +60,9 @@ def test_numbers_that_json_does_not_have(tmp_path: Path, is_old: bool) -> None:
     shardopt.checkpoint.save(tmp_path, model, optimizer, **extra, **({} if is_old else {"alike": alike}))
     index = tmp_path / "checkpoint.json"
     content = json.loads(index.read_text(), parse_constant=_bare)
+    assert content["tensors"]["optimizer.weight.exp_avg_sq_scales"]["shape"] == [33, 2, 2]
+    assert not {"model.same", "model.scratch"} & content["tensors"].keys()
+    assert content["header"]["param_groups"][0]["parameters"] == ["weight", "brain", "bias"]
     assert content["header"]["extra"]["losses"][1] == {"$numberDouble": "NaN"}
     if is_old:
         text = re.sub(r'\{"\$numberDouble": "(-?\w+)"\}', r"\1", index.read_text()).rpartition(",\n")[0].encode()
@@ -188,37 +188,10 @@ def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run
     assert torch.equal(other.weight, model.weight.bfloat16())
 
 
-def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has some for the first parameter's."""
-    other, running = trained(seed=7)
-    before = everything(other, running)
-    made = iter(range(100))
-
-    def placed(*args: Any, original: Any = Restoration._placed) -> Any:
-        if next(made):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*args)
-
-    monkeypatch.setattr(Restoration, "_placed", placed)
-    with pytest.raises(torch.OutOfMemoryError):
-        shardopt.checkpoint.load(tmp_path, other, running)
-    assert same(everything(other, running), before)
-    monkeypatch.undo()
-    shardopt.checkpoint.load(tmp_path, other, running)
-    assert same(everything(other, running), everything(*run))
-
-
 def test_a_model_without_tensors(tmp_path: Path) -> None:
     shardopt.checkpoint.save(tmp_path, nn.Identity(), epoch=3)
     assert shardopt.checkpoint.load(tmp_path, nn.Identity()).extra == {"epoch": 3}
     assert_refuses(tmp_path, r"another model: the checkpoint does not have .*model\.bias")
-
-
-def test_an_index_without_tensors_is_refused(tmp_path: Path, run: Run) -> None:
-    write_index(tmp_path, {**read_index(tmp_path), "tensors": {}})
-    assert_refuses(tmp_path, r"another model: the checkpoint does not have .*model\.bias")
-    with pytest.raises(CheckpointError, match=r"another model: the checkpoint does not have .*model\.bias"):
-        shardopt.checkpoint.load(tmp_path, run[0])
 
 
 def test_other_parameters_are_refused(tmp_path: Path, run: Run) -> None:
@@ -246,16 +219,108 @@ def test_groups_may_be_split_but_not_merged(tmp_path: Path) -> None:
         shardopt.checkpoint.load(tmp_path, model, merged)
 
 
-@pytest.mark.parametrize("name", ["data", "index"])
-def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path, run: Run, name: str) -> None:
-    flip(next(tmp_path.glob("*.bin")) if name == "data" else tmp_path / "checkpoint.json", 300)
-    assert_refuses(tmp_path, "checksum")
+def test_no_memory_for_the_state_changes_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has some for the first parameter's."""
+    other, running = trained(seed=7)
+    before, internals, made = everything(other, running), running._internals, iter(range(100))
+
+    def placed(*args: Any, original: Any = internals.placed) -> Any:
+        if next(made):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    with monkeypatch.context() as context:
+        context.setattr(internals, "placed", placed)
+        with pytest.raises(torch.OutOfMemoryError):
+            shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), before)
+    shardopt.checkpoint.load(tmp_path, other, running)
+    assert same(everything(other, running), everything(*run))
 
 
-def test_the_index_is_json(tmp_path: Path, run: Run) -> None:
-    index = json.loads((tmp_path / "checkpoint.json").read_text())
-    assert index["tensors"]["optimizer.weight.exp_avg_codes"]["shape"] == [33, 200]
-    assert index["tensors"]["optimizer.weight.exp_avg_sq_scales"]["shape"] == [33, 2, 2]
-    assert "model.same" not in index["tensors"]
-    assert "model.scratch" not in index["tensors"]
-    assert index["header"]["param_groups"][0]["parameters"] == ["weight", "brain", "bias"]
+# --- mistakes in the arguments, and the remedies in the messages
+
+
+def test_a_scheduler_itself_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(model.parameters()), 10)
+    with pytest.raises(TypeError, match=r"CosineAnnealingLR.*scheduler\.state_dict\(\)"):
+        shardopt.checkpoint.save(tmp_path / "a", model, scheduler=scheduler)
+    shardopt.checkpoint.save(tmp_path / "a", model, scheduler=scheduler.state_dict())
+    assert shardopt.checkpoint.load(tmp_path / "a", model).extra["scheduler"]["T_max"] == 10
+
+
+def test_keys_that_json_would_change_are_refused(tmp_path: Path) -> None:
+    """MultiStepLR looks its milestones up by number: as text it would never find them."""
+    model = nn.Linear(8, 8)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=1.0), [30, 60])
+    for _ in range(25):
+        scheduler.optimizer.step()
+        scheduler.step()
+    state = scheduler.state_dict()
+    with pytest.raises(TypeError, match=r"extra\.scheduler\.milestones: got the key 30, expected text"):
+        shardopt.checkpoint.save(tmp_path, model, scheduler=state)
+    with pytest.raises(TypeError, match=r"extra\.nested: got the key 1,"):
+        shardopt.checkpoint.save(tmp_path, model, nested=[{"a": 0}, ({1: 2},)])
+    assert not list(tmp_path.glob("*.json"))
+    del state["milestones"]
+    shardopt.checkpoint.save(tmp_path, model, scheduler=state)
+    other = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=1.0), [30, 60])
+    other.load_state_dict(shardopt.checkpoint.load(tmp_path, model).extra["scheduler"])
+    for _ in range(5):
+        other.optimizer.step()
+        other.step()
+    assert (other.last_epoch, other.get_last_lr()) == (30, [0.1])
+
+
+def test_another_model_is_told_by_what_differs_alone(tmp_path: Path) -> None:
+    shardopt.checkpoint.save(tmp_path, nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(CheckpointError) as raised:
+        shardopt.checkpoint.load(tmp_path, nn.Sequential(nn.Linear(8, 4)))
+    assert "shapes saved and in the model differ: model.0.bias (8,) and (4,), model.0.weight" in str(raised.value)
+    assert "does not have" not in str(raised.value)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint does not have model\.1\.bias, model\.1\.weight; expected"
+    ):
+        shardopt.checkpoint.load(tmp_path, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+def test_arguments_in_another_order(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match=r"got Linear for a path.*save\(path, model, optimizer\)"):
+        shardopt.checkpoint.save(model, shardopt.AdamW8bit(model.parameters()), tmp_path)  # type: ignore[arg-type]
+
+
+def test_another_optimizer_is_told_the_model_alone(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    refused = (
+        r"saved by AdamW8bit, expected .* of Lion8bit; load it into AdamW8bit, or the model alone: load\(path, model\)"
+    )
+    with pytest.raises(CheckpointError, match=refused):
+        shardopt.checkpoint.load(tmp_path, model, shardopt.Lion8bit(model.parameters()))
+    shardopt.checkpoint.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", ["lists", "dicts", "a circle"])
+def test_endless_extras_are_refused(tmp_path: Path, kind: str) -> None:
+    """And those of a hundred levels, which every parser reads, are not."""
+
+    def nested(depth: int) -> object:
+        value: object = 1
+        for _ in range(depth):
+            value = {"a": value} if kind == "dicts" else [value]
+        return value
+
+    model = nn.Linear(8, 8)
+    circle: list[object] = []
+    circle.append(circle)
+    shardopt.checkpoint.save(tmp_path, model, deep=nested(100))
+    with pytest.raises(
+        TypeError, match=r"extra\.deep.*: got lists and dicts nested more than 100 deep, or in a circle"
+    ):
+        shardopt.checkpoint.save(tmp_path, model, deep=circle if kind == "a circle" else nested(2000))
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"deep": nested(100)}

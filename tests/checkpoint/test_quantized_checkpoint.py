@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -138,25 +137,6 @@ def _to_the_bare_optimizer(path: Path) -> None:
 
 def test_back_to_the_bare_optimizer(ranks: Pool, saved: dict[str, Path]) -> None:
     ranks.run(2, _to_the_bare_optimizer, saved["ddp"])
-
-
-def _without_memory(path: Path) -> None:
-    """One rank fails while state is made: nothing is changed on any."""
-    model, optimizer = _trained("fsdp", "torch NAdam", seed=1)
-    before = snapshot_of(model, optimizer)
-    if dist.get_rank() == 1:
-
-        def fail(*args: object) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        optimizer._internals.placed = fail
-    with pytest.raises(RuntimeError, match="out of memory"):
-        shardopt.checkpoint.load(path, model, optimizer)
-    assert_same(snapshot_of(model, optimizer), before)
-
-
-def test_no_memory_changes_nothing(ranks: Pool, saved: dict[str, Path]) -> None:
-    ranks.run(2, _without_memory, saved["hsdp"])
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.ParameterList:

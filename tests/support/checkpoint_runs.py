@@ -72,10 +72,12 @@ def assert_loads(path: str | Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_refuses(path: str | Path, message: str, *, convert: bool = False, **options: Any) -> None:
-    """A run into which a checkpoint cannot be loaded is unchanged, and goes on."""
+    """A run into which a checkpoint cannot be loaded is unchanged, and goes on. The error has the path, on one line."""
     model, optimizer = trained(seed=7, **options)
     before = everything(model, optimizer)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         shardopt.checkpoint.load(path, model, optimizer, convert=convert)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
     assert same(everything(model, optimizer), before)
     step_with(model, optimizer, 9)

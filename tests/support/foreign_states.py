@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import shardopt
 from helpers import with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
@@ -27,6 +28,8 @@ SHAPES = (*MATRICES, *OTHERS)
 ALIGNED = {256: {(16, 512), (1, 4099), (6, 5, 8, 32)}, 32: {(16, 512), (1, 4099), (50, 96), (6, 5, 8, 32)}}
 
 STEP = 3
+#: Where bitsandbytes keeps a parameter's state.
+WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 class Moments(NamedTuple):
@@ -100,13 +103,13 @@ def bitsandbytes_state(x: Moments, count: int = 2, size: int = 256, least: int =
         entries, stands_for = bitsandbytes_moment(place, value, signed=place == 1, size=size, least=least)
         state |= entries
         decoded.append(stands_for)
-    return {"step": STEP, "__bnb_optimizer_quant_state__": state}, decoded
+    return {"step": STEP, WRAPPED: state}, decoded
 
 
 def bitsandbytes_squares(x: Moments) -> tuple[dict, list[Tensor]]:
     """The state of a parameter of RMSprop or Adagrad: averages or sums of squares in codes of the signed map."""
     entries, decoded = bitsandbytes_moment(1, x.unsigned, signed=True)
-    return {"step": STEP, "__bnb_optimizer_quant_state__": entries}, [decoded]
+    return {"step": STEP, WRAPPED: entries}, [decoded]
 
 
 def bitsandbytes_ademamix(x: Moments) -> tuple[dict, list[Tensor]]:
@@ -118,7 +121,7 @@ def bitsandbytes_ademamix(x: Moments) -> tuple[dict, list[Tensor]]:
     (fast, _), (slow, _) = averages
     stacked = {key: value if key == "qmap1" else torch.stack([value, slow[key]]) for key, value in fast.items()}
     squares, decoded = bitsandbytes_moment(2, x.unsigned, signed=False)
-    state = {"step": STEP, "__bnb_optimizer_quant_state__": {**stacked, **squares}}
+    state = {"step": STEP, WRAPPED: {**stacked, **squares}}
     return state, [*(stands_for for _, stands_for in averages), decoded]
 
 
@@ -188,6 +191,13 @@ KINDS: dict[str, Kind] = {
     ),
     "Adagrad": Kind(bitsandbytes_squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}),
 }
+
+
+def ours_of(kind: str, params: Any, **options: Any) -> ShardedOptimizer:
+    """The optimizer here for a kind of bitsandbytes."""
+    momentum = {"momentum": 0.5} if kind == "SGD" else {}  # without, it keeps no moments
+    found: ShardedOptimizer = getattr(shardopt, f"{kind}8bit")(params, **momentum, **options)
+    return found
 
 
 def of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:

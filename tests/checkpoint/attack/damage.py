@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import shardopt
 from attack.contents import Known
 from attack.forked import Outcome, call, fault, ok, shown
-from attack.hostile import refused
+from attack.hostile import refused, wrong_with_header
 from attack.index_file import INDEX
 from attack.recut import recut
-from shardopt.checkpoint import CheckpointError
 
 _known: list[Known] = []
 
@@ -60,12 +58,8 @@ def _check(folder: Path) -> Outcome:
     be_anybody()
     known = _known[-1]
     before = known.target.fingerprint()
-    try:
-        shardopt.checkpoint.read_header(folder)
-    except CheckpointError:
-        pass
-    except BaseException as error:
-        return fault(f"read_header: {type(error).__name__}", shown(str(error)))
+    if wrong := wrong_with_header(folder):
+        return wrong
     try:
         k, extra = known.load(folder)
     except BaseException as error:

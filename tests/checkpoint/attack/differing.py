@@ -7,8 +7,6 @@ it does.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +16,9 @@ from torch import Tensor
 from attack.forked import Outcome, fault, ok, shown
 from helpers import CASES
 from ranks.models import WAYS, make_net, set_gradients
-from ranks.pool import Pool, RankFailure
 from ranks.runs import SMALL
 from shardopt.layout import shard_of
 
-HUNG = 60.0  # seconds; the machine may be busy
 STEPS = 4
 
 _WAYS = ("fsdp", "fsdp columns", "tp", "fsdp1", "fsdp1 flat", "fsdp1 nested", "ddp")
@@ -64,23 +60,8 @@ class Attack(NamedTuple):
         return cls(size, way, rule, dice.randrange(size), first, option, value, dice.randrange(100))
 
 
-def attacks(seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:
-    """The outcome of each attack."""
-    pool = Pool()
-    try:
-        for number in range(first, first + count):
-            attack = Attack.of(seed, number)
-            repeat = f"differing --seed {seed} --first {number} --count 1: {attack}"
-            yield _outcome(pool, attack)._replace(attack=repeat)
-    finally:
-        pool.close()
-
-
-def _outcome(pool: Pool, attack: Attack) -> Outcome:
-    try:
-        told = pool.run(attack.world_size, _on_rank, attack, timeout=HUNG)
-    except RankFailure as failure:
-        return fault("hung or died", shown(str(failure)[-400:]))
+def judged(told: list[tuple[str, str]]) -> Outcome:
+    """The outcome of what the ranks say."""
     kinds = {kind for kind, _ in told}
     if kinds == {"refused"}:
         nameless = [text for _, text in told if " rank" not in text and "expected" not in text]
@@ -89,7 +70,7 @@ def _outcome(pool: Pool, attack: Attack) -> Outcome:
     return fault("wrong bits", wrong[0]) if wrong else ok(" and ".join(sorted(kinds)))
 
 
-def _on_rank(attack: Attack) -> tuple[str, str]:
+def on_rank(attack: Attack) -> tuple[str, str]:
     found = _run(attack, {attack.rank})
     everyone: list[Any] = [None] * attack.world_size
     dist.all_gather_object(everyone, isinstance(found, str))

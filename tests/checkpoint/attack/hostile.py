@@ -79,14 +79,8 @@ def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
     target = _targets[0]
     before = target.fingerprint()
     opened = _opened_files()
-    try:
-        header = shardopt.checkpoint.read_header(folder)
-        if not isinstance(header, dict):
-            return fault(f"read_header gave {type(header).__name__}")
-    except CheckpointError:
-        pass
-    except BaseException as error:
-        return fault(f"read_header: {type(error).__name__}", shown(str(error)))
+    if wrong := wrong_with_header(folder):
+        return wrong
     try:
         loaded = shardopt.checkpoint.load(folder, target.model, target.optimizer if with_optimizer else None)
     except BaseException as error:
@@ -102,6 +96,17 @@ def check(folder: Path, with_optimizer: bool, must_succeed: bool) -> Outcome:
     if strange:
         return fault("opened files elsewhere", shown(strange))
     return outcome
+
+
+def wrong_with_header(folder: Path) -> Outcome | None:
+    """The fault of reading the header alone, if there is one."""
+    try:
+        header = shardopt.checkpoint.read_header(folder)
+    except CheckpointError:
+        return None
+    except BaseException as error:
+        return fault(f"read_header: {type(error).__name__}", shown(str(error)))
+    return None if isinstance(header, dict) else fault(f"read_header gave {type(header).__name__}")
 
 
 def refused(error: BaseException, folder: Path) -> Outcome:

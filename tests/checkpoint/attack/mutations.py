@@ -55,21 +55,8 @@ def _change_number(rng: Random, content: Json) -> str:
     numbers = [p for p in places(content) if isinstance(at(content, p), int) and not isinstance(at(content, p), bool)]
     place = rng.choice(numbers)
     old = at(content, place)
-    others = [
-        old + 1,
-        old - 1,
-        -old,
-        2 * old,
-        old + 64,
-        -1,
-        float(old),
-        bool(old),
-        str(old),
-        old + 2**64,
-        10**18,
-        [old],
-    ]
-    new = rng.choice(others)
+    near = [old + 1, old - 1, -old, 2 * old, old + 64, old + 2**64]
+    new = rng.choice([*near, -1, 10**18, float(old), bool(old), str(old), [old]])
     put(content, place, new)
     return f"{shown_place(place)} = {shown(new)} for {old}"
 
@@ -92,23 +79,8 @@ def _rename(rng: Random, content: Json) -> str:
 
 def _add(rng: Random, content: Json) -> str:
     place = rng.choice([(), *(p for p in places(content) if isinstance(at(content, p), dict))])
-    key = rng.choice(
-        [
-            "more",
-            "__class__",
-            "",
-            "_replace",
-            "crc",
-            "start",
-            "cuts",
-            "range",
-            "parts",
-            "dtype",
-            "params",
-            "lr",
-            *NAMES[:5],
-        ]
-    )
+    known = ["crc", "start", "cuts", "range", "parts", "dtype", "params", "lr"]
+    key = rng.choice([*known, "more", "__class__", "", "_replace", *NAMES[:5]])
     value = rng.choice(VALUES)
     at(content, place)[key] = copy.deepcopy(value)
     return f"{shown_place((*place, key))} = {shown(value)}"
@@ -147,24 +119,10 @@ def _shape(rng: Random, content: Json) -> str:
     name = rng.choice(list(content["tensors"]))
     tensor = content["tensors"][name]
     count = math.prod(tensor["shape"])
-    shapes = [
-        tensor["shape"][::-1],
-        [*tensor["shape"], 1],
-        [1, *tensor["shape"]],
-        [count],
-        [],
-        [0, 10**18],
-        [10**18, 0, 2**62],
-        [0] * 70,
-        [1] * 70 + [count],
-        [1] * 100_000,
-        [10**18, 10**18],
-        [2**32, 2**32],
-        [-1, -count],
-        [count, True],
-        [float(count)],
-    ]
-    tensor["shape"] = rng.choice(shapes)
+    alike = [tensor["shape"][::-1], [*tensor["shape"], 1], [1, *tensor["shape"]], [count], [1] * 70 + [count]]
+    empty = [[], [0, 10**18], [10**18, 0, 2**62], [0] * 70]
+    others = [[1] * 100_000, [10**18, 10**18], [2**32, 2**32], [-1, -count], [count, True], [float(count)]]
+    tensor["shape"] = rng.choice([*alike, *empty, *others])
     how = rng.choice(["", "one file", "no part", "parts alike"])
     if how != "":
         for key in ("start", "cuts", "range", "parts"):
@@ -201,15 +159,8 @@ def _header(rng: Random, content: Json) -> str:
     elif how == "parameters":
         group["parameters"] = copy.deepcopy(value)
     else:
-        rng.choice(
-            [
-                list.pop,
-                list.reverse,
-                lambda names: names.extend(names),
-                lambda names: names.append("more"),
-                lambda names: names.extend(NAMES),
-            ]
-        )(group["parameters"])
+        names = group["parameters"]
+        group["parameters"] = rng.choice([names[:-1], names[::-1], names * 2, [*names, "more"], [*names, *NAMES]])
     return f"{how} {key} {shown(value)} {content['header'].get('param_groups')!r:.50}"
 
 
@@ -225,24 +176,8 @@ def _option(rng: Random, content: Json) -> str:
 
 def _version(rng: Random, content: Json) -> str:
     key = rng.choice(["format", "format_version"])
-    versions = [
-        0,
-        1,
-        3,
-        99,
-        -1,
-        2.0,
-        True,
-        "2",
-        None,
-        [1],
-        {"a": 1},
-        float("nan"),
-        10**400,
-        Raw("1" * 5000),
-        Raw("2.0e0"),
-    ]
-    content[key] = rng.choice(versions)
+    numbers = [0, 1, 3, 99, -1, 2.0, float("nan"), 10**400, Raw("1" * 5000), Raw("2.0e0")]
+    content[key] = rng.choice([*numbers, True, "2", None, [1], {"a": 1}])
     return f"{key} = {shown(content[key])}"
 
 
@@ -250,19 +185,9 @@ def _tensors(rng: Random, content: Json) -> str:
     """A tensor renamed, added, removed, or described by what another one is."""
     tensors = content["tensors"]
     one, other = rng.sample(list(tensors), 2)
-    names = ["more", "model.more", "optimizer.weight.more", "optimizer.more.step", "optimizer.", "extra.", "model."]
-    name = rng.choice(
-        [
-            *names,
-            "extra.k",
-            "extra.more",
-            "optimizer",
-            "\ud800",
-            "optimizer.weight.",
-            ".step",
-            "a" * 10**5,
-        ]
-    )
+    names = ["more", "model.more", "optimizer.weight.more", "optimizer.more.step", "extra.k", "extra.more"]
+    odd = ["optimizer.", "extra.", "model.", "optimizer", "\ud800", "optimizer.weight.", ".step", "a" * 10**5]
+    name = rng.choice(names + odd)
     how = rng.choice(["add", "rename", "remove", "exchange", "alias"])
     if how == "add":
         tensors[name] = copy.deepcopy(tensors[one])

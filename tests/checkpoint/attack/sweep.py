@@ -13,11 +13,12 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from attack.contents import has_one_thread
-from attack.forked import Outcome, summary
+from attack.forked import HUNG, Outcome, fault, shown, summary
 
 #: The module of each sweep. Of several in one module, the names of the functions end in the sweep's.
 SWEEPS = {
@@ -29,7 +30,7 @@ SWEEPS = {
 
 
 def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> Iterator[Outcome]:
-    """The outcomes of so many attacks, each in a child of this process."""
+    """The outcomes of so many attacks, each in a child of this process or, with ``on_rank``, on several ranks."""
     module = importlib.import_module(f"attack.{SWEEPS[name]}")
     functions = (
         vars(module)
@@ -39,11 +40,31 @@ def outcomes_of(name: str, seed: int, first: int, count: int, folder: Path) -> I
     if "attacks" in functions:
         yield from functions["attacks"](seed, first, count, folder)
         return
+    if "on_rank" in functions:
+        yield from _on_ranks(name, functions, seed, range(first, first + count))
+        return
     functions["prepare"](folder)
     assert has_one_thread(), "a process with other threads cannot be forked safely"
     for number in range(first, first + count):
         outcome = functions["attack"](seed, number, folder)
         yield outcome._replace(attack=f"{name} --seed {seed} --first {number} --count 1: {outcome.attack}")
+
+
+def _on_ranks(name: str, functions: Mapping[str, Any], seed: int, numbers: Iterable[int]) -> Iterator[Outcome]:
+    """The outcomes of attacks that a pool of ranks carries out."""
+    from ranks.pool import Pool, RankFailure  # its threads must not be there when other sweeps fork
+
+    pool = Pool()
+    try:
+        for number in numbers:
+            attack = functions["Attack"].of(seed, number)
+            try:
+                outcome = functions["judged"](pool.run(attack.world_size, functions["on_rank"], attack, timeout=HUNG))
+            except RankFailure as failure:
+                outcome = fault("hung or died", shown(str(failure)[-400:]))
+            yield outcome._replace(attack=f"{name} --seed {seed} --first {number} --count 1: {attack}")
+    finally:
+        pool.close()
 
 
 def main() -> int:

@@ -21,7 +21,6 @@ from attack.contents import Known
 from attack.forked import HUNG, Child, Outcome, Tell, call, fault, ok, shown
 from attack.index_file import strays
 from shardopt.checkpoint import CheckpointError
-from shardopt.checkpoint import saving as saving_module
 
 _known: list[Known] = []
 
@@ -158,13 +157,13 @@ def attack_forks(seed: int, number: int, base: Path) -> Outcome:
 
 def _parent(rng: Random, base: Path, forks_at: int, is_between: bool) -> Outcome:
     child = None
-    write = saving_module.write_data_file
+    pwrite = os.pwrite
 
-    def write_later(*args: Any) -> Any:
-        time.sleep(rng.uniform(0, 0.02))  # so that the other process copies meanwhile
-        return write(*args)
+    def write_later(*args: Any) -> int:
+        time.sleep(rng.uniform(0, 0.003))  # so that the other process copies meanwhile
+        return pwrite(*args)
 
-    saving_module.write_data_file = write_later
+    os.pwrite = write_later
     wrong: list[str] = []
     for turn in range(SAVES):
         if turn == forks_at and is_between:

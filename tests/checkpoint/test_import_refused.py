@@ -1,0 +1,415 @@
+"""State of other packages that cannot be imported: import_state raises one line, and changes nothing.
+
+One case for each message; then every node of the state dicts is replaced by things of other types, removed and renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import shardopt
+from foreign_states import (
+    GROUPS,
+    KINDS,
+    STATES,
+    WRAPPED,
+    by_hand,
+    flashoptim_state,
+    made_up,
+    of_kind,
+    ours_of,
+    params_of,
+    stepped,
+)
+from helpers import CODEC_NAMES, everything
+from ranks.layouts import values
+from ranks.snapshot import assert_same
+from shardopt.checkpoint import import_state
+from shardopt.optim import ShardedOptimizer
+from versions import adamw_names_itself
+
+NAN = float("nan")
+BNB = "bitsandbytes"
+Change = Callable[[dict[str, Any]], object]
+
+
+def state_dict_by_hand(source: str) -> dict[str, Any]:
+    """A state dict of a package, or of a kind of optimizer of bitsandbytes."""
+    return (of_kind if source in KINDS else by_hand)(source)[0]
+
+
+def first(change: Change, index: int = 0) -> Change:
+    """A change of the state of a parameter, in a state dict."""
+
+    def changed(state_dict: dict[str, Any]) -> None:
+        state = state_dict["state"][index]
+        change(state.get(WRAPPED, state))
+
+    return changed
+
+
+def group(**hyper: Any) -> Change:
+    return lambda s: s["param_groups"][0].update(hyper)
+
+
+def refused(ours: ShardedOptimizer, state_dict: Any, message: str) -> None:
+    """Demands an error of one line, and that nothing was changed."""
+    stepped(ours, 1)
+    before, groups = everything(ours), [dict(group) for group in ours.param_groups]
+    with pytest.raises(ValueError, match=message) as error:
+        import_state(ours, state_dict)
+    assert "\n" not in str(error.value)
+    assert_same(everything(ours), before)
+    assert [dict(group) for group in ours.param_groups] == groups
+
+
+def _in_32_bits(state_dict: dict[str, Any]) -> None:
+    for state in state_dict["state"].values():
+        state[WRAPPED] = {"state1": state[WRAPPED]["state1"].float(), "unorm_vec": torch.ones(1)}
+
+
+WRONG: dict[str, tuple[str, Change, str]] = {
+    # of any package
+    "other groups": (BNB, lambda s: s["param_groups"][0]["params"].pop(), r"got a state dict with \[7\]"),
+    "never stepped": (BNB, lambda s: s["state"].clear(), "got no state at all"),
+    "another package": (BNB, lambda s: s["state"].update({3: {"step": 1, "ema": torch.ones(3)}}), "with ema"),
+    "two packages": (
+        BNB,
+        lambda s: s["state"].update({0: flashoptim_state(made_up((16, 512), 0))[0]}),
+        "got the state of bitsandbytes and flashoptim",
+    ),
+    "amsgrad": ("torchao", group(amsgrad=True), "amsgrad"),
+    "bad lr": ("torchao", group(lr=-1.0), "lr"),
+    "float of nan": ("torchao", first(lambda s: s["exp_avg"].__setitem__(0, NAN), 6), r"^parameter 6 .*exp_avg"),
+    "float below zero": ("torchao", first(lambda s: s["exp_avg_sq"].__setitem__(0, -1.0), 6), "exp_avg_sq"),
+    "integers": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].int()), 6), "expected a dense tensor of fl"),
+    "sparse": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].to_sparse()), 6), "^state of 6: .*sparse"),
+    "step": ("torchao", lambda s: s["state"][6].update(step=torch.tensor(NAN)), "step"),
+    "step below zero": ("flashoptim", lambda s: s["state"][0].update(step=-5), "step"),
+    "other shape": (BNB, first(lambda s: s.update(state1=s["state1"].view(32, 256))), r"expected \(16, 512"),
+    "later shape": (BNB, first(lambda s: s.update(state1=torch.ones(3)), 7), "parameter 7"),
+    # codes and scales
+    "infinite scale": (BNB, first(lambda s: s["absmax1"].__setitem__(3, torch.inf)), "NaN or Inf"),
+    "scale below zero": (BNB, first(lambda s: s["absmax2"].__setitem__(0, -1.0)), "below zero"),
+    "scale of nan": ("flashoptim", first(lambda s: s["exp_avg::scales"].__setitem__(0, NAN)), "NaN or Inf"),
+    "too few scales": (BNB, first(lambda s: s.update(absmax2=torch.ones(5))), "got scales of shape"),
+    "a scale per tensor": (BNB, first(lambda s: s.update(max1=torch.ones(1))), "scale per tensor"),
+    "no map": (BNB, first(lambda s: s.pop("qmap1")), "with qmap1 and absmax1"),
+    "map of nan": (BNB, first(lambda s: s["qmap1"].fill_(NAN)), "exp_avg"),
+    "map below zero": (BNB, first(lambda s: s["qmap2"].copy_(s["qmap1"])), "exp_avg_sq"),
+    "no scales": ("flashoptim", first(lambda s: s.pop("exp_avg::scales")), "got no scales"),
+    "wrong codes": (
+        "flashoptim",
+        first(lambda s: s.update({"exp_avg::quantized": torch.ones(16, 512)})),
+        "codes of torch.float32, expected torch.int8",
+    ),
+    "Lion's state": ("flashoptim", first(lambda s: s.pop("exp_avg_sq::quantized")), "got state with exp_avg, expected"),
+    "signed wrongly": ("torchao", first(lambda s: setattr(s["exp_avg"], "signed", False)), "signed=False, expected ui"),
+    "map of torchao": ("torchao", first(lambda s: setattr(s["exp_avg"], "qmap", None)), "and a map of NoneType"),
+    # kinds of optimizer of bitsandbytes
+    "no wrapping": (BNB, lambda s: s["state"][0].update({WRAPPED: 3}), "as int, expected a dict"),
+    "LAMB or LARS": ("SGD", _in_32_bits, "got state with unorm_vec and without codes, of LAMB"),
+    "SGD's eps": ("RMSprop", group(eps=0.0), "another optimizer of bitsandbytes"),
+    "RMSprop's betas": ("RMSprop", group(betas=(0.0, 0.9)), "another optimizer of bitsandbytes"),
+    "SGD's betas": ("Lion", group(betas=(0.9, 0)), "another optimizer of bitsandbytes"),
+    "Lion's betas": ("SGD", group(betas=(0.9, 0.1)), "another optimizer of bitsandbytes"),
+    "no momentum": ("SGD", group(betas=(0.0, 0)), "make the optimizer keep no mom"),
+    "no betas": ("AdamW", group(betas=None), "another optimizer of bitsandbytes"),
+    "text": ("AdamW", group(eps="1e-8"), "another optimizer of bitsandbytes"),
+    "betas of 2": ("AdEMAMix", group(betas=(0.9, 0.99, 2.0)), "betas"),
+    "half a step": ("AdEMAMix", group(t_alpha=0.5), "alpha_steps: got 0.5"),
+    "eps below zero": ("Adagrad", group(eps=-1.0), "eps"),
+    "one average": ("AdEMAMix", first(lambda s: s.update(state1=s["state1"][0])), r"expected two averages \(2, \.\."),
+    "three averages": ("AdEMAMix", first(lambda s: s.update(state1=s["state1"][[0, 1, 0]])), "expected two averages"),
+    "averages in a list": ("AdEMAMix", first(lambda s: s.update(state1=[*s["state1"]])), "got list, expected two"),
+    "scales of one": ("AdEMAMix", first(lambda s: s.update(absmax1=s["absmax1"][0])), "expected two averages"),
+    "no second moment": ("AdEMAMix", first(lambda s: s.pop("state2")), "got state1, expected the state of"),
+    "slow average of nan": ("AdEMAMix", first(lambda s: s["state1"].__setitem__((1, 0), NAN), 6), "exp_avg_slow"),
+    "a second moment": ("RMSprop", first(lambda s: s.update(state2=s["state1"])), "got state1, state2, expected"),
+    "squares below zero": ("RMSprop", first(lambda s: s["state1"].fill_(0)), "square_avg"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_state_dict_changes_nothing(name: str) -> None:
+    source, change, message = WRONG[name]
+    state_dict = state_dict_by_hand(source)
+    change(state_dict)
+    kind = source if source in KINDS else "AdamW"
+    refused(ours_of(kind, params_of(), codec="dynamic8", block_size=256), state_dict, message)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_codes_are_checked_for_every_codec(codec: str) -> None:
+    for name in ("scale below zero", "map of nan", "float of nan", "scale of nan"):
+        source, change, message = WRONG[name]
+        state_dict = state_dict_by_hand(source)
+        change(state_dict)
+        refused(shardopt.AdamW8bit(params_of(), codec=codec, block_size=256), state_dict, message)
+
+
+def test_what_is_no_state_dict_of_another() -> None:
+    params = [Parameter(torch.ones(64, 64))]
+    ours = shardopt.AdamW8bit(params)
+    stepped(ours, 1)
+    whole = {"model": {}, "optimizer": torch.optim.AdamW(params).state_dict()}
+    for state_dict, message in (
+        ({"model": 1}, "got a state dict with model, expected a state dict with state"),
+        (whole, "pass its entry 'optimizer'"),
+        ("run/optimizer.pt", r"got a path, expected a state dict .*; read it with torch\.load, torch\.dist"),
+        (ours.state_dict(), "with load_state_dict"),
+    ):
+        refused(ours, state_dict, message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_bitsandbytes_are_told_apart(kind: str) -> None:
+    for other in KINDS.keys() - {kind}:
+        message = "another optimizer of bitsandbytes|expected the state of an optimizer with"
+        refused(ours_of(kind, params_of()), of_kind(other)[0], message)
+    without = (shardopt.SGD8bit, lambda p: shardopt.AdamW8bit(p, amsgrad=True), shardopt.Adamax8bit, shardopt.Adan8bit)
+    for make in without:
+        refused(make(params_of()), of_kind(kind)[0], "as bitsandbytes has none with")
+
+
+def test_decay_apart_from_the_gradient_is_not_adam() -> None:
+    """bitsandbytes decays so in Adam, too; torch.optim says it from 2.7 on."""
+    state_dict, _ = by_hand(BNB)
+    ours = shardopt.Adam8bit(params_of())
+    refused(ours, state_dict, "use AdamW")
+    state_dict["param_groups"][0]["weight_decay"] = 0.0
+    import_state(ours, state_dict)
+    if adamw_names_itself:
+        theirs = torch.optim.AdamW(params_of())
+        stepped(theirs, 1)
+        refused(ours, theirs.state_dict(), "use AdamW")
+
+
+@pytest.mark.parametrize("package", [*STATES, "torch"])
+def test_averages_in_other_units_are_refused(package: str) -> None:
+    """ADOPT's exp_avg has the name of Adam's, and averages gradients over the root of their mean square."""
+    theirs = torch.optim.AdamW(params_of())
+    stepped(theirs, 1)
+    state_dict = theirs.state_dict() if package == "torch" else by_hand(package)[0]
+    ours = shardopt.ADOPT8bit(params_of(), decoupled_weight_decay=True)
+    refused(ours, state_dict, "expected exp_avg in units of its own, as adopt keeps it")
+
+
+def test_flat_parameters_are_refused() -> None:
+    param = Parameter(torch.zeros(16, 512))
+    param._fsdp_flattened = True
+    with pytest.raises(ValueError, match="got flat parameters"):
+        import_state(shardopt.AdamW8bit([param]), by_hand(BNB)[0])
+
+
+def test_dion() -> None:
+    params = [Parameter(torch.zeros(64, 96)), Parameter(torch.zeros(96))]
+    groups = [{"params": [0], "algorithm": "muon"}, {"params": [1], "algorithm": "adamw"}]
+    ours = shardopt.Muon8bit([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}])
+    saved: dict[str, Any] = {"state": {0: {"momentum": torch.zeros(64, 96)}}, "param_groups": groups}
+    with pytest.raises(ValueError, match="got mu=None"):
+        import_state(ours, saved)
+    groups[0]["mu"] = 0.95
+    saved["state"][1] = {"exp_avg": torch.zeros(96), "step": torch.tensor(1.0)}
+    with pytest.raises(ValueError, match="got state with exp_avg, expected exp_avg, exp_avg_sq"):
+        import_state(ours, saved)
+
+
+# --- things of other types in every place
+
+#: A matrix that all packages quantize, and a vector that none does.
+SHAPES = ((8, 512), (7,))
+#: Packages, and the kind of optimizer of bitsandbytes whose state has another form.
+SOURCES = [*STATES, "torch", "AdEMAMix"]
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("no repr")
+
+
+THINGS: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "-1": lambda: -1,
+    "inf": lambda: float("inf"),
+    "empty text": lambda: "",
+    "text": lambda: "a\nb",
+    "number": lambda: 10**30,
+    "empty list": list,
+    "list": lambda: [1.0, "a"],
+    "deep": lambda: nested(10_000),
+    "empty dict": dict,
+    "dict": lambda: {"a": {"b": torch.ones(3)}, 3: 4},
+    "unprintable": Unprintable,
+    "type": lambda: Parameter,
+    "three": lambda: torch.ones(3),
+    "number in a tensor": lambda: torch.tensor(2.0),
+    "no numbers": lambda: torch.ones(0),
+    "integers": lambda: torch.ones(8, 512, dtype=torch.int64),
+    "bytes": lambda: torch.ones(8, 512, dtype=torch.uint8),
+    "truths": lambda: torch.ones(8, 512, dtype=torch.bool),
+    "halves": lambda: torch.ones(16, dtype=torch.float16),
+    "complex": lambda: torch.ones(8, 512, dtype=torch.complex64),
+    "meta": lambda: torch.ones(8, 512, device="meta"),
+    "sparse": lambda: torch.ones(8, 512).to_sparse(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "256 integers": lambda: torch.arange(256),
+}
+
+
+def state_dict_of(source: str) -> dict[str, Any]:
+    if source == "torch":
+        theirs = torch.optim.AdamW(params())
+        stepped(theirs)
+        return theirs.state_dict()
+    state_of, hyper = (
+        (STATES[source], GROUPS[source]) if source in STATES else (KINDS[source].state, KINDS[source].group)
+    )
+    states = {index: state_of(made_up(shape, index))[0] for index, shape in enumerate(SHAPES)}
+    return {"state": states, "param_groups": [{"lr": 0.5, **hyper, "params": [0, 1]}]}
+
+
+def params() -> list[Parameter]:
+    return [Parameter(values(shape, seed)) for seed, shape in enumerate(SHAPES)]
+
+
+def target(source: str) -> ShardedOptimizer:
+    kind = source if source in KINDS else "AdamW"
+    optimizer = ours_of(kind, params(), codec="dynamic8", block_size=256, min_quantized_numel=64)
+    stepped(optimizer, 1)
+    return optimizer
+
+
+Place = tuple[Any, ...]
+
+
+def children(node: Any) -> dict[Any, Any]:
+    if isinstance(node, dict):
+        return dict(node)
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
+    return dict(vars(node)) if type(node).__name__ == "OptimState8bit" else {}
+
+
+def places(node: Any) -> Iterator[Place]:
+    """Of all nodes, the root's first."""
+    yield ()
+    for key, child in children(node).items():
+        yield from ((key, *place) for place in places(child))
+
+
+def changed(node: Any, place: Place, change: Callable[[Any], Any]) -> Any:
+    """A copy in which one node is another one."""
+    if not place:
+        return change(node)
+    key, *rest = place
+    found = copy.copy(node)
+    child = changed(children(node)[key], tuple(rest), change)
+    if isinstance(node, tuple):
+        return tuple(child if index == key else item for index, item in enumerate(node))
+    if isinstance(node, dict | list):
+        found[key] = child
+    else:
+        setattr(found, key, child)
+    return found
+
+
+def without(node: Any, key: Any) -> Any:
+    if isinstance(node, list | tuple):
+        return type(node)(item for index, item in enumerate(node) if index != key)
+    found = copy.copy(node)
+    del (found if isinstance(node, dict) else vars(found))[key]
+    return found
+
+
+def renamed(node: dict[Any, Any], key: Any, name: Any) -> dict[Any, Any]:
+    return {name if other == key else other: value for other, value in node.items()}
+
+
+class Mutation(NamedTuple):
+    name: str
+    state_dict: Callable[[], Any]
+
+
+def mutations(state_dict: dict[str, Any]) -> Iterator[Mutation]:
+    for place in places(state_dict):
+        node = state_dict
+        for key in place:
+            node = children(node)[key]
+        kinds: dict[str, Callable[[Any], Any]] = {
+            f"as {name}": lambda _, t=thing: t() for name, thing in THINGS.items()
+        }
+        for key in children(node):
+            kinds[f"without {key}"] = lambda n, k=key: without(n, k)
+            if isinstance(node, dict):
+                names = ("x", "a\nb", 3, None, ("a", 1), next(iter(node)))
+                kinds |= {f"{key} as {x!r}": lambda n, k=key, x=x: renamed(n, k, x) for x in names}
+        for name, change in kinds.items():
+            yield Mutation(f"{place} {name}", lambda p=place, c=change: changed(state_dict, p, c))
+
+
+def options_of(optimizer: ShardedOptimizer) -> str:
+    return repr([[(k, v) for k, v in group.items() if k != "params"] for group in optimizer.param_groups])
+
+
+def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, bool]:
+    """The fault in an import of a state dict, and whether it was imported."""
+    before, options = everything(optimizer), options_of(optimizer)
+    try:
+        report = import_state(optimizer, state_dict)
+    except Exception as error:  # any error is judged: most kinds are faults
+        message = str(error)
+        if type(error) is not ValueError:
+            return repr(error)[:200], False
+        if not message.isprintable() or len(message) > 1000:
+            return f"not one short line: {message[:200]!r}", False
+        try:
+            assert_same(everything(optimizer), before)
+        except AssertionError as difference:
+            return str(difference), False
+        return (None if options_of(optimizer) == options else "changed options"), False
+    try:
+        str(report)
+        (group,) = optimizer.param_groups
+        for param in group["params"]:
+            like = optimizer._internals.state_of(param, group).new(torch.device("meta"))
+            assert {k: (x.dtype, x.shape) for k, x in optimizer.state.get(param, like).items()} == {
+                k: (x.dtype, x.shape) for k, x in like.items()
+            }
+        stepped(optimizer, 1)
+    except Exception as error:  # any error is judged: most kinds are faults
+        return f"imported, then {error!r}"[:200], True
+    return None, True
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("source", SOURCES)
+def test_mutations(source: str, count: int | None) -> None:
+    """So many at random, or all."""
+    found = list(mutations(state_dict_of(source)))
+    found = found if count is None else random.Random(0).sample(found, count)
+    optimizer, faults, imported = target(source), [], 0
+    for name, state_dict in found:
+        wrong, was_imported = fault(optimizer, state_dict())
+        if wrong is not None:
+            faults.append(f"{name}: {wrong}")
+        if wrong is not None or was_imported:
+            optimizer = target(source)
+        imported += was_imported
+    assert not faults, f"{len(faults)} of {len(found)}:\n" + "\n".join(faults[:40])
+    assert 0 < imported < len(found) / 2  # neither is for want of trying

@@ -1,0 +1,586 @@
+"""Other packages' states come in code by code where both have the same codes, and are coded anew elsewhere.
+
+From state dicts made by hand in the other packages' forms; every kind of optimizer that bitsandbytes has, and Muon.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+import shardopt
+from foreign_states import (
+    ALIGNED,
+    GROUPS,
+    KINDS,
+    MATRICES,
+    NATIVE,
+    OTHERS,
+    SHAPES,
+    STATES,
+    STEP,
+    WRAPPED,
+    assert_imported,
+    bitsandbytes_ademamix,
+    bitsandbytes_state,
+    by_hand,
+    companded,
+    flashoptim_state,
+    from_blocks,
+    in_blocks,
+    made_up,
+    of_kind,
+    ours_of,
+    params_of,
+    specification,
+    stepped,
+)
+from helpers import everything
+from ranks.layouts import values
+from ranks.models import WAYS, make_net, named_parameters, set_gradients
+from ranks.pool import Pool
+from ranks.snapshot import assert_same, snapshot
+from shardopt.checkpoint import import_state
+from shardopt.optim import ShardedOptimizer
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+def test_dynamic_codes_are_taken_over(package: str) -> None:
+    state_dict, decoded = by_hand(package)
+    ours = shardopt.AdamW8bit(params_of(), codec="dynamic8", block_size=256, min_quantized_numel=4096)
+    report = import_state(ours, state_dict)
+    exact = {shape for shape in ALIGNED[256] if package == "bitsandbytes" or math.prod(shape) % 256 == 0}
+    assert_imported(ours, decoded, exact)
+    for index, shape in enumerate(SHAPES):
+        if shape in exact:
+            saved, state = state_dict["state"][index], list(ours.state.values())[index]
+            if package == "bitsandbytes":
+                saved = saved[WRAPPED]
+                codes, scales = (saved["state1"], saved["state2"]), (saved["absmax1"], saved["absmax2"])
+            else:
+                codes, scales = zip(*((s.codes, s.scale) for s in (saved["exp_avg"], saved["exp_avg_sq"])), strict=True)
+            for name, code, scale in zip(("exp_avg", "exp_avg_sq"), codes, scales, strict=True):
+                assert torch.equal(state[f"{name}_codes"], code)
+                assert torch.equal(state[f"{name}_scales"].flatten(), scale)
+    quantized_there = package == "bitsandbytes"
+    expected = {
+        (16, 512): "exact",
+        (33, 130): "requantized" if quantized_there else "quantized",
+        (1, 4099): "exact" if quantized_there else "quantized",
+        (50, 96): "requantized" if quantized_there else "quantized",
+        (6, 5, 8, 32): "exact",
+        (5000,): "as float32" if quantized_there else "exact",
+        (7,): "exact",
+        (): "exact",
+    }
+    assert list(report.parameters.values()) == [expected[shape] for shape in SHAPES]
+
+
+def test_companded_codes_are_taken_over() -> None:
+    state_dict, decoded = by_hand("flashoptim")
+    ours = shardopt.AdamW8bit(params_of(), codec="companded8", block_size=32)
+    report = import_state(ours, state_dict)
+    for index, (param, moments) in enumerate(zip(ours.param_groups[0]["params"], decoded, strict=True)):
+        spec, state, saved = specification(ours, param), ours.state[param], state_dict["state"][index]
+        own = spec.slices[0].spec
+        exact = tuple(param.shape) in ALIGNED[32]
+        outcome = "exact" if exact else "requantized" if tuple(param.shape) in MATRICES else "as float32"
+        assert report.parameters[f"parameter {index} of param group 0"] == outcome
+        if exact:
+            for moment in spec.moments:
+                assert torch.equal(state[own.codes_name(moment)], saved[f"{moment.name}::quantized"].view(torch.uint8))
+                scales = state[own.scales_name(moment)]
+                assert torch.equal(scales.flatten(), saved[f"{moment.name}::scales"].float())
+        if outcome != "requantized":
+            for found, expected in zip(spec.decode(state).values(), moments, strict=True):
+                # Signed: q / 127 (which counts twice), 2 - t, the quotient, the product. Unsigned: 1 / 255, s and q
+                # times it (which count twice), the square. And the expected value, float64's, is rounded.
+                torch.testing.assert_close(found, expected, rtol=8 * 2**-24, atol=0)
+
+
+def test_scales_of_flashoptim_beside_bfloat16_parameters() -> None:
+    """FlashOptim's scales are float16's bits in tensors that say bfloat16."""
+    x = made_up((16, 512), 0)
+    states = [flashoptim_state(x, bfloat16)[0] for bfloat16 in (False, True)]
+    found = []
+    for state in states:
+        ours = shardopt.AdamW8bit([Parameter(torch.zeros(16, 512))], codec="companded8", block_size=32)
+        import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0]}]})
+        found.append(everything(ours))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("package", "codec", "block_size"),
+    [
+        ("torchao", "log8", 128),
+        ("flashoptim", "dynamic8", 128),
+        ("flashoptim", "companded8", 64),
+        ("torchao", "bf16", 128),
+    ],
+)
+def test_other_codecs_code_anew(package: str, codec: str, block_size: int) -> None:
+    state_dict, decoded = by_hand(package)
+    ours = shardopt.AdamW8bit(params_of(), codec=codec, block_size=block_size)
+    report = import_state(ours, state_dict)
+    if package == "flashoptim":
+        decoded = [flashoptim_as_decoded_here(state) for state in state_dict["state"].values()]
+    assert_imported(ours, decoded, set())
+    assert "exact" not in {report.parameters[f"parameter {i} of param group 0"] for i in range(len(MATRICES))}
+
+
+def flashoptim_as_decoded_here(state: dict[str, Tensor]) -> list[Tensor]:
+    """With the roundings of companded8."""
+    found = []
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        codes, scales = state[f"{name}::quantized"], state[f"{name}::scales"]
+        blocks = in_blocks(codes.view(torch.uint8), 32)
+        x = shardopt.codec.get_codec("companded8").decode(blocks, scales.float()[:, None], signed=signed)
+        found.append(from_blocks(x if signed else x * x, codes))
+    return found
+
+
+def test_another_map_is_no_codec_of_ours() -> None:
+    x = made_up((16, 512), 1)
+    state, _ = bitsandbytes_state(x)
+    inner = state[WRAPPED]
+    table = inner["qmap1"] = inner["qmap1"].clone()
+    table[200] = torch.nextafter(table[200], torch.tensor(1.0))
+    ours = shardopt.AdamW8bit([Parameter(torch.zeros(16, 512))], codec="dynamic8", block_size=256)
+    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], "betas": (0.9, 0.99)}]})
+    assert report.counts == {"requantized": 1}
+    decoded = [
+        from_blocks(
+            inner[f"qmap{i}"][in_blocks(inner[f"state{i}"], 256).int()] * inner[f"absmax{i}"][:, None], x.signed
+        )
+        for i in (1, 2)
+    ]
+    assert_imported(ours, [decoded], set())
+
+
+# --- hyper-parameters, names, reports
+
+
+@pytest.mark.parametrize("package", STATES)
+def test_hyper_parameters_are_taken_over(package: str) -> None:
+    state_dict, _ = by_hand(package)
+    state_dict["param_groups"][0] |= {"unheard_of": 7, "maximize": True}
+    ours = shardopt.AdamW8bit(params_of(), lr=1.0, nonfinite="raise", block_size=64)
+    report = import_state(ours, state_dict)
+    group = ours.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.99), 1e-7, 0.25)
+    assert isinstance(group["lr"], float)
+    assert (group["nonfinite"], group["block_size"], group["maximize"]) == ("raise", 64, True)
+    assert "unheard_of" not in group
+    assert report.source == package
+    ignored = ("unheard_of=7 of param group 0",)
+    assert report.ignored[-1:] == ignored
+    if package == "flashoptim":
+        assert report.ignored == ("master_bytewidth=3 of param group 0", "quantize=True of param group 0", *ignored)
+        assert group["initial_lr"] == 1.0
+    else:
+        assert report.ignored == ignored
+    assert str(report).startswith(f"imported the state of {len(SHAPES)} parameters from {package}: ")
+    assert "ignored: " in str(report)
+
+
+def test_a_learning_rate_in_a_tensor_stays_one() -> None:
+    state_dict, _ = by_hand("bitsandbytes")
+    ours = shardopt.AdamW8bit(params_of(), lr=torch.tensor(1.0))
+    import_state(ours, state_dict)
+    assert torch.equal(ours.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "group"),
+    [
+        ("Lion", "exp_avg", {"betas": (0.9, 0.98)}),
+        ("SGD", "momentum_buffer", {"momentum": 0.7, "dampening": 0.0}),
+    ],
+)
+def test_one_moment_of_flashoptim(kind: str, moment: str, group: dict[str, Any]) -> None:
+    coded = companded(made_up((16, 512), 1).signed, True)
+    state = {f"{moment}::quantized": coded.codes, f"{moment}::scales": coded.scales}
+    ours = ours_of(kind, [Parameter(torch.zeros(16, 512))], codec="companded8", block_size=32)
+    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, **group}]})
+    assert report.counts == {"exact": 1}
+    assert report.ignored == ()
+    assert {key: ours.param_groups[0][key] for key in group} == group
+
+
+def test_low_bits_begin_anew() -> None:
+    state, _ = flashoptim_state(made_up((16, 512), 1))
+    state["error_bits"] = torch.ones(16, 512, dtype=torch.bfloat16)
+    param = Parameter(values((16, 512), 1, torch.bfloat16))
+    ours = shardopt.AdamW8bit([param], codec="companded8", block_size=32, master_weight_bits=24)
+    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0]}]}, names={"w": param})
+    assert report.ignored == ("error_bits of w",)
+    assert report.parameters == {"w": "exact"}
+    assert not ours.state[param]["master_low_bits"].any()
+
+
+def torch_optimizers() -> dict[str, tuple[Any, type[ShardedOptimizer], dict[str, Any]]]:
+    return {
+        "adamw": (torch.optim.AdamW, shardopt.AdamW8bit, {"lr": 0.1, "weight_decay": 0.1}),
+        "adam": (torch.optim.Adam, shardopt.Adam8bit, {"lr": 0.1, "weight_decay": 0.1}),
+        "sgd": (torch.optim.SGD, shardopt.SGD8bit, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+        "rmsprop": (torch.optim.RMSprop, shardopt.RMSprop8bit, {"lr": 0.1, "momentum": 0.9, "centered": True}),
+        "adagrad": (torch.optim.Adagrad, shardopt.Adagrad8bit, {"lr": 0.1, "lr_decay": 0.1}),
+        "adamax": (torch.optim.Adamax, shardopt.Adamax8bit, {"lr": 0.1, "betas": (0.8, 0.99)}),
+        "nadam": (torch.optim.NAdam, shardopt.NAdam8bit, {"lr": 0.1, "momentum_decay": 0.1}),
+        "radam": (torch.optim.RAdam, shardopt.RAdam8bit, {"lr": 0.1, "weight_decay": 0.1}),
+    }
+
+
+@pytest.mark.parametrize("rule", torch_optimizers())
+def test_torch(rule: str) -> None:
+    theirs_class, ours_class, hyper = torch_optimizers()[rule]
+    theirs = theirs_class(params_of(), **hyper)
+    stepped(theirs)
+    switches = {key: value for key, value in hyper.items() if key in ("momentum", "centered")}  # of moments
+    other, loaded = (ours_class(params_of(), **switches) for _ in range(2))
+    report = import_state(other, theirs.state_dict())
+    loaded.load_state_dict(theirs.state_dict())
+    assert_same(everything(other), everything(loaded))
+    assert report.source == "torch.optim"
+    assert report.counts == {"quantized": len(MATRICES), "exact": len(OTHERS)}
+    assert report.ignored == ()
+    assert {key: other.param_groups[0][key] for key in hyper} == hyper
+
+
+def test_parameters_are_found_by_name() -> None:
+    """In the dict of get_optimizer_state_dict, in whatever order the optimizer has them."""
+    theirs_model, ours_model = make_net(), make_net()
+    theirs = torch.optim.AdamW(theirs_model.parameters(), lr=0.1)
+    set_gradients(theirs_model, 0)
+    theirs.step()
+    state_dict = get_optimizer_state_dict(theirs_model, theirs)
+    names = named_parameters(ours_model)
+    ours = shardopt.AdamW8bit(list(names.values())[::-1], min_quantized_numel=64)
+    report = import_state(ours, state_dict, names=names)
+    assert list(report.parameters) == list(names)[::-1]
+    for name, param in names.items():
+        spec = specification(ours, param)
+        expected = spec.encode({m.name: state_dict["state"][name][m.name] for m in spec.moments})
+        assert_same({k: v for k, v in ours.state[param].items() if k != "step"}, expected)
+    in_order = shardopt.AdamW8bit(ours_model.parameters(), min_quantized_numel=64)
+    import_state(in_order, state_dict)
+    assert_same(snapshot(names, in_order), snapshot(names, ours))
+    with pytest.raises(ValueError, match="same param groups, of the same model"):
+        import_state(ours, state_dict, names={f"x.{name}": param for name, param in names.items()})
+
+
+# --- the kinds of optimizer of bitsandbytes
+
+
+@pytest.mark.parametrize(("codec", "block_size"), [("dynamic8", 256), ("log8", 128), ("bf16", 128), ("fp32", 128)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str, codec: str, block_size: int) -> None:
+    state_dict, decoded = of_kind(kind)
+    ours = ours_of(kind, params_of(), codec=codec, block_size=block_size)
+    report = import_state(ours, state_dict)
+    aligned = ALIGNED[256] if codec == "dynamic8" else set()
+    exact = aligned if kind in ("AdamW", "Lion", "SGD") else set()
+    if kind != "AdEMAMix" or not aligned:
+        assert_imported(ours, decoded, exact)
+    assert [outcome == "exact" for outcome in report.parameters.values()] == [
+        shape in exact or shape in ((7,), ()) for shape in SHAPES
+    ]
+    (group,) = ours.param_groups
+    assert {key: group[key] for key in KINDS[kind].taken} == KINDS[kind].taken
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert report.ignored == ()
+
+
+def test_only_the_slow_average_of_ademamix_is_coded_anew() -> None:
+    state_dict, decoded = of_kind("AdEMAMix")
+    ours = ours_of("AdEMAMix", params_of(), codec="dynamic8", block_size=256)
+    import_state(ours, state_dict)
+    for index, param in enumerate(ours.param_groups[0]["params"]):
+        spec, state = specification(ours, param), ours.state[param]
+        expected = spec.encode({m.name: x for m, x in zip(spec.moments, decoded[index], strict=True)})
+        if tuple(param.shape) in ALIGNED[256]:
+            saved = state_dict["state"][index][WRAPPED]
+            for name, codes, scales in (
+                ("exp_avg_fast", saved["state1"][0], saved["absmax1"][0]),
+                ("exp_avg_sq", saved["state2"], saved["absmax2"]),
+            ):
+                expected |= {f"{name}_codes": codes, f"{name}_scales": scales}
+            slow = decoded[index][1]
+            error = in_blocks(spec.decode(state)["exp_avg_slow"] - slow, 256).abs().amax(1)
+            assert (error > 0).all()
+            assert (error <= 2**-15 * in_blocks(slow, 256).abs().amax(1)).all()
+        found = {key: value for key, value in state.items() if key != "step"}
+        assert_same(found, {key: expected[key].view(found[key].shape) for key in expected})
+
+
+@pytest.mark.parametrize("codec", ["dynamic8", "fp32"])
+def test_entries_keep_no_other_memory(codec: str) -> None:
+    """A view of one of two stacked averages would be saved with both."""
+    state_dict, _ = of_kind("AdEMAMix")
+    ours = ours_of("AdEMAMix", params_of(), codec=codec, block_size=256)
+    import_state(ours, state_dict)
+    for state in ours.state.values():
+        for key, entry in state.items():
+            assert entry.untyped_storage().nbytes() == entry.nbytes, key
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("shape", [(33, 130), (16, 512)])
+def test_scales_of_ademamix_on_cuda(shape: tuple[int, ...], zero: bool) -> None:
+    """bitsandbytes puts the slow average's scales at ``(numel + element) // 256``, as if the last block were whole.
+
+    With a slow average that is zero at the end, whose last scales are zero in both layouts.
+    """
+    x = made_up(shape, 1)
+    if zero:
+        x.signed.view(-1)[:700] = 0  # the slow average's end
+    state, _ = bitsandbytes_ademamix(x)
+    on_cuda = copy.deepcopy(state)
+    scales, blocks = on_cuda[WRAPPED]["absmax1"].view(-1), -(-math.prod(shape) // 256)
+    first = math.prod(shape) // 256
+    slow = scales[blocks:].clone()
+    scales[blocks:] = 0
+    scales[first : first + blocks] = slow
+    is_shared = first != blocks
+    found = []
+    for each in (state, on_cuda):
+        ours = shardopt.AdEMAMix([Parameter(torch.zeros(shape))], codec="fp32")
+        import_state(ours, {"state": {0: each}, "param_groups": [{"params": [0], **KINDS["AdEMAMix"].group}]})
+        found.append(next(iter(ours.state.values())))
+    if is_shared:  # the fast average's last block has the scale of the slow one's first
+        last = slice(256 * (blocks - 1), None)
+        for entries in found:
+            entries["exp_avg_fast"].view(-1)[last] = 0
+    assert_same(*found)
+
+
+def test_older_forms() -> None:
+    """Not wrapped, and in blocks of 2048."""
+    x = made_up((4, 4096), 1)
+    state, decoded = bitsandbytes_state(x, size=2048)
+    ours = shardopt.AdamW8bit([Parameter(torch.zeros(4, 4096))], codec="dynamic8", block_size=2048)
+    group = {"params": [0], "betas": (0.9, 0.99)}
+    report = import_state(ours, {"state": {0: {"step": STEP, **state[WRAPPED]}}, "param_groups": [group]})
+    assert report.counts == {"exact": 1}
+    assert_imported(ours, [decoded], {(4, 4096)})
+
+
+def test_hyper_parameters_that_bitsandbytes_never_applied() -> None:
+    """RMSprop's momentum is left out. Adagrad may have no eps."""
+    rmsprop, adagrad = ours_of("RMSprop", params_of()), ours_of("Adagrad", params_of(), lr_decay=0.5)
+    state_dict, _ = of_kind("RMSprop")
+    state_dict["param_groups"][0]["betas"] = (0.7, 0.9)
+    assert import_state(rmsprop, state_dict).ignored == ("betas=(0.7, 0.9) of param group 0",)
+    assert (rmsprop.param_groups[0]["alpha"], rmsprop.param_groups[0]["momentum"]) == (0.7, 0.0)
+    state_dict, _ = of_kind("Adagrad")
+    state_dict["param_groups"][0]["eps"] = 0.0
+    import_state(adagrad, state_dict)
+    assert (adagrad.param_groups[0]["eps"], adagrad.param_groups[0]["lr_decay"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("AdamW", "unorm_vec"), ("SGD", "gnorm_vec")])
+def test_norms_are_left_out(kind: str, key: str) -> None:
+    """The state of LAMB8bit or LARS8bit, and of an older optimizer with percentile_clipping."""
+    plain, ours = ours_of(kind, params_of()), ours_of(kind, params_of())
+    import_state(plain, of_kind(kind)[0])
+    state_dict, _ = of_kind(kind)
+    for state in state_dict["state"].values():
+        state[WRAPPED][key] = torch.ones(1)
+    report = import_state(ours, state_dict)
+    assert_same(everything(ours), everything(plain))
+    assert report.ignored == tuple(f"{key} of parameter {index} of param group 0" for index in range(len(SHAPES)))
+
+
+def test_averages_of_a_parameter_of_two_rows() -> None:
+    """The parameter's own first dimension is not taken for the two averages."""
+    state, decoded = bitsandbytes_ademamix(made_up((2, 4096), 1))
+    group = {"params": [0], **KINDS["AdEMAMix"].group}
+    ours = shardopt.AdEMAMix8bit([Parameter(torch.zeros(2, 4096))], codec="fp32")
+    import_state(ours, {"state": {0: state}, "param_groups": [group]})
+    assert_imported(ours, [decoded], {(2, 4096)})
+    state[WRAPPED]["state1"] = state[WRAPPED]["state1"][0]
+    state[WRAPPED]["absmax1"] = state[WRAPPED]["absmax1"][0].view(2, -1)
+    with pytest.raises(ValueError, match=r"of shape \(4096,\), expected \(2, 4096\)"):
+        import_state(ours, {"state": {0: state}, "param_groups": [group]})
+
+
+# --- Muon of Keller Jordan, DeepSpeed and dion
+
+MU = 0.95
+
+
+def _muon_params() -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(64, 96)), Parameter(torch.randn(96))]
+
+
+def _groups(params: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw", "lr": 3e-4}]
+
+
+def _stepped(params: list[Parameter], steps: int, optimizer: shardopt.Muon | None = None) -> shardopt.Muon:
+    """The optimizer after so many steps with gradients that the step's number decides."""
+    optimizer = optimizer or shardopt.Muon(_groups(params), codec="fp32")
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    return optimizer
+
+
+def _sums_of_gradients(steps: int, params: list[Parameter]) -> list[Tensor]:
+    """Momenta as dion keeps them: decayed sums, in float64."""
+    sums = [torch.zeros_like(param, dtype=torch.float64) for param in params]
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        sums = [MU * total + torch.randn_like(param).double() for total, param in zip(sums, params, strict=True)]
+    return sums
+
+
+def test_keller_jordan_and_deepspeed() -> None:
+    """Keller Jordan's and DeepSpeed's Muon keep an average, too, and AdamW's moments under torch's names."""
+    params = _muon_params()
+    own = _stepped(params, 3).state_dict()["state"]
+    saved = {
+        "state": {0: {"momentum_buffer": own[0]["momentum_buffer"]}, 1: dict(own[1])},
+        "param_groups": [
+            {"params": [0], "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0, "use_muon": True},
+            {"params": [1], "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "use_muon": False},
+        ],
+    }
+    optimizer = shardopt.Muon(_groups(params), codec="fp32")
+    report = import_state(optimizer, saved)
+    assert set(report.parameters.values()) == {"exact"}
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert optimizer.param_groups[1]["eps"] == 1e-10
+    found = optimizer.state_dict()["state"]
+    assert torch.equal(found[0]["momentum_buffer"], own[0]["momentum_buffer"])
+    assert torch.equal(found[1]["exp_avg_sq"], own[1]["exp_avg_sq"])
+    assert found[1]["step"] == 3
+
+
+@pytest.mark.parametrize("codec", ["fp32", "log8"])
+def test_second_moments_of_rows_begin_with_zeros(codec: str) -> None:
+    """No package's state has ours: a run of Muon goes on as NorMuon."""
+    params = _muon_params()
+    own = _stepped(params, 3).state_dict()["state"]
+    groups = [{"params": [0], "use_muon": True}, {"params": [1], "use_muon": False}]
+    saved = {"state": {0: {"momentum_buffer": own[0]["momentum_buffer"]}, 1: dict(own[1])}, "param_groups": groups}
+    optimizer = shardopt.NorMuon(_groups(params), codec=codec)
+    import_state(optimizer, saved)
+    moments = optimizer.state[params[0]]["second_momentum_buffer"]
+    assert moments.shape == (64, 1)
+    assert not moments.any()
+    _stepped(params, 1, optimizer)
+    assert bool((moments > 0).all())
+
+
+def test_dion() -> None:
+    params = _muon_params()
+    own = _stepped(params, 3).state_dict()["state"]
+    sums = _sums_of_gradients(3, params)
+    common = {"mu": MU, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "step": 3, "weight_decay": 0.01, "flatten": False}
+    saved = {
+        "state": {
+            0: {"momentum": sums[0].float()},
+            1: {"momentum": own[1]["exp_avg"], "variance": own[1]["exp_avg_sq"], "step_dev": torch.tensor(3.0)},
+        },
+        "param_groups": [
+            {"params": [0], "lr": 0.02, "algorithm": "muon", "adjust_lr": "rms_norm", "nesterov": False, **common},
+            {"params": [1], "lr": 3e-4, "algorithm": "adamw", "adjust_lr": "rms_norm", "nesterov": False, **common},
+        ],
+    }
+    optimizer = shardopt.Muon(_groups(params), codec="fp32")
+    report = import_state(optimizer, saved)
+    assert report.source == "dion"
+    found = optimizer.state_dict()["state"]
+    torch.testing.assert_close(found[0]["momentum_buffer"], own[0]["momentum_buffer"])
+    assert torch.equal(found[1]["exp_avg"], own[1]["exp_avg"])
+    assert found[1]["step"] == 3
+    muon, adamw = optimizer.param_groups
+    assert (muon["momentum"], muon["nesterov"], muon["adjust_lr_fn"]) == (MU, False, "match_rms_adamw")
+    assert (adamw["betas"], adamw["eps"], adamw["algorithm"]) == ((0.9, 0.95), 1e-8, "adamw")
+
+
+# --- into sharded optimizers
+
+
+def import_sharded(way: str, sources: tuple[str, ...]) -> None:
+    """Imports into models sharded in this way, and compares them and their next steps with unsharded ones."""
+    for source in sources:
+        _import_sharded(way, source, *NATIVE.get(source, ("dynamic8", 256)))
+    _import_sharded(way, sources[0], "log8", 128)
+
+
+def _import_sharded(way: str, source: str, codec: str, size: int) -> None:
+    found = []
+    state_of, hyper = (STATES[source], GROUPS[source]) if source in STATES else KINDS[source][:2]
+    for each in ("single", way):
+        model = WAYS[each](make_net())
+        names = named_parameters(model)
+        kind = source if source in KINDS else "AdamW"
+        ours = ours_of(kind, names.values(), codec=codec, block_size=size, min_quantized_numel=64)
+        states = {i: state_of(made_up(tuple(p.shape), i))[0] for i, p in enumerate(names.values())}
+        group = {"lr": 0.5, "weight_decay": 0.25, **copy.deepcopy(hyper), "params": list(states)}
+        report = import_state(ours, {"state": states, "param_groups": [group]}, names=names)
+        imported = snapshot(names, ours)
+        set_gradients(model, 1)
+        ours.step()
+        found.append((report, imported, snapshot(names, ours)))
+    whole, parts = found
+    assert parts[0] == whole[0]
+    assert_same(parts[1], whole[1])
+    assert_same(parts[2], whole[2])
+
+
+ALL = (*STATES, "AdEMAMix", "RMSprop")
+WORLDS = [
+    (3, "fsdp columns", ALL),
+    (4, "fsdp tp", ("bitsandbytes", "flashoptim")),
+    (2, "fsdp offload", ("torchao",)),
+    *(pytest.param(*world, ALL, marks=pytest.mark.slow) for world in [(4, "fsdp"), (2, "hsdp of one")]),
+]
+
+
+@pytest.mark.parametrize(("world_size", "way", "sources"), WORLDS)
+def test_shards_take_their_parts(ranks: Pool, world_size: int, way: str, sources: tuple[str, ...]) -> None:
+    """Rows of 66 and 192, columns cut within blocks."""
+    ranks.run(world_size, import_sharded, way, sources)
+
+
+def import_torch_sharded(way: str, full: bool) -> None:
+    """A full state dict of torch.optim, and one sharded as the parameters are."""
+    theirs_model, ours_model, single = WAYS[way](make_net()), WAYS[way](make_net()), make_net()
+    theirs = torch.optim.AdamW(theirs_model.parameters(), lr=0.1)
+    set_gradients(theirs_model, 0)
+    theirs.step()
+    options = StateDictOptions(full_state_dict=full)
+    state_dict = get_optimizer_state_dict(theirs_model, theirs, options=options)
+    assert any(isinstance(x, DTensor) for s in state_dict["state"].values() for x in s.values()) != full
+    names = named_parameters(ours_model)
+    ours = shardopt.AdamW8bit(names.values(), min_quantized_numel=64)
+    report = import_state(ours, state_dict, names=names)
+    expected = shardopt.AdamW8bit(single.parameters(), min_quantized_numel=64)
+    whole = get_optimizer_state_dict(theirs_model, theirs, options=StateDictOptions(full_state_dict=True))
+    assert import_state(expected, whole, names=named_parameters(single)) == report
+    assert_same(snapshot(names, ours), snapshot(named_parameters(single), expected))
+    if not full:
+        with pytest.raises(ValueError, match="expected whole tensors"):
+            import_state(expected, state_dict)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("world_size", "way"), [(2, "fsdp"), (3, "fsdp columns")])
+def test_torch_into_shards(ranks: Pool, world_size: int, way: str, full: bool) -> None:
+    ranks.run(world_size, import_torch_sharded, way, full)
