@@ -211,6 +211,19 @@ def test_noise_follows_the_model() -> None:
         assert_same(snapshots[2], snapshots[1])
 
 
+def test_a_look_at_groups_changes_no_noise() -> None:
+    """On one rank of several it would let replicas drift apart."""
+    snapshots = []
+    for looks in (False, True):
+        net = make_net(torch.bfloat16)
+        optimizer = shardopt.AdamW8bit([*net.parameters()][::-1], min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
+        if looks:
+            shardopt.param_groups(net).table()
+        step_with(net, optimizer, 0)
+        snapshots.append(snapshot_of(net, optimizer))
+    assert_same(*snapshots)
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("ignored", ["up", "down"])
 def test_noise_beside_flat_parameters(ignored: str) -> None:
