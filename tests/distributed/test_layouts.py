@@ -450,14 +450,14 @@ def trained(run: Run, batches: int, clip: float | None = None) -> None:
 
 
 def scaled(run: Run, overflow: bool) -> None:
-    """With a scaled loss; with an overflow, the last gradient of one rank alone is infinite."""
+    """With a scaled loss; with an overflow, the last gradient is infinite: of one rank where it has no replica."""
     run.begin()
     kind = partial(ShardedGradScaler, process_group=dist.group.WORLD) if run.way in FSDP1 else torch.amp.GradScaler
     scaler = kind("cpu", init_scale=2.0**10, enabled=run.is_tested)
     for step in range(STEPS):
         scaler.scale(loss_of(run.model, make_batch(step, 0 if "tp" in run.way else dist.get_rank()))).backward()
         overflows = overflow and step == 2
-        if overflows and run.is_tested and dist.get_rank() == 1:
+        if overflows and run.is_tested and (dist.get_rank() == 1 or run.way not in WITHOUT_REPLICAS):
             gradients = [param.grad for param in run.model.parameters() if param.grad is not None]
             max((getattr(x, "_local_tensor", x) for x in gradients), key=torch.Tensor.numel).view(-1)[5] = torch.inf
         if step % 2:
