@@ -1,7 +1,8 @@
-"""Gradients of sharded models and of DDP held in the host's memory: the bits of a run without offload, on all ranks."""
+"""Gradients held in the host's memory, and steps during the next forward pass, beside ``test_layouts.py``."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -24,33 +23,30 @@ from ordered_problem import WAYS as ORDERED
 from ordered_problem import loss_of, make_model
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
-from ranks.offload import offload_from_cpu, slow_steps
+from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same
 from shardopt.release import host_gradients
+from shardopt.release.forward_overlap import ForwardOverlap
+from shardopt.release.fsdp_groups import fsdp_groups
+from shardopt.sharding.exchange import RanksExchange
 from versions import needs_fsdp2_on_the_cpu
 
 
-def _fsdp(model: Any, mesh: Any = None) -> nn.Module:
-    mesh = mesh_of((dist.get_world_size(),)) if mesh is None else mesh
+def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:
+    mesh = mesh_of((dist.get_world_size(),))
     fully_shard([model.embed, model.head], mesh=mesh)  # they share a weight
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _tensor_parallel(model: Any) -> nn.Module:
-    """Layers of both kinds of shards, whose columns cut blocks."""
-    mesh = mesh_of((dist.get_world_size(),))
     for index, layer in enumerate(model.layers):
-        way = ColwiseParallel(output_layouts=Replicate()) if index % 2 else RowwiseParallel(input_layouts=Replicate())
-        parallelize_module(layer, mesh, {"1": way})
-    return model
+        layer.set_modules_to_forward_prefetch(list(model.layers[index + 1 : index + 1 + prefetch]))
+    return fully_shard(model, mesh=mesh)
 
 
 WAYS: dict[str, Callable[[Any], nn.Module]] = {
     "fsdp": _fsdp,
+    "fsdp that prefetches": partial(_fsdp, prefetch=2),
     "fsdp of layers": lambda model: [fully_shard(layer) for layer in model.layers] and model,
     "ddp": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.02),
     "ddp, views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
@@ -66,8 +62,7 @@ def _run(
     unreduced: bool = False,
     scale: float | None = None,
     sums: bool = False,
-    release: bool = False,
-    clip: bool = True,
+    between: Callable[[], Any] = bool,
 ) -> dict[str, Any]:
     """All that a run ends with, and its norms.
 
@@ -80,16 +75,13 @@ def _run(
         unreduced: whether only the last pass is reduced.
         scale: the first loss scale.
         sums: whether reduced gradients are added up by hand.
-        release: whether gradients are released without being held.
-        clip: whether to clip them.
+        between: called after each step; what it returns is compared, too.
     """
     options = {"lr": 1e-2, "min_quantized_numel": 64, "offload": "step" if held else None}
     optimizer = getattr(shardopt, kind)(model.parameters(), **options)
     brought = 1 if unreduced else micro_batches
     if held:
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=3, micro_batches=brought)
-    elif release:
-        shardopt.release_gradients(model, optimizer, micro_batches=brought)
     scaler = None if scale is None else GradScaler("cpu", init_scale=scale, growth_interval=2)
     norms = []
     for step in range(4):
@@ -110,50 +102,125 @@ def _run(
             param.grad = gradient
         if scaler is not None:
             scaler.unscale_(optimizer)
-        if clip:
-            norms.append(shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer))
+        norms.append(shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer))
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
+        with torch.no_grad():
+            found = between()
+        norms += [found] if isinstance(found, Tensor) else []
     optimizer.synchronize()
     scales = [] if scaler is None else [torch.tensor(scaler.get_scale())]
     return {**{f"norm {i}": x for i, x in enumerate([*norms, *scales])}, **snapshot_of(model, optimizer)}
 
 
-def _compare(way: str, **options: Any) -> None:
+def _compare(way: str, recompute: bool = False, **options: Any) -> None:
     rank = 0 if way == "fsdp of layers" else dist.get_rank()  # there the ranks are to agree by themselves
     with offload_from_cpu(), slow_steps(0.002):
-        actual = _run(WAYS[way](Layers()), True, rank, **options)
+        actual = _run(WAYS[way](Layers(recompute)), True, rank, **options)
     # DDP reduces the sum of what it has reduced before and a new gradient, in other roundings than ours.
     by_hand = way.startswith("ddp") and not options.get("unreduced", False)
-    assert_same(actual, _run(WAYS[way](Layers()), False, rank, **options, sums=by_hand))
+    assert_same(actual, _run(WAYS[way](Layers(recompute)), False, rank, **options, sums=by_hand))
 
 
-@pytest.mark.parametrize("unreduced", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-def test_same_bits(ranks: Pool, way: str, micro_batches: int, unreduced: bool) -> None:
-    if way == "fsdp of layers" and unreduced:
-        pytest.skip("the model has no set_requires_gradient_sync")
-    ranks.run(2, partial(_compare, way, micro_batches=micro_batches, unreduced=unreduced))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("fsdp", {"unreduced": True, "recompute": True}),
+        ("fsdp", {"scale": 1024.0}),
+        ("fsdp that prefetches", {"micro_batches": 1}),
+        ("fsdp of layers", {}),
+        ("ddp", {"unreduced": True}),
+        ("ddp", {"scale": 1e38}),  # all ranks find the same infinities
+        ("ddp, views", {}),
+    ],
+    ids=str,
+)
+def test_same_bits(way: str, options: dict[str, Any]) -> None:
+    _compare(way, **options)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
-@pytest.mark.parametrize("scale", [1024.0, 1e38])
-def test_loss_scale(ranks: Pool, way: str, scale: float) -> None:
-    """All ranks find the same infinities."""
-    ranks.run(2, partial(_compare, way, scale=scale))
+@pytest.mark.ranks(2)
+def test_steps_with_collectives() -> None:
+    """Sharded steps are taken in the thread of the backward pass, since their collectives must not meet its own."""
+    threads, all_reduce = [], RanksExchange._all_reduce
+
+    def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:
+        threads.append(threading.current_thread())
+        all_reduce(self, tensor, op)
+
+    with patch.object(RanksExchange, "_all_reduce", recorded):
+        _compare("fsdp", kind="LAMB8bit")
+    assert set(threads) == {threading.current_thread()}
 
 
-@pytest.mark.parametrize("kind", ["LAMB8bit", "Lion8bit"])
-def test_rules_with_collectives(ranks: Pool, kind: str) -> None:
-    ranks.run(2, partial(_compare, "fsdp", kind=kind))
+def _gathered(between: str) -> None:
+    """Reads that are no forward pass of the model: what FSDP2 gathers is of after the step."""
+    runs = []
+    for held in (False, True):
+        model: Any = _fsdp(Layers())
+        register_fsdp_forward_method(model, "embedded")
+        reads = {
+            "a method": lambda model=model: model.embedded(batch(9)).clone(),
+            "a layer": model.layers[1].unshard,
+            "the model": lambda model=model: model.unshard(async_op=True),
+        }
+        with offload_from_cpu(), slow_steps(0.02):
+            runs.append(_run(model, held, 0, micro_batches=1, between=reads[between]))
+    assert_same(runs[1], runs[0])
 
 
-def _in_budget_of_one_rank(kind: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("between", ["a method", "a layer", "the model"])
+def test_what_is_gathered_by_hand(between: str) -> None:
+    _gathered(between)
+
+
+@pytest.mark.ranks(2)
+def test_gathering_without_waiting_has_other_bits() -> None:
+    """The test above can fail."""
+    wrong = pytest.raises((AssertionError, RuntimeError))
+    with patch.object(ForwardOverlap, "_wait_for", lambda self, params: None), wrong:
+        _gathered("the model")
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_evaluations_of_the_module_within() -> None:
+    """The module inside of DDP waits as DDP does."""
+    model = DistributedDataParallel(Layers())
+    go_on = threading.Event()
+    with offload_from_cpu(), before_steps(lambda place: go_on.wait(30)):
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
+        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
+        model(batch(dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        threading.Timer(0.2, go_on.set).start()
+        with torch.no_grad():
+            early = model.module(batch(0))
+            optimizer.synchronize()
+            assert torch.equal(early, model.module(batch(0)))
+
+
+@pytest.mark.ranks(1)
+def test_removed() -> None:
+    model = _fsdp(Layers())
+    optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
+    groups = list(fsdp_groups(model))
+    with shardopt.release_gradients(model, optimizer, overlap_forward=True):
+        assert all(len(group.before_gather) == 1 for group in groups)
+    assert not any(group.before_gather for group in groups)
+    assert list(fsdp_groups(model)) == groups, "torch's groups are wrapped once"
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW8bit", "LAMB8bit"])
+def test_state_that_fits_into_the_budget_of_one_rank(kind: str) -> None:
     """The state of a parameter's part stays on the device of the rank that has fewer rows."""
     results, budget = [], 600
     for held in (True, False):
@@ -179,51 +246,6 @@ def _in_budget_of_one_rank(kind: str) -> None:
             optimizer.synchronize()
             results.append(snapshot_of(model, optimizer))
     assert_same(*results)
-
-
-@needs_fsdp2_on_the_cpu
-@pytest.mark.parametrize("kind", ["AdamW8bit", "LAMB8bit"])
-def test_state_that_fits_into_the_budget_of_one_rank(ranks: Pool, kind: str) -> None:
-    ranks.run(2, _in_budget_of_one_rank, kind)
-
-
-def _hybrid() -> None:
-    results = []
-    for held in (True, False):
-        with offload_from_cpu(), slow_steps(0.002):
-            model = _fsdp(Layers(), mesh_of((2, 2), "replicate", "shard"))
-            results.append(_run(model, held, dist.get_rank()))
-    assert_same(*results)
-
-
-def test_hybrid_shards(ranks: Pool) -> None:
-    ranks.run(4, _hybrid)
-
-
-def _parallel() -> None:
-    results = []
-    for held in (True, False):
-        with offload_from_cpu(), slow_steps(0.002):
-            results.append(_run(_tensor_parallel(Layers()), held, 0))
-    assert_same(*results)
-
-
-def test_tensor_parallel(ranks: Pool) -> None:
-    ranks.run(2, _parallel)
-
-
-def _released(way: str, unreduced: bool) -> None:
-    results = []
-    for release in (True, False):
-        model = WAYS[way](Layers())
-        results.append(_run(model, False, dist.get_rank(), unreduced=unreduced, release=release, clip=False))
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("unreduced", [False, True])
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_released_in_the_last_micro_batch(ranks: Pool, way: str, unreduced: bool) -> None:
-    ranks.run(2, _released, way, unreduced)
 
 
 def _ordered(way: str) -> None:
@@ -273,7 +295,8 @@ class _Outer(nn.Module):
         self.inner = inner
 
 
-def _late_arrivals() -> None:
+@pytest.mark.ranks(2)
+def test_buckets_are_not_overwritten_while_gradients_leave_them() -> None:
     begin_copy = host_gradients.begin_copy
 
     def late(to: Tensor, source: Tensor) -> Any:
@@ -307,7 +330,3 @@ def _late_arrivals() -> None:
             optimizer.synchronize()
             results.append(snapshot_of(model, optimizer))
     assert_same(*results)
-
-
-def test_buckets_are_not_overwritten_while_gradients_leave_them(ranks: Pool) -> None:
-    ranks.run(2, _late_arrivals)

@@ -12,13 +12,15 @@ from torch.optim import Optimizer
 
 import shardopt
 from ranks.layouts import COLUMN, ROW, WHOLE, mesh_of, values
-from ranks.pool import Pool
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"torch": torch.optim.AdamW, "shardopt": shardopt.AdamW}
 PLACEMENTS = {"row": ROW, "column": COLUMN, "whole": WHOLE}
 
 
-def _dtensor(optimizer_name: str, placement: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_dtensors(optimizer_name: str, placement: str) -> None:
     weight = nn.Parameter(distribute_tensor(values((64, 66), 0), mesh_of((2,)), (PLACEMENTS[placement],)))
     x = distribute_tensor(values((2, 64), 1), mesh_of((2,)), (WHOLE,)).requires_grad_(True)
     optimizer = OPTIMIZERS[optimizer_name]([weight])
@@ -33,13 +35,9 @@ def _dtensor(optimizer_name: str, placement: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_dtensors(ranks: Pool, optimizer: str, placement: str) -> None:
-    ranks.run(2, _dtensor, optimizer, placement)
-
-
-def _replicas(optimizer_name: str) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_replicas(optimizer_name: str) -> None:
     torch.manual_seed(0)
     replica = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
     optimizer = OPTIMIZERS[optimizer_name](replica.parameters())
@@ -51,8 +49,3 @@ def _replicas(optimizer_name: str) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             apart.backward()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_replicas(ranks: Pool, optimizer: str) -> None:
-    ranks.run(2, _replicas, optimizer)

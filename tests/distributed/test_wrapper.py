@@ -1,4 +1,4 @@
-"""quantize_state on shards: the bits of one rank, for optimizers that are element by element; others are refused."""
+"""quantize_state on shards beside ``test_layouts.py``: untested optimizers, and those that are refused."""
 
 from __future__ import annotations
 
@@ -8,61 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
-from ranks.pool import Pool
-from ranks.snapshot import assert_same, assert_shards_of, entries, snapshot
+from ranks.snapshot import assert_same, snapshot
 from shardopt import quantize_state
 from shardopt.wrapper import QuantizedState
-from wrapped import ELEMENTWISE, train_mode
 
-#: Not fused: torch's fused kernels for CPUs round the last elements of a tensor otherwise.
-NAMES = [name for name in ELEMENTWISE if "fused" not in name]
-#: Optimizers without state, or with copies of weights alone.
-NOTHING_QUANTIZED = ("torch SGD", "torch ASGD", "pytorch_optimizer ScheduleFreeSGD", "schedulefree SGD")
-FAST = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum", "schedulefree AdamW")
 SMALL: dict[str, Any] = {"min_quantized_numel": 64}
-
-
-def _make(name: str, model: nn.Module, **options: Any) -> QuantizedState:
-    optimizer = quantize_state(ELEMENTWISE[name](list(model.parameters())), **SMALL, **options)
-    train_mode(optimizer)
-    return optimizer
-
-
-def _dtensors(name: str, way: str, codec: str, block_size: int = 128) -> None:
-    whole, sharded = make_net(), WAYS[way](make_net())
-    params, sharded_params = named_parameters(whole), named_parameters(sharded)
-    optimizers = [(model, _make(name, model, codec=codec, block_size=block_size)) for model in (whole, sharded)]
-    for step in range(3):
-        for model, optimizer in optimizers:
-            set_gradients(model, step)
-            optimizer.step()
-    expected = entries(params, optimizers[0][1])
-    assert any(key.endswith("_codes") for key in expected) or name in NOTHING_QUANTIZED
-    assert_shards_of(entries(sharded_params, optimizers[1][1]), expected)
-    assert_same(snapshot(sharded_params, optimizers[1][1]), expected)
-    # through floats, and back
-    for _, optimizer in optimizers:
-        optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
-    assert_same(snapshot(sharded_params, optimizers[1][1]), entries(params, optimizers[0][1]))
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
-def test_fsdp2(ranks: Pool, name: str) -> None:
-    pytest.importorskip({"timm": "timm.optim"}.get(name.split()[0], name.split()[0]))
-    ranks.run(2, _dtensors, name, "fsdp", "log8")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "way", "codec"),
-    [(2, "hsdp of one", "dynamic8"), (2, "ddp", "log8"), (3, "fsdp", "companded8"), (4, "hsdp", "log8")],
-)
-def test_other_layouts(ranks: Pool, world_size: int, way: str, codec: str) -> None:
-    ranks.run(world_size, _dtensors, "torch AdamW foreach", way, codec)
 
 
 class Untested(torch.optim.Optimizer):
@@ -93,24 +47,6 @@ def test_untested_optimizers_step_dtensors() -> None:
         results.append(snapshot(named_parameters(model), optimizer))
     assert any(key.endswith("average_codes") for key in results[0])
     assert_same(results[1], results[0])
-
-
-@pytest.mark.ranks(2)
-def test_state_dict_of_torch() -> None:
-    """torch's way to save and load sharded state, which calls step() on an optimizer that has none yet."""
-    results = []
-    for reload in (False, True):
-        model = WAYS["fsdp"](make_net())
-        optimizer = _make("torch AdamW foreach", model)
-        for step in range(4):
-            if step == 2 and reload:
-                saved = get_optimizer_state_dict(model, optimizer)
-                optimizer = _make("torch AdamW foreach", model)
-                set_optimizer_state_dict(model, optimizer, saved)
-            set_gradients(model, step)
-            optimizer.step()
-        results.append(snapshot(named_parameters(model), optimizer))
-    assert_same(*results)
 
 
 @pytest.mark.ranks(2)

@@ -1,35 +1,44 @@
-"""DeepSpeed's ZeRO 0 to 3: given the same gradients, masters, codes and scales are those of the unsharded optimizer."""
+"""DeepSpeed's ZeRO 0 to 3 x features: masters, codes and scales are those of the unsharded optimizer.
+
+As ``test_layouts.py`` for the layouts of torch. Gradients are given; checkpoints are DeepSpeed's own and portable ones.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from torch import nn
 
 import shardopt
-from programs import Programs
 from ranks.deepspeed import (
+    ALL_OFFLOAD,
     BF16,
     BF16_OPTIMIZER,
     HYPER,
     OFFLOAD,
+    PINNED,
     ROUND_ROBIN,
-    STAGES,
     STEPS,
     SUB_GROUPS,
+    WITHOUT_MASTERS,
+    Twins,
     assert_as_whole,
     config,
+    engine_snapshot,
+    goes_on_as_whole,
     groups_of,
     import_deepspeed,
+    load_own,
+    load_portable,
     make_engine,
     make_whole,
     model_parameters,
     runs_as_whole,
+    save_own,
+    save_portable,
     step_engine,
     step_whole,
     stepped_engine,
@@ -37,81 +46,105 @@ from ranks.deepspeed import (
     twins,
 )
 from ranks.models import loss_of, make_batch, make_net
+from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
-from shardopt.sharding.deepspeed.hooks import is_known
+from ranks.snapshot import assert_same
 from slow_cases import slow
 
 Zero = dict[str, Any]
 
-PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-ALL_OFFLOAD = {**OFFLOAD, "offload_param": {"device": "cpu"}}
-ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4}}
-MORE_STAGES: list[tuple[int, Zero]] = [
-    (1, {}),
-    (2, {}),
-    (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}),
-    (3, {}),
-    (3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 5000}),
-    (1, OFFLOAD),
-    (2, {**OFFLOAD, **ROUND_ROBIN}),
-    (3, {**OFFLOAD, **SUB_GROUPS}),
-    (2, PINNED),
-    (3, {**ALL_OFFLOAD, **SUB_GROUPS}),
+#: Of bf16 models whose masters are the parameters: the state has the bits that a parameter lacks of a master.
+MASTERS = {"bf16": WITHOUT_MASTERS, "params": {"master_weight_bits": 24}}
+THRESHOLD = {"stage3_param_persistence_threshold": 0}
+
+#: A stage, options of ZeRO and sections of a config.
+LAYOUTS: dict[str, tuple[int, Zero, dict[str, Any]]] = {
+    "0": (0, {}, {}),
+    "1": (1, {}, {}),
+    "1 round robin": (1, ROUND_ROBIN, {}),
+    "1 offload": (1, OFFLOAD, {}),
+    "2": (2, {}, {}),
+    "2 round robin": (2, ROUND_ROBIN, {}),
+    "2 all-reduce": (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}, {}),
+    "2 offload": (2, {**OFFLOAD, **ROUND_ROBIN}, {}),
+    "2 pinned": (2, PINNED, {}),
+    "3": (3, {}, {}),
+    "3 sub-groups": (3, SUB_GROUPS, {}),
+    "3 threshold": (3, {**THRESHOLD, "reduce_bucket_size": 5000}, {}),
+    "3 offload": (3, {**OFFLOAD, **SUB_GROUPS}, {}),
+    "3 all offload": (3, {**ALL_OFFLOAD, **SUB_GROUPS}, {}),
+    "0 bf16": (0, {}, BF16),
+    "1 bf16": (1, ROUND_ROBIN, BF16),
+    "1 bf16 optimizer": (1, {}, BF16_OPTIMIZER),
+    "1 bf16 pinned": (1, PINNED, BF16),
+    "2 bf16": (2, ROUND_ROBIN, BF16),
+    "2 bf16 optimizer": (2, {}, BF16_OPTIMIZER),
+    "2 bf16 offload": (2, {**OFFLOAD, **ROUND_ROBIN}, BF16),
+    "3 bf16": (3, SUB_GROUPS, BF16),
+    "3 bf16 offload": (3, {**OFFLOAD, **SUB_GROUPS}, BF16),
+    "3 bf16 all pinned": (3, {**PINNED, "offload_param": PINNED["offload_optimizer"], **THRESHOLD}, BF16),
+    "1 masters": (1, ROUND_ROBIN, MASTERS),
+    "1 masters offload": (1, {**OFFLOAD, **ROUND_ROBIN}, MASTERS),
+    "2 masters": (2, ROUND_ROBIN, {**MASTERS, "params": {"master_weight_bits": 32}}),
+    "2 masters pinned": (2, {**PINNED, **ROUND_ROBIN}, MASTERS),
+    # The flag says how DeepSpeed's Adam keeps its moments; the codec says how ours are kept.
+    "2 masters without flag": (
+        2,
+        OFFLOAD,
+        {**MASTERS, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    ),
+    "3 masters": (3, SUB_GROUPS, MASTERS),
+    "3 masters pinned": (3, {**PINNED, **SUB_GROUPS}, MASTERS),
+    "3 masters all offload": (3, {**ALL_OFFLOAD, **SUB_GROUPS}, MASTERS),
+}
+#: Every stage, with the options by which its partitions are hardest to follow.
+WORST = ("0", "1 round robin", "2 round robin", "3 sub-groups")
+
+
+def _config(layout: str, kind: str = "AdamW8bit", **options: Any) -> dict[str, Any]:
+    stage, zero, sections = LAYOUTS[layout]
+    params = {**sections.get("params", {}), **options.pop("params", {})}
+    return config(stage, kind, zero=zero, **{**sections, **options, "params": params})
+
+
+def _ranks(layout: str) -> int:
+    """A third of a gradient is not exact in bf16."""
+    return 3 if LAYOUTS[layout][2] == {} else 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "grouped"),
+    [
+        *((layout, _ranks(layout), _ranks(layout) == 3) for layout in LAYOUTS),
+        *slow((layout, 2, _ranks(layout) == 2) for layout in LAYOUTS),
+        *slow((layout, world_size, True) for layout in WORST for world_size in (1, 4)),
+    ],
+)
+def test_given_gradients(deepspeed_ranks: Pool, layout: str, world_size: int, grouped: bool) -> None:
+    deepspeed_ranks.run(world_size, runs_as_whole, twins(_config(layout), grouped=grouped))
+
+
+RULES: list[tuple[str, str, dict[str, Any]]] = [
+    ("2 round robin", "Adam8bit", {}),
+    ("3 sub-groups", "Lion8bit", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
+    ("2 round robin", "SGD8bit", {"momentum": 0.9, "codec": "dynamic8"}),
+    ("3 sub-groups", "AdamW4bit", {"codec": "log4"}),
+    ("2 round robin", "AdEMAMix8bit", {"alpha_steps": 3, "beta3_steps": 4}),
+    ("3 sub-groups", "AdamW8bit", {"amsgrad": True, "block_size": 32}),
+    ("2 round robin", "LAMB8bit", {"weight_decay": 0.1}),
+    ("3 sub-groups", "Lion8bit", {"lr": 1e-3, "cautious": True, "block_size": 32}),
+    ("2 round robin", "adamw8bit", {"codec": "bf16"}),
+    ("1 round robin", "ADAMW8BIT", {"codec": "fp32"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "world_size", "grouped"),
-    [
-        *((*stage, 2, False) for stage in STAGES),
-        *((*stage, 3, True) for stage in [*STAGES, *MORE_STAGES]),
-        *slow((*stage, 2, False) for stage in MORE_STAGES),
-        *slow((*stage, world_size, True) for stage in STAGES for world_size in (1, 4)),
-    ],
+    ("layout", "kind", "params"),
+    [*RULES, *slow((layout, *case[1:]) for case in RULES for layout in WORST[2:] if layout != case[0])],
 )
-def test_given_gradients(deepspeed_ranks: Pool, stage: int, zero: Zero, world_size: int, grouped: bool) -> None:
-    deepspeed_ranks.run(world_size, runs_as_whole, twins(config(stage, zero=zero), grouped=grouped))
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "sections"),
-    [
-        *((stage, zero, BF16) for stage, zero in STAGES),
-        (1, {}, BF16_OPTIMIZER),
-        (2, {}, BF16_OPTIMIZER),
-        (2, {**OFFLOAD, **ROUND_ROBIN}, BF16),
-        (3, {**OFFLOAD, **SUB_GROUPS}, BF16),
-        (1, PINNED, BF16),
-        (3, {**PINNED, **SUB_GROUPS}, BF16),
-        (3, {**PINNED, "offload_param": PINNED["offload_optimizer"], "stage3_param_persistence_threshold": 0}, BF16),
-    ],
-)
-def test_bf16(deepspeed_ranks: Pool, stage: int, zero: Zero, sections: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, runs_as_whole, twins(config(stage, zero=zero, **sections), grouped=True))
-
-
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_gradient_accumulation(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
-    deepspeed_ranks.run(2, runs_as_whole, twins(config(stage, zero=zero, gradient_accumulation_steps=2)))
-
-
-def _clipped(settings: dict[str, Any], clip: float) -> None:
-    engine = stepped_engine(settings, STEPS)
-    clipped, optimizer = make_whole(settings)
-    for step in range(STEPS):
-        step_whole(clipped, optimizer, step, clip=clip)
-    free, _ = stepped_whole(settings, STEPS)
-    got = model_parameters(engine)
-    for name, param in clipped.named_parameters():
-        torch.testing.assert_close(got[name], param.detach(), rtol=1e-5, atol=1e-6)
-    assert not all(torch.allclose(got[name], param.detach()) for name, param in free.named_parameters())
-
-
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_gradient_clipping(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
-    """The norm is summed in another order than elsewhere, so gradients equal up to rounding; SGD shows their size."""
-    params = {"momentum": 0.9, "codec": "fp32", "weight_decay": 0.0}
-    deepspeed_ranks.run(2, _clipped, config(stage, "SGD8bit", zero=zero, params=params, gradient_clipping=1.0), 1.0)
+def test_rules_and_codecs(deepspeed_ranks: Pool, layout: str, kind: str, params: dict[str, Any]) -> None:
+    """By a type in any letter case."""
+    deepspeed_ranks.run(3, runs_as_whole, twins(_config(layout, kind, params=params)))
 
 
 def _scheduled(settings: dict[str, Any]) -> None:
@@ -122,21 +155,37 @@ def _scheduled(settings: dict[str, Any]) -> None:
         lrs += engine.get_lr()
         optimizer.param_groups[0]["lr"] = lrs[-1]
         step_engine(engine, step)
-        step_whole(whole, optimizer, step)
+        step_whole(whole, optimizer, step, micro_steps=2)
     assert len(set(lrs)) > 2
     assert_as_whole(engine, whole, optimizer)
 
 
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_lr_scheduler(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
+@pytest.mark.parametrize("layout", WORST)
+def test_scheduled_and_accumulated(deepspeed_ranks: Pool, layout: str) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
-    deepspeed_ranks.run(2, _scheduled, config(stage, zero=zero, scheduler=schedule))
+    deepspeed_ranks.run(2, _scheduled, _config(layout, scheduler=schedule, gradient_accumulation_steps=2))
 
 
-@pytest.mark.deepspeed_ranks
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_init(world_size: int) -> None:
-    settings = config(3, zero=SUB_GROUPS)
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("layout", WORST)
+def test_gradient_clipping(layout: str) -> None:
+    """The norm is summed in another order than elsewhere, so gradients equal up to rounding; SGD shows their size."""
+    params = {"momentum": 0.9, "codec": "fp32", "weight_decay": 0.0}
+    settings = _config(layout, "SGD8bit", params=params, gradient_clipping=1.0)
+    engine = stepped_engine(settings, STEPS)
+    clipped, optimizer = make_whole(settings)
+    for step in range(STEPS):
+        step_whole(clipped, optimizer, step, clip=1.0)
+    free, _ = stepped_whole(settings, STEPS)
+    got = model_parameters(engine)
+    for name, param in clipped.named_parameters():
+        assert got[name].numpy() == pytest.approx(param.detach().numpy(), rel=1e-5, abs=1e-6)
+    assert any((got[name] - param).abs().max() > 1e-4 for name, param in free.named_parameters())
+
+
+@pytest.mark.deepspeed_ranks(3)
+def test_zero_init() -> None:
+    settings = _config("3 sub-groups")
     with import_deepspeed().zero.Init(config_dict_or_path=settings):
         model = make_net()
     engine = stepped_engine(settings, STEPS, model, grouped=True)
@@ -144,8 +193,9 @@ def test_zero_init(world_size: int) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, OFFLOAD)])
+@pytest.mark.parametrize(
+    ("stage", "zero", "called"), [(0, {}, False), (1, ROUND_ROBIN, True), (2, OFFLOAD, False), (3, OFFLOAD, True)]
+)
 def test_optimizer_instead_of_type(stage: int, zero: Zero, called: bool) -> None:
     settings = config(stage, None, zero=zero)
     model = make_net()
@@ -158,8 +208,11 @@ def test_optimizer_instead_of_type(stage: int, zero: Zero, called: bool) -> None
     assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=not called))
 
 
-def _trains(settings: dict[str, Any]) -> list[float]:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("layout", WORST)
+def test_trains_as_one(layout: str) -> None:
     """Gives every rank one batch: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
+    settings = _config(layout)
     engine = make_engine(make_net(), settings)
     whole, optimizer = make_whole(settings)
     losses = []
@@ -171,143 +224,196 @@ def _trains(settings: dict[str, Any]) -> list[float]:
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert torch.equal(loss, expected)
         losses.append(float(loss))
+        assert losses[-1] == float(expected)
     assert_as_whole(engine, whole, optimizer)
-    return losses
+    assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("stage", "zero"), STAGES)
-def test_trains_as_one(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
-    first, second = deepspeed_ranks.run(2, _trains, config(stage, zero=zero))
-    assert first == second
-    assert first[-1] < first[0]
+MUON = {"adamw_lr": 3e-3, "no_decay": ("*.bias",)}
 
 
-def _raises(settings: dict[str, Any], error: type[Exception], match: str, given: bool = False, **options: Any) -> None:
-    import_deepspeed()
+def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    return shardopt.muon_groups(model, lr=HYPER["lr"], adamw_lr=MUON["adamw_lr"], no_decay=MUON["no_decay"])
+
+
+def _muon_engine(kind: str, stage: int, zero: Zero, by_config: bool, steps: int) -> Any:
+    if by_config:
+        return stepped_engine(config(stage, kind, zero=zero, params=MUON), steps)
     model = make_net()
-    optimizer = {"optimizer": shardopt.AdamW8bit(model.parameters(), **options)} if given else {}
-    with pytest.raises(error, match=match):
-        make_engine(model, settings, **optimizer)
+    settings = config(stage, kind, zero=zero)
+    return stepped_engine(settings, steps, model, model_parameters=_muon_groups(model))
+
+
+def _muon_whole(kind: str, steps: int) -> tuple[nn.Module, Any]:
+    model = make_net()
+    optimizer = getattr(shardopt, kind)(_muon_groups(model), **HYPER)
+    for step in range(steps):
+        step_whole(model, optimizer, step)
+    return model, optimizer
+
+
+MUON_STAGES: list[tuple[int, Zero]] = [(0, {}), (1, ROUND_ROBIN), (2, {}), (3, SUB_GROUPS), (2, OFFLOAD), (3, OFFLOAD)]
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
+    ("kind", "stage", "zero", "world_size", "by_config"),
     [
-        (
-            config(1, params={"learning_rate": 1}),
-            "AdamW8bit: got learning_rate, expected .*lr, betas.*codec.*block_size",
+        ("Muon8bit", 0, {}, 2, True),
+        ("Muon8bit", 1, ROUND_ROBIN, 3, False),
+        ("Muon8bit", 2, {}, 4, True),
+        ("Muon8bit", 3, SUB_GROUPS, 2, False),
+        ("NorMuon8bit", 2, {}, 3, True),
+        ("NorMuon8bit", 3, OFFLOAD, 3, False),
+        *slow(("Muon8bit", *stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4)),
+        *slow(("NorMuon8bit", *stage, world_size, False) for stage in MUON_STAGES for world_size in (1, 2, 4)),
+    ],
+)
+def test_muon(deepspeed_ranks: Pool, kind: str, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
+    engine = partial(_muon_engine, kind, stage, zero, by_config)
+    deepspeed_ranks.run(world_size, runs_as_whole, Twins(engine, partial(_muon_whole, kind)))
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_muon_by_marks_of_deepspeed(stage: int) -> None:
+    """DeepSpeed would orthogonalize the gradients of marked parameters for any optimizer with such a name."""
+    snapshots = []
+    for marks in (True, False):
+        model = make_net()
+        for name, param in model.named_parameters():
+            if marks:
+                param.use_muon = name.startswith(("up.weight", "down.weight"))
+        excluded = {"exclude": ["conv.*", "gate.*"]} if not marks else {}
+        settings = config(stage, "Muon8bit", params={"adamw_lr": 3e-3, **excluded})
+        snapshots.append(engine_snapshot(stepped_engine(settings, STEPS, model)))
+    assert_same(*snapshots)
+
+
+#: With an L2 penalty, which all gradients have in common, so that the estimate grows.
+PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, {}), (3, OFFLOAD)])
+def test_sums_over_all_parameters(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
+    deepspeed_ranks.run(3, runs_as_whole, twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY)))
+
+
+@pytest.mark.deepspeed_ranks(2)
+def test_sums_over_all_param_groups() -> None:
+    settings = config(0, "Prodigy8bit", params=PRODIGY)
+    model, whole = make_net(), make_net()
+    groups, expected = ([{**group, "lr": 1.0} for group in groups_of(m)] for m in (model, whole))
+    engine = stepped_engine(settings, STEPS, model, model_parameters=groups)
+    optimizer = shardopt.Prodigy8bit(expected, **{**HYPER, **PRODIGY})
+    for step in range(STEPS):
+        step_whole(whole, optimizer, step)
+    assert_as_whole(engine, whole, optimizer)
+    assert optimizer.param_groups[0]["d"] > PRODIGY["d0"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        *((layout, 2) for layout in (*WORST, "2 offload", "3 offload", "1 bf16 optimizer", "0 bf16", "2 bf16")),
+        *((layout, 2) for layout in ("2 masters", "2 masters pinned", "3 masters", "3 masters all offload")),
+        *slow((layout, steps) for layout in LAYOUTS for steps in (0, 2)),
+    ],
+)
+def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, layout: str, steps: int) -> None:
+    """Into an engine that has taken so many steps."""
+    of = twins(_config(layout), grouped=True)
+    deepspeed_ranks.run(2, save_own, tmp_path, of)
+    deepspeed_ranks.run(2, load_own, tmp_path, of, steps)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "steps"),
+    [
+        (("1 round robin", 2), ("2 round robin", 3), 1),
+        (("2 round robin", 3), ("3 sub-groups", 2), 1),
+        (("3 sub-groups", 2), ("1 round robin", 3), 0),
+        (("2 round robin", 2), ("0", 2), 1),
+        (("0", 3), ("2 offload", 2), 0),
+        (("3 offload", 2), ("3 sub-groups", 1), 0),
+        (("1 bf16", 2), ("2 bf16", 4), 1),
+        (("3 bf16", 2), ("1 bf16", 2), 1),
+        (("2 masters pinned", 4), ("3 masters all offload", 2), 1),
+        (("1 masters", 4), ("3 masters", 2), 1),
+        *slow(
+            ((a, m), (b, n), steps)
+            for a in WORST[1:]
+            for b in WORST[1:]
+            for m in (1, 2, 3, 4)
+            for n in (1, 2, 3, 4)
+            for steps in (0, 1)
         ),
-        (config(1, "sgd8bit", params={"betas": 1}), "SGD8bit: got betas, expected .*momentum"),
-        (config(1, params={"max_grad_norm": 1.0}), "got max_grad_norm.*set gradient_clipping"),
-        (config(2, params={"offload": "state"}), "offload: got 'state' under DeepSpeed.*offload_optimizer"),
-        (config(2, zero={"elastic_checkpoint": True}), "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
-        (config(2, zero=ZENFLOW), "zenflow: got a setting, expected null; leave zenflow out"),
     ],
+    ids=str,
 )
-def test_wrong_config(deepspeed_ranks: Pool, settings: dict[str, Any], match: str) -> None:
-    deepspeed_ranks.run(2, _raises, settings, ValueError, match)
+def test_portable_checkpoint(
+    deepspeed_ranks: Pool, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int], steps: int
+) -> None:
+    """Between pairs of a layout and a number of ranks, into an engine that has taken so many steps.
+
+    Float32 masters are saved in the place of the model's weights.
+    """
+    for (layout, size), work, more in ((saved, save_portable, ()), (loaded, load_portable, (steps,))):
+        deepspeed_ranks.run(size, work, tmp_path, twins(_config(layout), grouped="masters" not in layout), *more)
 
 
-def test_an_unknown_type_is_deepspeeds_to_refuse(deepspeed_ranks: Pool) -> None:
-    match = "AdamW9bit is not a supported DeepSpeed Optimizer"
-    deepspeed_ranks.run(2, _raises, config(1, "AdamW9bit"), AssertionError, match)
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_have_the_estimate(deepspeed_ranks: Pool, tmp_path: Path, stage: int, portable: bool) -> None:
+    of = twins(config(stage, "Prodigy8bit", params=PRODIGY))
+    save, load = (save_portable, load_portable) if portable else (save_own, load_own)
+    deepspeed_ranks.run(2, save, tmp_path, of)
+    deepspeed_ranks.run(2, load, tmp_path, of)
 
 
-@pytest.mark.parametrize(("zero", "name"), [({"elastic_checkpoint": True}, "elastic"), (ZENFLOW, "zenflow")])
-def test_wrong_config_for_a_given_optimizer(deepspeed_ranks: Pool, zero: Zero, name: str) -> None:
-    deepspeed_ranks.run(2, _raises, config(2, None, zero=zero), ValueError, f"{name}.*: got", True)
-
-
-def test_own_offload_of_a_given_optimizer(deepspeed_ranks: Pool) -> None:
-    match = "offload: got 'step' under DeepSpeed.*offload_optimizer"
-    deepspeed_ranks.run(2, partial(_raises, offload="step"), config(2, None), ValueError, match, True)
+def _addresses(engine: Any) -> set[int]:
+    states = engine.basic_optimizer.state.values()
+    return {x.data_ptr() for state in states for key, x in state.items() if key != "step" and x.numel()}
 
 
 @pytest.mark.deepspeed_ranks(2)
-def test_a_replaced_optimizer_is_refused() -> None:
-    """Frameworks put DeepSpeedCPUAdam in the place of a given optimizer under offload, with its param groups."""
-    zero = OFFLOAD
-    import_deepspeed()
-    model = make_net()
-    theirs = torch.optim.AdamW(shardopt.AdamW8bit(model.parameters()).param_groups)
-    with pytest.raises(ValueError, match=r'got AdamW with .* set "zero_force_ds_cpu_optimizer": false'):
-        make_engine(model, config(2, None, zero=zero), optimizer=theirs, model_parameters=None)
-
-
 @pytest.mark.parametrize(
-    ("version", "known"),
+    ("layout", "what"),
     [
-        *((version, True) for version in ("0.19.8", "0.19.9", "0.19.10", "0.19.8+3b1d7ad", "0.19.9.dev1")),
-        *((version, False) for version in ("0.0.0", "0.9.5", "0.18.9", "0.19.7", "0.20", "0.20.0", "1.0.0", "1.19.8")),
+        *((layout, "everything") for layout in ("1 round robin", "2", "3 sub-groups", "2 bf16", "3 masters")),
+        *((layout, "optim_states") for layout in ("1 bf16", "2 masters", "3")),
+        *slow((layout, what) for layout in LAYOUTS for what in ("everything", "optim_states") if "off" not in layout),
     ],
 )
-def test_known_versions(version: str, known: bool) -> None:
-    assert is_known(version) == known
-
-
-def test_an_unknown_version_is_left_alone(programs: Programs, tmp_path: Path) -> None:
-    """DeepSpeed without our hooks can be used with its own optimizers, and refuses ours."""
-    program = """
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-from shardopt.sharding.hooks import after_import
-
-def older(module):
-    del module.ZeROOptimizer._configure_master_weights
-
-def version(module):
-    module.version = "0.18.3"
-
-after_import("deepspeed.git_version_info", version)
-after_import("deepspeed.runtime.base_optimizer", older)
-import shardopt, torch
-import deepspeed
-from types import SimpleNamespace
-parameter = torch.nn.Parameter(torch.zeros(2, 64))
-settings = SimpleNamespace(optimizer_name="AdamW8bit")
-for given in ({"optimizer": shardopt.AdamW8bit([parameter])}, {"config_class": settings}):
-    try:
-        deepspeed.DeepSpeedEngine(None, torch.nn.Linear(2, 2), **given)
-    except RuntimeError as error:
-        print(error)
-"""
-    programs.run(program, tmp_path)
-    said = (tmp_path / "output.txt").read_text()
-    assert said.count("got DeepSpeed 0.18.3, expected 0.19.8 to before 0.20") == 2, said
-
-
-@pytest.mark.deepspeed_ranks(2)
-def test_unknown_wrappers_are_refused() -> None:
+def test_states_go_and_come_back(layout: str, what: str) -> None:
+    """``engine.offload_states()`` and ``reload_states()``: the bits of a run that never moved anything."""
     import_deepspeed()
-    from shardopt.sharding.deepspeed.partitions import assign_partitions
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    class UnknownOptimizer:
-        pass
-
-    engine = SimpleNamespace(module=make_net(), optimizer=UnknownOptimizer(), basic_optimizer=None)
-    with pytest.raises(RuntimeError, match="got DeepSpeed's UnknownOptimizer, expected ZeRO 0 to 3 without MiCS"):
-        assign_partitions(engine)
-
-
-def _plain(kind: str) -> dict[str, Any]:
-    allowed = {"zero_allow_untested_optimizer": True}
-    return {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, **allowed}
+    of = twins(_config(layout))
+    include = None if what == "everything" else [OffloadStateTypeEnum.optim_states]
+    with offload_from_cpu():
+        engine = of.engine(STEPS)
+        before = _addresses(engine)
+        for _ in range(2):
+            engine.offload_states(include=include, pin_memory=False)
+            if layout.startswith("3"):  # the others move by DeepSpeed's own copies, of which there are none on the CPU
+                assert before.isdisjoint(_addresses(engine))
+            engine.reload_states()
+        assert all("buffer" not in key for state in engine.basic_optimizer.state.values() for key in state)
+        goes_on_as_whole(engine, of)
 
 
 @pytest.mark.deepspeed_ranks(2)
-def test_other_types() -> None:
-    """DeepSpeed's own and torch's types mean what they meant."""
-    kind = "NAdam"
-    engine = make_engine(make_net(), config(1, kind, params={"min_quantized_numel": 64}) | _plain(kind))
-    assert isinstance(engine.basic_optimizer, getattr(torch.optim, kind))
-    assert dist.get_world_size() == 2
-
-
-@pytest.mark.deepspeed_ranks(1)
-def test_quantize_state_is_refused() -> None:
-    model = make_net()
-    optimizer = shardopt.quantize_state(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(RuntimeError, match="quantize_state of AdamW under DeepSpeed, which flattens parameters"):
-        make_engine(model, config(2, None), optimizer=optimizer, model_parameters=None)
+@pytest.mark.parametrize("layout", ["1", "2", "3"])
+def test_the_optimizers_own_methods(layout: str) -> None:
+    """``offload()`` and ``reset_state()``, under ZeRO 3, too, which shows the optimizer no parameters between steps."""
+    of = twins(_config(layout))
+    with offload_from_cpu():
+        engine = of.engine(STEPS)
+        before = _addresses(engine)
+        engine.basic_optimizer.offload()
+        assert before.isdisjoint(_addresses(engine))
+        goes_on_as_whole(engine, of)
+        engine.basic_optimizer.reset_state()
+        assert not engine.basic_optimizer.state

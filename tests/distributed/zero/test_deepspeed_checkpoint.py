@@ -1,36 +1,29 @@
-"""Checkpoints of DeepSpeed engines: its own on as many ranks, and the portable one from and to any layout."""
+"""Portable checkpoints of DeepSpeed engines beside ``test_deepspeed.py``: to and from torch, and in special cases."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardopt
 from ranks.deepspeed import (
-    BF16,
-    BF16_OPTIMIZER,
     HYPER,
     OFFLOAD,
     ROUND_ROBIN,
     STEPS,
-    SUB_GROUPS,
     WORST,
     assert_as_whole,
     config,
     engine_snapshot,
     goes_on_as_whole,
-    load_own,
     load_portable,
     make_engine,
     make_whole,
     model_parameters,
-    save_own,
     save_portable,
     step_engine,
     step_whole,
@@ -44,89 +37,12 @@ from ranks.pool import Pool
 from ranks.runs import snapshot_of, trained
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import CheckpointError
-from shardopt.sharding.deepspeed.engine import opened
 
 Zero = dict[str, Any]
 
 
 def _config(stage: int) -> dict[str, Any]:
     return config(stage, zero=WORST[stage])
-
-
-@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    ("stage", "zero", "sections"),
-    [
-        *((stage, zero, {}) for stage, zero in WORST.items()),
-        (3, {}, {}),
-        (2, OFFLOAD, {}),
-        (3, {**OFFLOAD, **SUB_GROUPS}, {}),
-        (1, {}, BF16_OPTIMIZER),
-        (0, {}, BF16),
-        (2, ROUND_ROBIN, BF16),
-        (3, SUB_GROUPS, BF16),
-    ],
-)
-def test_own_checkpoint(
-    deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero, sections: dict[str, Any], steps: int
-) -> None:
-    of = twins(config(stage, zero=zero, **sections), grouped=True)
-    deepspeed_ranks.run(2, save_own, tmp_path, of)
-    deepspeed_ranks.run(2, load_own, tmp_path, of, steps)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ((1, 2), (2, 3)),
-        ((2, 3), (3, 2)),
-        ((3, 2), (1, 3)),
-        ((3, 3), (3, 2)),
-        ((2, 2), (0, 2)),
-        ((0, 3), (2, 2)),
-        ((2, 2), (2, 1)),
-        ((2, 2), (2, 3)),
-        ((3, 2), (3, 1)),
-        ((3, 2), (3, 3)),
-        *(
-            pytest.param((a, m), (b, n), marks=pytest.mark.slow)
-            for a in (1, 2, 3)
-            for b in (1, 2, 3)
-            for m in (1, 2, 3, 4)
-            for n in (1, 2, 3, 4)
-        ),
-    ],
-)
-def test_between_stages(deepspeed_ranks: Pool, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    """Between pairs of a stage and a number of ranks."""
-    for (stage, size), work in ((saved, save_portable), (loaded, load_portable)):
-        deepspeed_ranks.run(size, work, tmp_path, twins(_config(stage), grouped=True))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_into_an_engine_without_state(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    deepspeed_ranks.run(2, save_portable, tmp_path, twins(_config(stage)))
-    deepspeed_ranks.run(3, load_portable, tmp_path, twins(_config(stage)), 0)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_with_offload(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    offloaded = twins(config(stage, zero={**WORST[stage], **OFFLOAD}))
-    deepspeed_ranks.run(2, save_portable, tmp_path / "offloaded", offloaded)
-    deepspeed_ranks.run(3, load_portable, tmp_path / "offloaded", twins(_config(1)))
-    deepspeed_ranks.run(3, save_portable, tmp_path / "not", twins(_config(stage)))
-    deepspeed_ranks.run(2, load_portable, tmp_path / "not", offloaded)
-
-
-@pytest.mark.parametrize(
-    ("stage", "other"),
-    [(1, 2), (3, 1), (0, 2), *(pytest.param(*stages, marks=pytest.mark.slow) for stages in [(2, 3), (3, 0), (0, 0)])],
-)
-def test_bf16(deepspeed_ranks: Pool, tmp_path: Path, stage: int, other: int) -> None:
-    """Masters are saved in the place of the model's weights: float32."""
-    saved, loaded = (twins(config(n, zero=WORST[n], **BF16)) for n in (stage, other))
-    deepspeed_ranks.run(2, save_portable, tmp_path, saved)
-    deepspeed_ranks.run(4 if other == 2 else 2, load_portable, tmp_path, loaded)
 
 
 def _load_in_torch(path: Path, way: str) -> None:
@@ -156,10 +72,9 @@ def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
     [
         (1, 3, "fsdp", 2),
         (2, 2, "single", 1),
-        (2, 2, "fsdp columns", 3),
         (3, 2, "fsdp1 flat", 3),
-        (3, 3, "zero", 2),
-        (1, 2, "tp", 2),
+        pytest.param(2, 2, "fsdp columns", 3, marks=pytest.mark.slow),
+        pytest.param(3, 3, "zero", 2, marks=pytest.mark.slow),
     ],
 )
 def test_to_and_from_torch(
@@ -172,9 +87,7 @@ def test_to_and_from_torch(
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "zero"), [(1, {}), (2, ROUND_ROBIN), (3, {}), (3, {"stage3_param_persistence_threshold": 0})]
-)
+@pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, {"stage3_param_persistence_threshold": 0})])
 def test_frozen_parameters(tmp_path: Path, stage: int, zero: Zero) -> None:
     """From an engine to no engine, and back to another."""
     settings = config(stage, zero=zero)
@@ -213,36 +126,6 @@ def test_the_bare_model_stands_for_its_engine(tmp_path: Path, stage: int) -> Non
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "zero", "sections"), [(1, {}, BF16_OPTIMIZER), (2, ROUND_ROBIN, BF16), (2, OFFLOAD, {}), (3, {}, {})]
-)
-def test_state_of_single_parameters_is_refused(stage: int, zero: Zero, sections: dict[str, Any]) -> None:
-    """On all ranks, whether they hold elements of the parameter or not; masters are given out."""
-    settings = config(stage, zero=zero, **sections)
-    from deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_optimizer_state,
-        safe_set_full_optimizer_state,
-    )
-
-    engine = stepped_engine(settings, STEPS)
-    whole, _ = stepped_whole(settings, STEPS)
-    for name, param in engine.module.named_parameters():
-        with pytest.raises(RuntimeError, match=r"'exp_avg' of one parameter.*; use .*shardopt\.checkpoint\.save"):
-            safe_get_full_optimizer_state(param, "exp_avg")
-        with pytest.raises(RuntimeError, match=r"'exp_avg' of one parameter"):
-            safe_set_full_optimizer_state(param, torch.zeros(engine.bare_shapes[name]), "exp_avg")
-        if zero != ROUND_ROBIN:  # whose offsets DeepSpeed does not know
-            assert torch.equal(safe_get_full_fp32_param(param), whole.get_parameter(name))
-
-
-@pytest.mark.deepspeed_ranks(1)
-def test_universal_checkpoints_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"load_universal: got true.*use shardopt\.checkpoint\.save"):
-        stepped_engine({**_config(2), "checkpoint": {"load_universal": True}}, 0)
-
-
-@pytest.mark.deepspeed_ranks(2)
 def test_errors(tmp_path: Path) -> None:
     engine = stepped_engine(_config(2), STEPS)
     before = engine_snapshot(engine)
@@ -274,23 +157,6 @@ def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
     with torch.no_grad():
         expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
     assert torch.equal(got, expected)
-
-
-class DeepSpeedEngine(SimpleNamespace):
-    """A stand-in, recognized by its name."""
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}],
-    ids=["pipeline", "autotp", "model parallel"],
-)
-def test_model_parallel_is_refused(parallel: dict[str, Any]) -> None:
-    """Ranks have other parameters under the same names."""
-    alone = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
-    engine = DeepSpeedEngine(optimizer=None, module=nn.Linear(1, 1), **{**alone, **parallel})
-    with pytest.raises(ValueError, match="got a DeepSpeed engine with tensor or pipeline"), opened(engine):
-        pass
 
 
 @pytest.mark.deepspeed_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from ranks.deepspeed import config, import_deepspeed, make_engine
 from ranks.layouts import values
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, entries
-from shardopt.sharding.deepspeed.engine import opened
 
 WIDTH, EXPERTS = 40, 4
 
@@ -107,13 +105,3 @@ def test_each_expert_by_its_number(deepspeed_ranks: Pool, tmp_path: Path) -> Non
     for own in deepspeed_ranks.run(2, _own_experts, tmp_path):
         for number, weight in own:
             assert torch.equal(weight, whole[f"moe.deepspeed_moe.experts.deepspeed_experts.{number}.0.weight"])
-
-
-def test_experts_of_another_kind_are_refused() -> None:
-    """Stacks, as AutoEP makes them: nothing says which experts a rank's stack has."""
-    model = nn.Linear(4, 4)
-    model.weight.allreduce = False
-    own = {"pipeline_parallelism": False, "autotp_size": lambda: 0, "mp_world_size": 1}
-    engine = type("DeepSpeedEngine", (SimpleNamespace,), {})(optimizer=None, module=model, **own)
-    with pytest.raises(ValueError, match=r"or AutoEP, .* experts of deepspeed\.moe\.layer\.MoE only"), opened(engine):
-        pass

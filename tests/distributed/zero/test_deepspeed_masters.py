@@ -11,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ranks.deepspeed import (
+    ALL_OFFLOAD,
     OFFLOAD,
+    PINNED,
     ROUND_ROBIN,
     STEPS,
     SUB_GROUPS,
@@ -19,21 +21,15 @@ from ranks.deepspeed import (
     config,
     engine_snapshot,
     goes_on_as_whole,
-    load_portable,
     masters,
     model_parameters,
-    runs_as_whole,
-    save_own,
-    save_portable,
     stepped_engine,
     twins,
 )
-from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.sharding.deepspeed import hooks
+from slow_cases import slow
 
-PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-ALL_OFFLOAD = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 #: Where masters live, at its worst.
 ZERO: list[tuple[int, dict[str, Any]]] = [
     (1, ROUND_ROBIN),
@@ -46,25 +42,8 @@ ZERO: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def _config(stage: int, zero: dict[str, Any], bits: int = 24, **options: Any) -> dict[str, Any]:
-    params = {"master_weight_bits": bits, **options.pop("params", {})}
-    return config(stage, zero=zero, params=params, bf16=WITHOUT_MASTERS, **options)
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "bits"),
-    [
-        (1, ROUND_ROBIN, 24),
-        (2, ROUND_ROBIN, 32),
-        (3, SUB_GROUPS, 24),
-        *((*case, 24) for case in ZERO[3:]),
-        *(pytest.param(*case, 32, marks=pytest.mark.slow) for case in [ZERO[0], *ZERO[2:]]),
-        pytest.param(*ZERO[1], 24, marks=pytest.mark.slow),
-    ],
-)
-def test_bf16_without_masters(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], bits: int) -> None:
-    """DeepSpeed hands over bf16 partitions; the state has the bits that a partition lacks of a master."""
-    deepspeed_ranks.run(2, runs_as_whole, twins(_config(stage, zero, bits)))
+def _config(stage: int, zero: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return config(stage, zero=zero, params={"master_weight_bits": 24}, bf16=WITHOUT_MASTERS, **options)
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -77,13 +56,6 @@ def test_deepspeed_reads_masters(stage: int, zero: dict[str, Any]) -> None:
     engine = stepped_engine(settings, STEPS)
     read = {name: safe_get_full_fp32_param(param).float() for name, param in engine.module.named_parameters()}
     assert_same(read, {name: param.float() for name, param in model_parameters(engine).items()})
-
-
-def test_bf16_masters_without_the_flag_of_states(deepspeed_ranks: Pool) -> None:
-    """The flag says how DeepSpeed's Adam keeps its moments; the codec says how ours are kept."""
-    settings = _config(2, OFFLOAD)
-    settings["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True}
-    deepspeed_ranks.run(2, runs_as_whole, twins(settings))
 
 
 @contextmanager
@@ -109,30 +81,17 @@ def _all(engine: Any) -> Snapshot:
     return {**engine_snapshot(engine), **{f"model.{k}": v for k, v in model_parameters(engine).items()}}
 
 
-def _as_apart(settings: dict[str, Any]) -> None:
-    one, other = _both(settings)
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "zero", "is_float32"),
+    [*((*case, False) for case in (*ZERO[1:3], *ZERO[4:])), (*ZERO[2], True), *slow((*case, True) for case in ZERO)],
+)
+def test_shared_is_as_apart(stage: int, zero: dict[str, Any], is_float32: bool) -> None:
+    options = {"gradient_clipping": 0.1, "gradient_accumulation_steps": 2}
+    make = config if is_float32 else _config
+    one, other = _both(make(stage, zero=zero, **options))
     assert_same(_all(one), _all(other))
     assert sum(_sizes(one).values()) < sum(_sizes(other).values())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"gradient_clipping": 0.1}, marks=pytest.mark.slow),
-        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
-        {"gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
-    ],
-)
-@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], *ZERO[4:]])
-def test_shared_is_as_apart(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _as_apart, _config(stage, zero, **options))
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero"), [*ZERO[1:3], *(pytest.param(*case, marks=pytest.mark.slow) for case in (ZERO[0], *ZERO[3:]))]
-)
-def test_float32_is_shared_too(deepspeed_ranks: Pool, stage: int, zero: dict[str, Any]) -> None:
-    deepspeed_ranks.run(2, _as_apart, config(stage, zero=zero, gradient_clipping=0.1))
 
 
 def _sizes(engine: Any) -> dict[int, int]:
@@ -181,36 +140,33 @@ def test_native_pinning_shares_nothing_offloaded(stage: int) -> None:
         assert _sizes(other) == before
 
 
-def _save_own(settings: dict[str, Any], path: Path) -> None:
-    save_own(path, twins(settings))
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero"), [ZERO[0], ZERO[1], ZERO[2]])
+def test_masters_that_were_away(tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
+    """They are the parameters again, though DeepSpeed brings each back to memory of its own; files are as small."""
+    of = twins(_config(stage, zero))
+    engine = of.engine(STEPS)
+    wrapper, rank = engine.optimizer, dist.get_rank()
+    for _ in range(2):
+        engine.offload_states()  # with buffers of its own even on the CPU
+        engine.reload_states()
+        partitions = (
+            wrapper.fp16_partitioned_groups_flat
+            if stage == 3
+            else [partitions[rank] for partitions in wrapper.parallel_partitioned_bit16_groups]
+        )
+        addresses = [partition.data_ptr() for partition in partitions]
+        assert [flat.data_ptr() for flat, _ in masters(engine)] == addresses
+    engine.save_checkpoint(str(tmp_path))
     dist.barrier()
-    files = list(path.rglob(f"*zero_pp_rank_{dist.get_rank()}_*optim_states.pt"))
+    files = list(tmp_path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
     assert len(files) == 1
-    engine = stepped_engine(settings, STEPS)
     owned = sum(flat.numel() for flat, _ in masters(engine))
     state = sum(x.nbytes for s in engine.basic_optimizer.state.values() for x in s.values())
     assert files[0].stat().st_size < 2 * owned + state + 50_000  # its own masters, not everyone's parameters
-
-
-def _shares_after_loading(settings: dict[str, Any], path: Path) -> None:
-    engine = stepped_engine(settings, 2, seed=1)
-    shared = set(_sizes(engine))
-    assert engine.load_checkpoint(str(path))[0] is not None
-    assert set(_sizes(engine)) == shared
-    goes_on_as_whole(engine, twins(settings))
-
-
-@pytest.mark.parametrize(("stage", "zero"), [*ZERO[1:3], *ZERO[4:]])
-def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
-    settings = _config(stage, zero)
-    deepspeed_ranks.run(2, _save_own, settings, tmp_path)
-    deepspeed_ranks.run(2, _shares_after_loading, settings, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [(1, 2), (4, 6), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(2, 5), (6, 1)])]
-)
-def test_portable_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
-    """On other numbers of ranks; four of them average exactly, three do not."""
-    deepspeed_ranks.run(4, save_portable, tmp_path, twins(_config(*ZERO[saved])))
-    deepspeed_ranks.run(2, load_portable, tmp_path, twins(_config(*ZERO[loaded])))
+    other = of.engine(2, seed=1)
+    shared = set(_sizes(other))
+    assert other.load_checkpoint(str(tmp_path))[0] is not None
+    assert set(_sizes(other)) == shared
+    for each in (other, engine):
+        goes_on_as_whole(each, of)

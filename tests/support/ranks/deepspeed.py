@@ -40,6 +40,8 @@ BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp
 ROUND_ROBIN: dict[str, Any] = {"round_robin_gradients": True}
 SUB_GROUPS: dict[str, Any] = {"sub_group_size": 20000}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+ALL_OFFLOAD: dict[str, Any] = {**OFFLOAD, "offload_param": {"device": "cpu"}}
+PINNED: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 #: Every stage, with the options by which its partitions are hardest to follow.
 WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
 STAGES = list(WORST.items())

@@ -6,7 +6,7 @@ element: nothing here asks the code under test, but for the parts of a flat buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.wrapper import QuantizedState
 
 _WRAPPERS = ("_fsdp_wrapped_module", "module")
+
+Change = Callable[[int, Tensor], Tensor]
 
 _PARAMETER = ""  # the key of the parameter itself beside those of its state
 
@@ -108,7 +110,7 @@ def forget_shards(model: nn.Module) -> None:
         vars(param).pop("_shardopt_shard", None)
 
 
-def set_piece_gradients(model: nn.Module, seed: int) -> None:
+def set_piece_gradients(model: nn.Module, seed: int, change: Change) -> None:
     """The gradients that :func:`ranks.models.set_gradients` gives the bare model; zeros for padding."""
     found = pieces(model)
     for piece in found:
@@ -116,28 +118,35 @@ def set_piece_gradients(model: nn.Module, seed: int) -> None:
             piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.tensor.numel() else None
     for index, piece in enumerate(found):
         if piece.tensor.grad is not None:
-            whole = values(piece.shape, 100 * seed + index, piece.tensor.dtype).reshape(-1)
-            piece.of(piece.tensor.grad).copy_(whole[piece.start : piece.start + piece.numel])
+            whole = change(index, values(piece.shape, 100 * seed + index, piece.tensor.dtype))
+            piece.of(piece.tensor.grad).copy_(piece.cut(whole))
 
 
 def gathered_parameters(model: nn.Module) -> Snapshot:
     """All parameters in full; all ranks must call this."""
-    own = {piece.name: {_PARAMETER: piece.of(piece.tensor)} for piece in pieces(model)}
+    return gathered_tensors(model, {piece.tensor: piece.tensor for piece in pieces(model)})
+
+
+def gathered_tensors(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Snapshot:
+    """Tensors like the optimizer's parameters, which those are the keys of, in full; all ranks must call this."""
+    own = {p.name: {_PARAMETER: p.of(tensors[p.tensor])} if p.tensor in tensors else {} for p in pieces(model)}
     everyone = from_all_ranks((own, {piece.name: (piece.start, piece.numel) for piece in pieces(model)}))
     return {name: _elements(everyone, name, shape, _PARAMETER) for name, shape in model.bare_shapes.items()}
 
 
-def gathered(model: nn.Module, optimizer: Optimizer) -> Snapshot:
+def gathered(model: nn.Module, optimizer: Optimizer, on_all: bool = True) -> Snapshot:
     """Parameters and state in full, in the form of :func:`ranks.snapshot.snapshot`; all ranks must call this."""
     inner = sharded_optimizer(optimizer)
     groups = {param: group for group in inner.param_groups for param in group["params"]}
-    return assembled(model.bare_shapes, inner, [(piece, groups.get(piece.tensor)) for piece in pieces(model)])
+    held = [(piece, groups.get(piece.tensor)) for piece in pieces(model)]
+    return assembled(model.bare_shapes, inner, held, on_all)
 
 
 def assembled(
     shapes: Mapping[str, Shape],
     optimizer: ShardedOptimizer | QuantizedState,
     held: Sequence[tuple[Piece, Mapping[str, Any] | None]],
+    on_all: bool = True,
 ) -> Snapshot:
     """Parameters and state in full; all ranks must call this.
 
@@ -147,6 +156,7 @@ def assembled(
         shapes: of all parameters, by name.
         optimizer: this rank's.
         held: this rank's piece of each parameter, with the param group of its tensor, if the optimizer has that here.
+        on_all: whether ranks but the first get it, too.
     """
     options = optimizer._internals.options if isinstance(optimizer, QuantizedState) else {}
     own: dict[str, StateDict] = {}
@@ -163,11 +173,11 @@ def assembled(
     assert own.keys() == shapes.keys()
     everyone: list[Any] = []
     block_sizes: dict[str, int] = {}
-    for own_there, places_there, sizes_there in from_all_ranks((own, places, sizes)):
+    for own_there, places_there, sizes_there in from_all_ranks((own, places, sizes), on_all):
         everyone.append((own_there, places_there))
         block_sizes |= sizes_there
     found: Snapshot = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes.items() if everyone else ():
         found[name] = _elements(everyone, name, shape, _PARAMETER)
         for key in sorted({key for there, _ in everyone for key in there[name]} - {_PARAMETER}):
             copies = [as_tensor(there[name][key]) for there, _ in everyone if key in there[name]]

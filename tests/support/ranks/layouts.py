@@ -90,6 +90,12 @@ def deep_layouts(world_size: int) -> list[Layout]:
     )
 
 
+def is_scattered(way: Layout) -> bool:
+    """Whether some rank may hold several ranges of a dim."""
+    strided = [p for p in way.placements if isinstance(p, _StridedShard)]
+    return any(getattr(way.placements[-1], "dim", None) != p.dim or len(way.placements) == 1 for p in strided)
+
+
 def allowed(found: Sequence[Layout]) -> list[Layout]:
     """The layouts that this version of PyTorch can make."""
     return [layout for layout in found if cuts_uneven_strided_shards or not _is_uneven(layout)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, sigmoid, silu
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks.flat import bare_shapes, is_flat, remember_bare, set_piece_gradients
-from ranks.layouts import Shape, distribute, mesh_of, values
+from ranks.flat import Change, bare_shapes, is_flat, remember_bare, set_piece_gradients
+from ranks.layouts import Layout, Shape, deep_layouts, distribute, is_scattered, layouts, mesh_of, shard, values
 
 TOKENS = 97
 
@@ -91,6 +91,23 @@ class Tied(nn.Module):
         return self.head(self.mix(self.mix(self.embed(tokens))))
 
 
+class Matrices(nn.Module):
+    """A parameter for each of these layouts of DTensors."""
+
+    def __init__(self, ways: Sequence[Layout]) -> None:
+        super().__init__()
+        self.ways = ways
+        for index, way in enumerate(ways):
+            whole = nn.Parameter(values(way.shape, index, way.dtype))
+            self.register_parameter(f"{index}: {way}".replace(".", " "), whole)
+
+    def sharded(self) -> nn.Module:
+        """The model itself, with each parameter sharded by its layout."""
+        for (name, whole), way in zip(list(self.named_parameters()), self.ways, strict=True):
+            self.register_parameter(name, nn.Parameter(shard(whole.detach(), way)))
+        return self
+
+
 class _Holder(nn.Module):
     def __init__(self, shapes: tuple[Shape, ...], seed: int) -> None:
         super().__init__()
@@ -134,13 +151,19 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): param for name, param in named}
 
 
-def set_gradients(model: nn.Module, seed: int) -> None:
-    """Gives the parameters the same gradients in every way that the model may be sharded."""
+def set_gradients(model: nn.Module, seed: int, change: Change = lambda place, whole: whole) -> None:
+    """Gives the parameters the same gradients in every way that the model may be sharded.
+
+    Args:
+        model: its parameters, which are sharded or not.
+        seed: of the gradients.
+        change: makes another gradient of a parameter's place and its whole gradient.
+    """
     if is_flat(model):
-        set_piece_gradients(model, seed)
+        set_piece_gradients(model, seed, change)
         return
     for index, param in enumerate(model.parameters()):
-        whole = values(tuple(param.shape), 100 * seed + index, param.dtype)
+        whole = change(index, values(tuple(param.shape), 100 * seed + index, param.dtype))
         if isinstance(param, DTensor):
             param.grad = distribute(whole, param.device_mesh, param.placements)
         else:
@@ -196,8 +219,7 @@ def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: obje
 
 def make_odds(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
     """The model of odd shapes, whole and under FSDP1."""
-    whole, model = Odds().to(dtype), Odds().to(dtype)
-    return whole, fsdp1(model, [f"units.{index}" for index in range(len(Odds.UNITS) - 1)], **options)
+    return Odds().to(dtype), _odds(Odds().to(dtype), **options)
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
@@ -243,6 +265,35 @@ FSDP1_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1 nested flat": partial(_fsdp1_nested, **_FLAT),
 }
 
+
+def _dtensors(third: int) -> Sequence[Layout]:
+    """Every third of the layouts whose ranks hold one range of each dim, from this one on."""
+    return [way for way in layouts(dist.get_world_size()) if not is_scattered(way)][third::3]
+
+
+def _deep_dtensors() -> Sequence[Layout]:
+    return [way for way in deep_layouts(dist.get_world_size()) if not is_scattered(way)]
+
+
+def _scattered_dtensors() -> Sequence[Layout]:
+    size = dist.get_world_size()
+    return [way for way in (*layouts(size), *deep_layouts(size)) if is_scattered(way)]
+
+
+def _odds(model: nn.Module, **options: object) -> nn.Module:
+    return fsdp1(model, [f"units.{index}" for index in range(len(Odds.UNITS) - 1)], **options)
+
+
+#: Ways to shard :class:`Odds`.
+ODDS_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"odds": _odds, "odds flat": partial(_odds, **_FLAT)}
+
+#: Ways to shard :class:`Matrices`, and the layouts of DTensors in each: all ways that PyTorch can make, in thirds.
+MATRICES_WAYS: dict[str, Callable[[], Sequence[Layout]]] = {
+    **{f"dtensors {third}": partial(_dtensors, third) for third in range(3)},
+    "deep dtensors": _deep_dtensors,
+    "scattered dtensors": _scattered_dtensors,
+}
+
 #: Few worlds for FSDP1: the number of ranks, and ``use_orig_params``.
 FEW_WORLDS = ((3, True), (4, False))
 
@@ -261,5 +312,23 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp tp": _fsdp_tensor_parallel,
     "fsdp columns tp": lambda model: _fsdp_tensor_parallel(model, columns=dist.get_world_size()),
     **FSDP1_WAYS,
+    **ODDS_WAYS,
+    **dict.fromkeys(MATRICES_WAYS, Matrices.sharded),
     "zero": _zero,
 }
+
+
+def make_bare(way: str) -> Callable[..., nn.Module]:
+    """Makes the model that one of the ``WAYS`` is for: of a dtype, or None for the model's own, and a seed."""
+    if way in ODDS_WAYS:
+        return lambda dtype=None, seed=0: _of_dtype(Odds(), dtype, seed)
+    if way in MATRICES_WAYS:
+        return lambda dtype=None, seed=0: _of_dtype(Matrices(MATRICES_WAYS[way]()), dtype, seed)
+    return lambda dtype=None, seed=0: make_net(dtype or torch.float32, seed)
+
+
+def _of_dtype(model: nn.Module, dtype: torch.dtype | None, seed: int) -> nn.Module:
+    for place, param in enumerate(model.parameters()):
+        if seed:
+            param.data = values(tuple(param.shape), 999 * seed + place, param.dtype)
+    return model if dtype is None else model.to(dtype)

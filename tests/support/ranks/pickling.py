@@ -31,8 +31,11 @@ def dumps(value: object) -> bytes:
     return file.getvalue()
 
 
-def from_all_ranks(value: object) -> list[Any]:
-    """All ranks' values, by rank. All ranks must call this."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dumps(value))
+def from_all_ranks(value: object, on_all: bool = True) -> list[Any]:
+    """All ranks' values, by rank; nothing on ranks but the first, unless on all. All ranks must call this."""
+    everyone: list[Any] = [None] * dist.get_world_size() if on_all or dist.get_rank() == 0 else []
+    if on_all:
+        dist.all_gather_object(everyone, dumps(value))
+    else:
+        dist.gather_object(dumps(value), everyone or None)
     return [pickle.loads(each) for each in everyone]

@@ -1,32 +1,35 @@
-"""Short runs that come out the same in whatever way parameters are sharded: of the model, and of any layouts."""
+"""Short runs that come out the same in whatever way parameters are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from helpers import CASES, Named
-from ranks.flat import gathered, is_flat
-from ranks.layouts import Layout, shard, values
-from ranks.models import WAYS, make_net, named_parameters, set_gradients
-from ranks.snapshot import Snapshot, assert_shards_of, entries, snapshot
+from helpers import CASES
+from ranks.flat import Change, gathered, gathered_tensors, is_flat, pieces
+from ranks.models import WAYS, loss_of, make_bare, make_batch, make_net, named_parameters, set_gradients
+from ranks.snapshot import Snapshot, in_full, snapshot
 from shardopt.optim import ShardedOptimizer
 
 SMALL = {"min_quantized_numel": 64}
 
 
-def make_optimizer(way: str, model: nn.Module, rule: str = "adamw", **options: Any) -> ShardedOptimizer:
+def make_optimizer(
+    way: str, model: nn.Module, rule: str = "adamw", params: Any = None, **options: Any
+) -> ShardedOptimizer:
     """The optimizer for a model sharded in one of the ``WAYS``; under "zero" the one around it."""
-    case, options = CASES[rule], {**SMALL, **options}
+    case, options, params = CASES[rule], {**SMALL, **options}, params or model.parameters()
     if way == "zero":
-        hyper = {**case.hyper, **options}
-        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=case.optimizer, **hyper)
-    return case.make(model.parameters(), **options)
+        return ZeroRedundancyOptimizer(params, optimizer_class=case.optimizer, **{**case.hyper, **options})
+    return case.make(params, **options)
 
 
 def trained(
@@ -57,47 +60,107 @@ def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> 
     optimizer.zero_grad()
 
 
-def snapshot_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """The run in full; all ranks must call this."""
+def snapshot_of(model: nn.Module, optimizer: torch.optim.Optimizer, on_all: bool = True) -> Snapshot:
+    """The run in full, on all ranks or on the first; all ranks must call this."""
     if is_flat(model):
-        return gathered(model, optimizer)
-    return snapshot(named_parameters(model), optimizer)
+        return gathered(model, optimizer, on_all)
+    return snapshot(named_parameters(model), optimizer, on_all)
 
 
-class Pair:
-    """Parameters, sharded and whole, each kind with an optimizer of its own: a param group per codec."""
+class Run:
+    """A run under a layout, and what features do with it; also the run that it is compared with.
 
-    def __init__(self, rule: str, codecs: Sequence[str], ways: Sequence[Layout], **options: Any) -> None:
-        self.layouts = {f"{codec} {layout}": layout for codec in codecs for layout in ways}
-        self.whole: Named = {}
-        self.sharded: Named = {}
-        for index, (name, layout) in enumerate(self.layouts.items()):
-            self.whole[name] = values(layout.shape, index, layout.dtype)
-            self.sharded[name] = shard(self.whole[name].clone(), layout)
-        options = {"min_quantized_numel": 256, **options}
-        self.whole_optimizer, self.sharded_optimizer = (
-            CASES[rule].make(_groups(params, codecs), **options) for params in (self.whole, self.sharded)
-        )
+    Attributes:
+        way: one of the ``WAYS``.
+        is_tested: False for the run to compare with, which leaves out what must not matter.
+        path: a folder of all ranks.
+        model: sharded that way.
+        optimizer: of the model.
+        number: of the next step.
+        noted: other results, in full.
+    """
 
-    def gradients(self, seed: int) -> Named:
-        return {
-            name: values(layout.shape, seed + index, layout.dtype)
-            for index, (name, layout) in enumerate(self.layouts.items())
-        }
+    model: nn.Module
+    optimizer: Any
+    number: int
 
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, layout in self.layouts.items():
-            self.whole[name].grad = gradients[name]
-            self.sharded[name].grad = shard(gradients[name], layout)
-        self.whole_optimizer.step()
-        self.sharded_optimizer.step()
+    def __init__(self, way: str, is_tested: bool, path: Path, of: Run | None = None) -> None:
+        self.way, self.is_tested, self.path = way, is_tested, path
+        self.bare = make_bare(way) if of is None else of.bare
+        self.noted: Snapshot = {}
+        self._whole_gradients: dict[int, Snapshot] = {} if of is None else of._whole_gradients
 
-    def compare(self) -> None:
-        assert_shards_of(entries(self.sharded, self.sharded_optimizer), entries(self.whole, self.whole_optimizer))
+    @property
+    def is_single(self) -> bool:
+        return self.way == "single"
 
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether a single run has to be given this one's."""
+        return bool(self._whole_gradients)
 
-def _groups(params: Mapping[str, Tensor], codecs: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"params": [param for name, param in params.items() if name.startswith(f"{codec} ")], "codec": codec}
-        for codec in codecs
-    ]
+    @property
+    def inner(self) -> ShardedOptimizer:
+        """The optimizer inside a ZeroRedundancyOptimizer, or the optimizer."""
+        return getattr(self.optimizer, "optim", self.optimizer)
+
+    def begin(self, rule: str = "adamw", *, dtype: torch.dtype | None = None, seed: int = 0, **options: Any) -> None:
+        """Makes model and optimizer."""
+        self.shard(self.bare(dtype=dtype, seed=seed))
+        self.optimizer = make_optimizer(self.way, self.model, rule, **options)
+
+    def shard(self, bare: nn.Module) -> None:
+        """Makes this model the run's."""
+        self.model, self.number = WAYS[self.way](bare), 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's parameters by the names of the bare model's: under some layouts one stands for several."""
+        if is_flat(self.model):
+            return {piece.name: piece.tensor for piece in pieces(self.model)}
+        return named_parameters(self.model)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.set_gradients()
+            self.step()
+
+    def set_gradients(self, change: Change = lambda place, whole: whole) -> None:
+        set_gradients(self.model, self.number, change)
+        for param in self.model.parameters():
+            if not param.requires_grad:
+                param.grad = None
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.number += 1
+
+    def backward(self, batches: int = 1, same_on_all: bool = False) -> None:
+        """Gradients of own batches, summed before ranks share them out; a single run takes those of all ranks."""
+        if self.is_single:
+            for name, param in self.model.named_parameters():
+                param.grad = self._whole_gradients[self.number][name].clone()
+            return
+        for batch in range(batches):
+            is_last = batch == batches - 1
+            if hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(is_last)
+            with nullcontext() if is_last or not hasattr(self.model, "no_sync") else self.model.no_sync():
+                rank = 0 if same_on_all or "tp" in self.way else dist.get_rank()
+                loss_of(self.model, make_batch(10 * self.number + batch, rank)).backward()
+
+    def keep_gradients(self) -> None:
+        """Lets the single run step with the gradients that all ranks have now."""
+        if not self.is_single:
+            gradients = {param: param.grad for param in self.model.parameters() if param.grad is not None}
+            self._whole_gradients[self.number] = self.in_full(gradients)
+
+    def in_full(self, tensors: Mapping[Tensor, Tensor]) -> Snapshot:
+        """Tensors by the parameters that they are like, in full and by name; all ranks must call this."""
+        if is_flat(self.model):
+            return gathered_tensors(self.model, tensors)
+        return {name: in_full(tensors[param].detach()).clone() for name, param in named_parameters(self.model).items()}
+
+    def results(self, on_all: bool = True) -> Snapshot:
+        """All that the run ends with, on all ranks or on the first; all ranks must call this."""
+        return {**self.noted, **snapshot_of(self.model, self.optimizer, on_all)}

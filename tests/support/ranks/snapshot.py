@@ -42,19 +42,27 @@ def in_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer) -> Snapshot:
-    """A copy of the global values of all :func:`entries`; all ranks must call this, and replicas must agree."""
+def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = True) -> Snapshot:
+    """A copy of the global values of all :func:`entries`; all ranks must call this, and replicas must agree.
+
+    Args:
+        params: by name.
+        optimizer: of these.
+        on_all: whether ranks but the first get it, too.
+    """
     found = entries(params, optimizer)
     sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
     if sharded:
-        found |= _gathered(sharded)
+        found |= _gathered(sharded, on_all)
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def _gathered(sharded: Mapping[str, DTensor]) -> Snapshot:
+def _gathered(sharded: Mapping[str, DTensor], on_all: bool) -> Snapshot:
     """The global values of DTensors. One collective for all of them: one for each takes most of a test's time."""
-    everyone = from_all_ranks({name: (elements_of(x), x.to_local()) for name, x in sharded.items()})
+    everyone = from_all_ranks({name: (elements_of(x), x.to_local()) for name, x in sharded.items()}, on_all)
     found: Snapshot = {}
+    if not everyone:
+        return found
     for name, like in sharded.items():
         whole = torch.zeros(like.shape, dtype=like.dtype)
         known = torch.zeros(like.numel(), dtype=torch.bool)

@@ -1,0 +1,777 @@
+"""Layouts x features: a sharded run has the bits of one process, whatever it does meanwhile.
+
+A layout is one of the ``WAYS`` of ``ranks/models.py``, on some number of ranks; a feature is a function of a ``Run``.
+All that ranks hold in the end, put together, is compared with the unsharded run, or with that of the same layout
+without the feature. Each feature meets some layouts by default, and all among the slow tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import shardopt
+from helpers import CODEC_NAMES, through_a_file
+from ranks.flat import is_flat, pieces
+from ranks.models import (
+    FSDP1_WAYS,
+    MATRICES_WAYS,
+    ODDS_WAYS,
+    TOKENS,
+    copy_weights,
+    loss_of,
+    make_batch,
+    make_frozen,
+    make_net,
+)
+from ranks.offload import late_transfers, offload_from_cpu, slow_steps
+from ranks.pool import Pool
+from ranks.runs import SMALL, Run, make_optimizer
+from ranks.snapshot import Snapshot, assert_same
+from slow_cases import slow
+from weight_formats import FORMATS
+from wrapped import ELEMENTWISE, train_mode
+
+STEPS = 3
+
+#: The layouts that a world of so many ranks has.
+LAYOUTS: dict[int, tuple[str, ...]] = {
+    1: ("fsdp", "tp", "fsdp1", "fsdp1 flat"),
+    2: ("fsdp offload", "fsdp bf16", "fsdp1 bf16", "fsdp1 bf16 flat"),
+    3: (
+        *("ddp", "fsdp", "fsdp columns", "tp", "hsdp of one", "zero"),
+        *("fsdp1", "fsdp1 flat", "fsdp1 grad", "fsdp1 none flat", "fsdp1 nested flat"),
+        *(*ODDS_WAYS, *MATRICES_WAYS),
+    ),
+    4: (
+        *("fsdp tp", "fsdp columns tp", "hsdp", "hsdp columns"),
+        *("fsdp1 hybrid", "fsdp1 hybrid flat", "fsdp1 nested", "fsdp1 grad flat", "fsdp1 none"),
+        *(*ODDS_WAYS, *MATRICES_WAYS),
+    ),
+}
+FSDP1 = {*FSDP1_WAYS, *ODDS_WAYS}
+#: Layouts whose optimizer has one parameter for each of FSDP1's units.
+BY_UNIT = {way for way in FSDP1 if "flat" in way}
+WITHOUT_REPLICAS = {"fsdp", "fsdp columns", *(way for way in FSDP1 if "none" not in way and "hybrid" not in way)}
+#: Layouts of something else than the small model.
+OTHER_MODELS = {*ODDS_WAYS, *MATRICES_WAYS}
+
+
+def stepped(run: Run, rule: str = "adamw", **options: Any) -> None:
+    run.begin(rule, **options)
+    run.steps(STEPS)
+
+
+def _units(run: Run) -> dict[str, int]:
+    """For each parameter the number of FSDP1's unit that has it under some layout."""
+    heads = {name: name.rpartition(".")[0] for name in run.tensors()}
+    unit = {
+        name: head if head in ("up", "conv") or "units" in head else head and "rest" for name, head in heads.items()
+    }
+    numbers: dict[str, int] = {}
+    return {name: numbers.setdefault(unit[name] or name, len(numbers)) for name in unit}
+
+
+def grouped(run: Run, groups: list[dict[str, Any]]) -> None:
+    """Param groups, each with options of its own; a schedule of the first one's learning rate."""
+    run.begin()
+    own: list[dict[Tensor, None]] = [{} for _ in groups]
+    tensors = run.tensors()
+    for name, number in _units(run).items():
+        own[number % len(groups)][tensors[name]] = None
+    params = [{"params": [*each], **group} for each, group in zip(own, groups, strict=True) if each]
+    run.optimizer = make_optimizer(run.way, run.model, params=params)
+    for step in range(STEPS):
+        run.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        run.steps(1)
+
+
+def in_turns(run: Run) -> None:
+    """Gradients that are there in some steps only: of whole units, and of all."""
+    run.begin(block_size=32)
+    units = _units(run)
+    for step in range(5):
+        run.set_gradients()
+        for name, param in run.tensors().items():
+            if (units[name] + step) % 3 == 0 or step == 3:
+                param.grad = None
+        run.step()
+
+
+def frozen(run: Run) -> None:
+    run.shard(make_frozen(0))
+    run.optimizer = make_optimizer(run.way, run.model)
+    run.steps(STEPS)
+
+
+def clipped(run: Run, kind: float, late: bool, rule: str = "adamw") -> None:
+    """late: the steps clip."""
+    run.begin(rule)
+    for step in range(STEPS):
+        run.set_gradients()
+        clips = run.optimizer if late and run.way != "zero" else None
+        norm = shardopt.clip_grad_norm_(run.model.parameters(), 0.5, kind, optimizer=clips)
+        assert norm > 0.5
+        run.noted[f"norm {step}"] = norm
+        run.step()
+
+
+def _spoilt(number: int, place: int, whole: Tensor) -> Tensor:
+    """A twentieth of the elements are NaN or infinite."""
+    generator = torch.Generator().manual_seed(100 * number + place)
+    chosen = torch.randperm(whole.numel(), generator=generator)[: max(whole.numel() // 20, 1)]
+    whole.view(-1)[chosen] = torch.tensor([math.nan, math.inf, -math.inf], dtype=whole.dtype)[chosen % 3]
+    return whole
+
+
+def nonfinite(run: Run, policy: str, **options: Any) -> None:
+    """Whatever shares a block with skipped elements is not harmed; ranks count those that they hold."""
+    run.begin(nonfinite=policy, **options)
+    for step in range(4):
+        run.set_gradients(partial(_spoilt, step) if step in (0, 2) else lambda place, whole: whole)
+        run.step()
+    if policy == "skip" and (run.is_single or run.way in WITHOUT_REPLICAS):
+        count = torch.tensor(run.inner.nonfinite_count)
+        if not run.is_single:
+            dist.all_reduce(count)
+        assert count == 2 * sum(max(param.numel() // 20, 1) for param in run.bare().parameters())
+
+
+def raising(run: Run) -> None:
+    """All ranks raise, in the first step, too, and though one rank alone has the element; then all go on."""
+    run.begin(nonfinite="raise")
+
+    def spoil(place: int, whole: Tensor) -> Tensor:
+        if place == 1:
+            whole.view(-1)[-1] = math.nan
+        return whole
+
+    for _ in range(2):
+        for _ in range(2):
+            run.set_gradients(spoil)
+            with pytest.raises(FloatingPointError, match=r"got a gradient with NaN or Inf; nothing was changed"):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.steps(1)
+
+
+def weighted(run: Run, weights: str, **options: Any) -> None:
+    """Weights narrower than float32; where their low bits are kept they are given out in full, and taken again."""
+    dtype, kept = FORMATS[weights]
+    run.begin(dtype=dtype, **kept, **options)
+    run.steps(2)
+    if "master_weight_bits" in kept:
+        found = run.inner.full_precision_parameters()
+        run.noted |= {f"{name} in full precision": x for name, x in run.in_full(found).items()}
+        for param, x in found.items() if run.is_tested else ():
+            assert x.dtype == torch.float32
+            assert type(x) is type(param.detach())
+            param.data.mul_(2)
+            if param in run.inner.state:  # a rank with none of its elements has not stepped it
+                run.inner.state[param]["master_low_bits"].fill_(3)
+        run.inner.load_full_precision_parameters(found)
+    run.steps(1)
+
+
+def weights_loaded_first(run: Run) -> None:
+    dtype, kept = FORMATS["bf16 24"]
+    run.begin(dtype=dtype, **kept)
+    weights = run.inner.full_precision_parameters()
+    run.inner.load_full_precision_parameters({param: x / 3 for param, x in weights.items()})
+    run.steps(2)
+
+
+def _placements(run: Run) -> list[Any]:
+    states = run.optimizer.state.values()
+    return [(key, tuple(x.shape), getattr(x, "placements", None)) for state in states for key, x in state.items()]
+
+
+def sleeping(run: Run, **options: Any) -> None:
+    with offload_from_cpu():
+        run.begin(**options)
+        run.steps(1)
+        before = _placements(run)
+        for step in range(1, 4):
+            if run.is_tested:
+                run.optimizer.offload()
+                assert _placements(run) == before
+                if step == 2:
+                    run.optimizer.load_state_dict(run.optimizer.state_dict())
+                if step != 3:  # the step wakes the state itself
+                    run.optimizer.reload()
+                    assert _placements(run) == before
+            run.steps(1)
+
+
+def reset(run: Run) -> None:
+    """The state begins as that of another optimizer would."""
+    run.begin()
+    run.steps(1)
+    if run.is_tested:
+        run.optimizer.reset_state()
+        assert not any(run.optimizer.state.values())
+    else:
+        run.optimizer = make_optimizer(run.way, run.model)
+    run.steps(2)
+
+
+def offloaded(run: Run, how: str, **options: Any) -> None:
+    with offload_from_cpu(transfers=late_transfers(how)):
+        run.begin(offload=how if run.is_tested else None, **options)
+        run.steps(STEPS)
+        run.optimizer.synchronize()
+        if run.is_tested:
+            params = [param for group in run.optimizer.param_groups for param in group["params"]]
+            assert how in {run.optimizer._internals.residency.of(param).offload for param in params}
+
+
+def _another(run: Run, rule: str = "adamw", **options: Any) -> Run:
+    """A run of the same layout with the same weights, and another optimizer."""
+    other = Run(run.way, run.is_tested, run.path, run)
+    other.begin(rule, seed=1, **options)
+    with torch.no_grad():
+        copy_weights(run.model, other.model)
+    return other
+
+
+def _becomes(run: Run, other: Run) -> None:
+    run.model, run.optimizer = other.model, other.optimizer
+
+
+def saved(run: Run, rule: str = "adamw", asleep: bool = False, **options: Any) -> None:
+    """Through state_dict() and load_state_dict(), which leave the first one as it was."""
+    with offload_from_cpu():
+        run.begin(rule, **options)
+        run.steps(2)
+        if run.is_tested:
+            other = _another(run, rule, **options)
+            other.steps(int(asleep))
+            with torch.no_grad():
+                copy_weights(run.model, other.model)
+            for each in (run, other) if asleep else ():
+                each.optimizer.offload()
+            state = run.optimizer.state_dict()
+            other.optimizer.load_state_dict(through_a_file(state) if is_flat(run.model) else state)
+            assert_same(other.results(), run.results())
+            _becomes(run, other)
+        run.steps(1)
+
+
+#: Options of torch's functions.
+OF_TORCH = {
+    "sharded": {},
+    "on the host": {"cpu_offload": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+}
+
+
+def carried(run: Run, how: str, rule: str = "adamw", **options: Any) -> None:
+    """Through torch's functions for optimizers' states."""
+    run.begin(rule, **options)
+    run.steps(2)
+    if run.is_tested:
+        given = OF_TORCH[how]
+        asked = StateDictOptions(**{**given, "broadcast_from_rank0": False})
+        state = get_optimizer_state_dict(run.model, run.optimizer, options=asked)
+        other = _another(run, rule, **options)
+        set_optimizer_state_dict(other.model, other.optimizer, state, options=StateDictOptions(**given))
+        _becomes(run, other)
+    run.steps(1)
+
+
+def packed(run: Run, rule: str = "adamw", dtype: torch.dtype | None = None, **options: Any) -> None:
+    """Through FSDP1's own functions, which leave the first optimizer's state as it was."""
+    run.begin(rule, dtype=dtype, **options)
+    run.steps(2)
+    if run.is_tested:
+        before = run.results()
+        state = FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)
+        assert_same(run.results(), before)
+        assert all(key == "step" or key.startswith("packed_") for entries in state["state"].values() for key in entries)
+        other = make_optimizer(run.way, run.model, rule, **options)
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(run.model, other, copy.deepcopy(state))
+        other.load_state_dict(loaded)
+        run.optimizer = other
+    run.steps(1)
+
+
+def dequantized(run: Run, **other: Any) -> None:
+    """Float32 state goes into an optimizer of another codec, and into torch's, which goes on."""
+    run.begin()
+    run.steps(2)
+    state = run.optimizer.state_dict(dequantize=True)
+    following = _another(run, **other)
+    following.optimizer.load_state_dict(copy.deepcopy(state))
+    if run.is_tested:
+        theirs = torch.optim.AdamW(run.model.parameters())
+        theirs.load_state_dict(state)
+        run.set_gradients()
+        theirs.step()
+    _becomes(run, following)
+    run.steps(1)
+
+
+def from_torch(run: Run, rule: str, functions: bool, **options: Any) -> None:
+    """State of torch's optimizer over the same shards is quantized when it is loaded."""
+    run.begin(rule, **options)
+    ours = run.optimizer
+    theirs: Any = {"adamw": torch.optim.AdamW, "momentum": torch.optim.SGD}[rule]
+    hyper = {
+        key: value for key, value in ours.defaults.items() if key in ("lr", "weight_decay", "momentum", "dampening")
+    }
+    run.optimizer = theirs(run.model.parameters(), **hyper)
+    run.steps(2)
+    if functions and run.is_tested:
+        set_optimizer_state_dict(run.model, ours, get_optimizer_state_dict(run.model, run.optimizer))
+    else:
+        ours.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    run.optimizer = ours
+    run.steps(1)
+
+
+def _step_of_zeros(run: Run) -> None:
+    """By hand what torch's functions do first, which know no ZeroRedundancyOptimizer."""
+    groups = run.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    run.optimizer.step()
+    for group, lr in zip(groups, rates, strict=True):
+        group["lr"] = lr
+    run.optimizer.zero_grad()
+
+
+def first_state(run: Run, rule: str) -> None:
+    """torch's functions take a step of zeros where there is no state yet: it is none, and changes no weights."""
+    run.begin(rule)
+    first = pieces(run.model)[0].of(pieces(run.model)[0].tensor) if is_flat(run.model) else next(run.model.parameters())
+    with torch.no_grad():
+        first.mul_(0.0)  # some zeros are negative now
+    if run.is_tested and run.way == "zero":
+        _step_of_zeros(run)
+    elif run.is_tested:
+        state = get_optimizer_state_dict(run.model, run.optimizer)
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+    counts = {float(state["step"]) for state in run.inner.state.values() if state}
+    assert counts == ({0.0} if run.is_tested else set())
+    run.steps(2)
+
+
+def portable(run: Run, asleep: bool = False, **options: Any) -> None:
+    """Through a checkpoint, into a model of other weights whose optimizer has taken a step."""
+    with offload_from_cpu():
+        run.begin(**options)
+        run.steps(2)
+        if run.is_tested:
+            if asleep:
+                run.optimizer.offload()
+            shardopt.checkpoint.save(run.path, run.model, run.optimizer)
+            run.begin(seed=1, **options)
+            run.steps(1)
+            if asleep:
+                run.optimizer.offload()
+            assert shardopt.checkpoint.load(run.path, run.model, run.optimizer).converted == {}
+            run.number = 2
+        run.steps(1)
+
+
+def _begin_embedded(run: Run, seed: int = 0) -> None:
+    """A model with a StableEmbedding."""
+    net = make_net(seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net.embed = shardopt.StableEmbedding(TOKENS, 66)
+    run.shard(net)
+    run.optimizer = make_optimizer(run.way, run.model)
+
+
+def embedded(run: Run) -> None:
+    """The state of a StableEmbedding's weight is float32."""
+    _begin_embedded(run)
+    run.steps(2)
+    found = run.results()
+    entries = {key.split("/")[1] for key in found if key.startswith("embed.weight/")}
+    assert entries == {"step", "exp_avg", "exp_avg_sq"}
+    assert found["up.weight/exp_avg_codes"].dtype == torch.uint8
+
+
+def quantized(run: Run, name: str, **options: Any) -> None:
+    """State of other packages' optimizers; through torch's functions, which call ``step()``, and through floats."""
+    run.begin()
+
+    def make() -> None:
+        run.optimizer = shardopt.quantize_state(ELEMENTWISE[name](list(run.model.parameters())), **SMALL, **options)
+        train_mode(run.optimizer)
+
+    make()
+    run.steps(2)
+    if run.is_tested and name == FEW_QUANTIZED[0]:
+        state = get_optimizer_state_dict(run.model, run.optimizer)
+        make()
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+    run.steps(1)
+    run.optimizer.load_state_dict(run.optimizer.state_dict(dequantize=True))
+
+
+def trained(run: Run, batches: int, clip: float | None = None) -> None:
+    """Gradients of backward passes; under FSDP1 with evaluations between them."""
+    run.begin()
+    for step in range(STEPS):
+        run.backward(batches)
+        run.keep_gradients()
+        if clip is not None:
+            run.noted[f"norm {step}"] = shardopt.clip_grad_norm_(run.model.parameters(), clip)
+        run.step()
+        if run.way in FSDP1:  # FSDP2 keeps the root's weights gathered afterwards
+            run.model.eval()
+            with torch.no_grad():
+                loss_of(run.model, make_batch(100 + step))
+            run.model.train()
+
+
+def scaled(run: Run, overflow: bool) -> None:
+    """With a scaled loss; with an overflow, the last gradient is infinite: of one rank where it has no replica."""
+    run.begin()
+    kind = partial(ShardedGradScaler, process_group=dist.group.WORLD) if run.way in FSDP1 else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=2.0**10, enabled=run.is_tested)
+    for step in range(STEPS):
+        scaler.scale(loss_of(run.model, make_batch(step, 0 if "tp" in run.way else dist.get_rank()))).backward()
+        overflows = overflow and step == 2
+        if overflows and run.is_tested and (dist.get_rank() == 1 or run.way not in WITHOUT_REPLICAS):
+            gradients = [param.grad for param in run.model.parameters() if param.grad is not None]
+            max((getattr(x, "_local_tensor", x) for x in gradients), key=torch.Tensor.numel).view(-1)[5] = torch.inf
+        if step % 2:
+            scaler.unscale_(run.optimizer)
+        if not overflows or run.is_tested:
+            scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+    assert scaler.get_scale() == (1.0 if not run.is_tested else 2.0**9 if overflow else 2.0**10)
+    assert run.inner.nonfinite_count == 0
+
+
+def released(run: Run, rule: str = "adamw", batches: int = 1, **options: Any) -> None:
+    """Steps in the backward pass; the release ends, and another one begins."""
+    run.begin(rule, **options)
+    for step in range(5):
+        if step in (0, 4) and run.is_tested:
+            release = shardopt.release_gradients(run.model, run.optimizer)
+        run.backward(batches)
+        assert all((param.grad is None) == (run.is_tested and step != 3) for param in run.model.parameters())
+        run.step()
+        if step == 2 and run.is_tested:
+            release.remove()
+
+
+def held(run: Run, batches: int, clip: bool = True, rule: str = "adamw", **options: Any) -> None:
+    """Gradients wait in the host's memory, and steps go on during the next forward pass."""
+    with offload_from_cpu(), slow_steps(0.002):
+        run.begin(rule, offload="step" if run.is_tested else None, **options)
+        if run.is_tested:
+            shardopt.release_gradients(run.model, run.optimizer, overlap_forward=True, waiting_gradients=3)
+        for step in range(4):
+            run.backward(batches)
+            if clip:
+                norm = shardopt.clip_grad_norm_(run.model.parameters(), 1e-3, optimizer=run.optimizer)
+                run.noted[f"norm {step}"] = norm
+            run.step()
+        run.optimizer.synchronize()
+
+
+class Feature(NamedTuple):
+    """What is done, and under which layouts it is not to be had.
+
+    Attributes:
+        do: does it.
+        lacking: layouts without it.
+        as_single: whether to compare with a run in one process, or with the same layout that leaves it out.
+    """
+
+    do: Callable[[Run], None]
+    lacking: Collection[str] = ()
+    as_single: bool = True
+
+
+MATRICES = {*MATRICES_WAYS}
+SCATTERED = {"scattered dtensors"}
+ZERO = {"zero"}
+#: Gradients of a backward pass need a model that has one.
+UNTRAINED = {*OTHER_MODELS}
+UNSCALED = {*UNTRAINED, "tp", "fsdp tp", "fsdp columns tp"}
+#: Layouts whose columns cut blocks.
+COLUMNS = {"tp", "fsdp columns", "fsdp tp", "fsdp columns tp", "hsdp columns"}
+NOT_MUON = {*BY_UNIT, *SCATTERED, *ZERO}
+
+RULES_AND_CODECS = [
+    *(("adamw", codec) for codec in CODEC_NAMES),
+    *(("repaid_adamw", codec) for codec in ("log8", "companded8")),
+    *(("lion", codec) for codec in ("log8", "dynamic8")),
+    ("nesterov", "companded8"),
+    ("momentum", "dynamic8"),
+    ("sgd", "log8"),
+    ("ademamix", "bf16"),
+    ("adan", "log8"),
+    ("amsgrad", "log8"),
+    ("nadam", "log8"),
+    ("adopt", "log8"),
+    ("adamax", "log8"),
+    ("centered_rmsprop_momentum", "log8"),
+    ("adagrad", "dynamic8"),
+    ("lamb", "log8"),
+    ("lars", "dynamic8"),
+    ("stable_adamw", "companded8"),
+    ("cautious_adamw", "log8"),
+    ("cautious_lion", "log8"),
+    ("prodigy", "log8"),
+]
+#: Codecs of one and two bytes, with scales and without, that share codes, that round at random; one moment to three.
+PACKED = [
+    *(("adamw", codec) for codec in ("companded8", "dynamic8", "companded16", "bf16", "fp32")),
+    ("repaid_adamw", "log4"),
+    ("lion", "log8"),
+    ("sgd", "log8"),
+    ("ademamix", "log8"),
+    ("prodigy", "log8"),
+]
+GROUPS: list[dict[str, Any]] = [
+    {"codec": "companded8", "block_size": 32, "weight_decay": 0.0},
+    {"betas": (0.8, 0.9)},
+    {"codec": "dynamic8", "block_size": 16, "maximize": True},
+]
+EVERY_CODEC: list[dict[str, Any]] = [{"codec": codec, "block_size": 32} for codec in CODEC_NAMES]
+#: Optimizers that step each element by itself. Not fused: torch's fused kernels for CPUs round the last elements of a
+#: tensor otherwise.
+QUANTIZED = [name for name in ELEMENTWISE if "fused" not in name]
+FEW_QUANTIZED = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum", "schedulefree AdamW")
+SELDOM = {*QUANTIZED} - {*FEW_QUANTIZED}
+NOT_QUANTIZED = {*COLUMNS, *FSDP1, *MATRICES, *ZERO, "fsdp offload"}
+NOT_FSDP1 = {way for ways in LAYOUTS.values() for way in ways} - FSDP1
+NOT_RELEASED = {*FSDP1, *UNTRAINED, *ZERO}
+
+#: What depends on how tensors are cut, more than on what a model is.
+ARITHMETIC: dict[str, Feature] = {
+    **{f"{rule} {codec}": Feature(partial(stepped, rule=rule, codec=codec)) for rule, codec in RULES_AND_CODECS},
+    **{
+        f"{rule} {codec}": Feature(partial(stepped, rule=rule, codec=codec), NOT_MUON)
+        for rule, codec in (("muon", "log8"), ("muon_in_waves", "companded8"), ("normuon", "dynamic8"))
+    },
+    "blocks of 16": Feature(partial(stepped, block_size=16)),
+    "groups": Feature(partial(grouped, groups=GROUPS)),
+    "codecs": Feature(partial(grouped, groups=EVERY_CODEC)),
+    "in turns": Feature(in_turns),
+    "frozen": Feature(frozen, {*BY_UNIT, *OTHER_MODELS}),
+    "norm": Feature(partial(clipped, kind=2.0, late=False)),
+    "norm in the step": Feature(partial(clipped, kind=2.0, late=True, rule="lamb")),
+    "largest": Feature(partial(clipped, kind=math.inf, late=False)),
+    "largest in the step": Feature(partial(clipped, kind=math.inf, late=True)),
+    "skip": Feature(partial(nonfinite, policy="skip")),
+    "propagate": Feature(partial(nonfinite, policy="propagate", codec="dynamic8")),
+    "raise": Feature(raising, ZERO),
+    **{weights: Feature(partial(weighted, weights=weights)) for weights in FORMATS},
+    "bf16 24 lamb": Feature(partial(weighted, weights="bf16 24", rule="lamb", block_size=32)),
+    "bf16 stochastic fp32": Feature(partial(weighted, weights="bf16 stochastic", codec="fp32")),
+}
+FEATURES: dict[str, Feature] = {
+    **ARITHMETIC,
+    "weights first": Feature(weights_loaded_first, ZERO),
+    "asleep": Feature(sleeping, ZERO),
+    "asleep, log4": Feature(partial(sleeping, codec="log4"), ZERO),
+    "reset": Feature(reset, ZERO),
+    "offload state": Feature(partial(offloaded, how="state"), ZERO),
+    "offload step": Feature(partial(offloaded, how="step"), {*ZERO, *FSDP1}),
+    "offload state, budget": Feature(partial(offloaded, how="state", device_state_budget="20KiB"), ZERO),
+    "saved": Feature(saved, ZERO),
+    "saved asleep": Feature(partial(saved, asleep=True), ZERO),
+    "saved lion, bf16 24": Feature(
+        partial(saved, rule="lion", codec="dynamic8", dtype=torch.bfloat16, **FORMATS["bf16 24"].options), ZERO
+    ),
+    "saved momentum": Feature(partial(saved, rule="momentum", codec="fp32"), ZERO),
+    "saved normuon": Feature(partial(saved, rule="normuon", codec="bf16"), NOT_MUON),
+    **{
+        f"carried {how}": Feature(partial(carried, how=how), {*ZERO, *FSDP1} if how == "flattened" else ZERO)
+        for how in OF_TORCH
+    },
+    "carried bf16 32": Feature(
+        partial(carried, how="sharded", dtype=torch.bfloat16, **FORMATS["bf16 32"].options), ZERO
+    ),
+    "carried normuon": Feature(partial(carried, how="sharded", rule="normuon"), NOT_MUON),
+    "packed": Feature(packed, NOT_FSDP1),
+    **{f"packed {rule} {codec}": Feature(partial(packed, rule=rule, codec=codec), NOT_FSDP1) for rule, codec in PACKED},
+    **{
+        f"packed {weights}": Feature(
+            partial(packed, dtype=torch.bfloat16, block_size=16, **FORMATS[weights].options), NOT_FSDP1
+        )
+        for weights in ("bf16 24", "bf16 32")
+    },
+    "dequantized": Feature(partial(dequantized, codec="dynamic8", block_size=16), ZERO),
+    "of torch AdamW": Feature(partial(from_torch, rule="adamw", functions=False), ZERO),
+    "of torch AdamW by functions": Feature(partial(from_torch, rule="adamw", functions=True, codec="companded8"), ZERO),
+    "of torch SGD": Feature(partial(from_torch, rule="momentum", functions=False, codec="dynamic8"), ZERO),
+    "first state": Feature(partial(first_state, rule="adamw")),
+    "first state prodigy": Feature(partial(first_state, rule="prodigy")),
+    "first state muon": Feature(partial(first_state, rule="muon"), NOT_MUON),
+    "portable": Feature(portable),
+    "portable asleep": Feature(partial(portable, asleep=True), ZERO),
+    "stable embedding": Feature(embedded, OTHER_MODELS),
+    **{f"quantized {name}": Feature(partial(quantized, name=name), NOT_QUANTIZED) for name in QUANTIZED},
+    "quantized companded8": Feature(partial(quantized, name=FEW_QUANTIZED[0], codec="companded8"), NOT_QUANTIZED),
+    "trained": Feature(partial(trained, batches=1), UNTRAINED),
+    "trained, accumulating": Feature(partial(trained, batches=2, clip=0.05), UNTRAINED),
+    "scaled": Feature(partial(scaled, overflow=False), UNSCALED, False),
+    "overflowing": Feature(partial(scaled, overflow=True), UNSCALED, False),
+    "released": Feature(released, NOT_RELEASED, False),
+    "released, accumulating": Feature(partial(released, batches=2), NOT_RELEASED, False),
+    "released lamb, bf16 24": Feature(
+        partial(released, rule="lamb", dtype=torch.bfloat16, master_weight_bits=24), NOT_RELEASED, False
+    ),
+    "released lion, stochastic": Feature(
+        partial(released, rule="lion", dtype=torch.bfloat16, stochastic_rounding=True), NOT_RELEASED, False
+    ),
+    "held": Feature(partial(held, batches=1), NOT_RELEASED, False),
+    "held, accumulating": Feature(partial(held, batches=2), NOT_RELEASED, False),
+    "held lamb": Feature(partial(held, batches=1, clip=False, rule="lamb"), NOT_RELEASED, False),
+}
+
+
+def check(feature: str, ways: list[str], path: Path) -> None:
+    """Under each of these layouts; the run in one process is that of rank 0."""
+    do, _, as_single = FEATURES[feature]
+    singles: dict[str, Snapshot] = {}
+    for way in ways:
+        try:
+            run = Run(way, True, path / way)
+            do(run)
+            got = run.results(on_all=not as_single)
+            if not as_single:
+                reference = Run(way, False, path, run)
+                do(reference)
+                assert_same(got, reference.results())
+            elif dist.get_rank() == 0:
+                assert_same(got, _single(run, do, singles))
+        except BaseException as error:
+            error.add_note(f"{feature} under {way}")
+            raise
+
+
+def _single(run: Run, do: Callable[[Run], None], known: dict[str, Snapshot]) -> Snapshot:
+    model = run.way if run.way in MATRICES_WAYS else "odds" if run.way in ODDS_WAYS else "net"
+    if model not in known or run.has_own_gradients:
+        single = Run("single", False, run.path, run)
+        do(single)
+        known[model] = single.results()
+    return known[model]
+
+
+#: Of the layouts of a world that a feature meets by default, one in so many.
+ONE_IN = {2: 10, 3: 9, 4: 11}
+
+
+def _few(place: int, world_size: int, ways: list[str]) -> list[str]:
+    """Layouts that a feature meets by default: its place among all features says which."""
+    if place == 0:
+        return ways if world_size > 1 else []
+    if world_size == 1:
+        return []
+    models = [way for way in ways if way not in MATRICES_WAYS]
+    tensors = [way for way in ways if way in MATRICES_WAYS] if place < len(ARITHMETIC) else []
+    every = ONE_IN[world_size]
+    first = place % (min(every, len(models)) if world_size == 3 else every)
+    return [*models[first::every], *tensors[(place + world_size) % 15 :: 15]]
+
+
+def _cases() -> list[Any]:
+    found = []
+    for place, (feature, (_, lacking, _)) in enumerate(FEATURES.items()):
+        ways = {size: [way for way in layouts if way not in lacking] for size, layouts in LAYOUTS.items()}
+        few = {size: _few(place, size, own) for size, own in ways.items()}
+        more = {size: [way for way in own if way not in few[size]] for size, own in ways.items()}
+        if feature.removeprefix("quantized ") in SELDOM:
+            few, more = {}, ways
+        found += [(feature, few), *slow([(feature, more)])] if few else slow([(feature, more)])
+    return found
+
+
+@pytest.mark.parametrize(("feature", "ways"), _cases(), ids=lambda x: x if isinstance(x, str) else "")
+def test_bits(ranks: Pool, tmp_path: Path, feature: str, ways: Mapping[int, list[str]]) -> None:
+    name = feature.removeprefix("quantized ")
+    if name in QUANTIZED:
+        pytest.importorskip({"timm": "timm.optim"}.get(name.split()[0], name.split()[0]))
+    for world_size, of_world in ways.items():
+        for start in range(0, len(of_world), 4):
+            ranks.run(world_size, check, feature, of_world[start : start + 4], tmp_path / str(world_size))
+
+
+def _begin(run: Run, seed: int = 0, **options: Any) -> None:
+    run.begin(seed=seed, **options)
+
+
+#: What is saved under one layout and loaded under others: how a run of it begins.
+MOVED: dict[str, Callable[..., None]] = {
+    **{name: partial(_begin, dtype=dtype, **options) for name, (dtype, options) in FORMATS.items()},
+    "stable embedding": _begin_embedded,
+    "offload": partial(_begin, offload="state"),
+}
+
+
+def _save(what: str, way: str, path: Path) -> None:
+    with offload_from_cpu():
+        run = Run(way, True, path)
+        MOVED[what](run)
+        run.steps(2)
+        shardopt.checkpoint.save(path, run.model, run.optimizer)
+
+
+def _load(what: str, way: str, path: Path) -> None:
+    """Into other weights, after a step; goes on as a run in one process."""
+    with offload_from_cpu():
+        run = Run(way, True, path)
+        MOVED[what](run, seed=1)
+        run.steps(1)
+        assert shardopt.checkpoint.load(path, run.model, run.optimizer).converted == {}
+        run.number = 2
+        run.steps(1)
+        run.optimizer.synchronize() if hasattr(run.optimizer, "synchronize") else None
+        got = run.results(on_all=False)
+        if dist.get_rank() == 0:
+            single = Run("single", False, path, run)
+            MOVED[what](single)
+            single.steps(3)
+            assert_same(got, single.results())
+
+
+MOVES = [
+    ("bf16 24", "fsdp columns", [(3, "ddp"), (4, "fsdp1 flat"), (3, "zero")]),
+    ("fp16 24", "fsdp1 flat", [(4, "fsdp tp"), (3, "fsdp columns")]),
+    ("fp16 32", "tp", [(3, "fsdp1"), (4, "hsdp")]),
+    ("bf16 stochastic", "fsdp", [(4, "fsdp tp"), (3, "tp")]),
+    ("stable embedding", "fsdp1 flat", [(3, "ddp"), (3, "fsdp")]),
+    ("offload", "fsdp", [(4, "hsdp"), (3, "fsdp1")]),
+]
+
+
+@pytest.mark.parametrize(("what", "way", "others"), MOVES, ids=lambda x: x if isinstance(x, str) else "")
+def test_moves(ranks: Pool, tmp_path: Path, what: str, way: str, others: list[tuple[int, str]]) -> None:
+    """Checkpoints between layouts; ``test_portable_checkpoint.py`` has all of them, of the usual state."""
+    ranks.run(3, _save, what, way, tmp_path)
+    for world_size, other in others:
+        ranks.run(world_size, _load, what, other, tmp_path)
