@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from codec_cases import EPS, KINDS, SIGNED, Kind, M, V, block, largest, reciprocal, seeds, sizes, spreads
+from codec_cases import EPS, KINDS, Kind, M, V, block, largest, reciprocal, seeds, sizes, spreads
 from shardopt.codec import CODECS, Coded, decode_moments, encode_moments, get_codec
 from shardopt.codec.dynamic8 import dynamic_map, edges
 from shardopt.kernels.numeric import bits, float_from_bits, square_root
@@ -48,15 +48,23 @@ def canonical(kind: Kind) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest)
 @settings(max_examples=60, deadline=None)
-def test_the_scale_is_the_largest_magnitude_or_the_least_scale(
-    kind: Kind, seed: int, spread: float, size: int, largest: float
-) -> None:
-    x = block(kind, seed, spread, size, largest)
-    actual = float(kind.measure(x)[0])
-    wanted = float(x.abs().max())
+def test_a_block(kind: Kind, seed: int, spread: float, size: int, largest: float) -> None:
+    """The scale is the largest magnitude or the least scale; codes and values rise with numbers and their signs."""
+    x = block(kind, seed, spread, size, largest).sort().values
+    scales, wanted = kind.measure(x), float(x.abs().max())
     if wanted > 0 and kind != Kind("log8", signed=False):
         wanted = max(wanted, kind.least_scale)
-    assert actual == wanted
+    assert float(scales[0]) == wanted
+    codes = kind.encode(x, scales)
+    values = kind.decode(codes, scales)
+    assert (kind.rank(codes).diff() >= 0).all()
+    assert (values.diff() >= 0).all()
+    if kind.signed:
+        back = kind.decode(kind.encode(-x, scales), scales)
+        if kind.codec == "dynamic8" and scales > 0:  # the map has 1.0 but no -1.0, which is stored as the lowest value
+            y, least, last = x * reciprocal(scales)[0], dynamic_map(signed=True)[0], edges(signed=True)[-1]
+            values, back = torch.where(y > last, -least * scales, values), torch.where(-y > last, -least * scales, back)
+        assert torch.equal(values, -back)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -70,18 +78,6 @@ def test_a_decoded_value_is_coded_as_itself(kind: Kind) -> None:
     assert torch.equal(kind.decode(again, scales), values)
 
 
-#: The blocks in a hundred whose decoded moments, encoded with scales measured anew, are other numbers: m and v.
-CHANGED_BLOCKS = {
-    "log8": (16, 0),
-    "log4": (17, 0),
-    "dynamic8": (50, 0),
-    "companded8": (0, 70),
-    "companded16": (0, 0.15),
-    "bf16": (0, 0),
-    "fp32": (0, 0),
-}
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_decoded_moments_do_not_tell_their_scales(codec: str) -> None:
     """Only fp32 and bf16 survive decoding and encoding, which is why FSDP1 is given codes and scales, packed."""
@@ -89,18 +85,7 @@ def test_decoded_moments_do_not_tell_their_scales(codec: str) -> None:
     m, v = (torch.randn((4096, 128), generator=generator) for _ in range(2))
     once = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], [m, v * v])).values
     twice = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], once)).values
-    changed = [float((a != b).any(-1).double().mean()) * 100 for a, b in zip(once, twice, strict=True)]
-    assert changed == pytest.approx(CHANGED_BLOCKS[codec], abs=2, rel=0.1)
-    assert (changed == [0, 0]) is (codec in ("fp32", "bf16"))
-
-
-def test_nearly_equal_second_moments_do_not_tell_their_step() -> None:
-    """Of log8: the smallest root is rounded up by half a step, and fewer bits span the decoded roots."""
-    codec, m = get_codec("log8"), torch.zeros((1, 128))
-    v = torch.linspace(1, 1 + 300 * 253.5 * 2.0**-22, 128).unsqueeze(0)
-    once = decode_moments(codec, [M, V], encode_moments(codec, [M, V], [m, v]))
-    twice = decode_moments(codec, [M, V], encode_moments(codec, [M, V], once.values))
-    assert not torch.equal(once.roots[0], twice.roots[0])
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)) is (codec in ("fp32", "bf16"))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -116,17 +101,6 @@ def test_all_codes_of_16_bits(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@given(seed=seeds, spread=spreads, size=sizes, largest=largest)
-@settings(max_examples=60, deadline=None)
-def test_monotone(kind: Kind, seed: int, spread: float, size: int, largest: float) -> None:
-    x = block(kind, seed, spread, size, largest).sort().values
-    scales = kind.measure(x)
-    codes = kind.encode(x, scales)
-    assert (kind.rank(codes).diff() >= 0).all()
-    assert (kind.decode(codes, scales).diff() >= 0).all()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_values_rise_with_the_codes(kind: Kind) -> None:
     codes = kind.some_codes[kind.rank(kind.some_codes).argsort()]
     low, high = EXPONENTS[kind]
@@ -135,31 +109,6 @@ def test_values_rise_with_the_codes(kind: Kind) -> None:
     assert (values.diff() >= 0).all()
     distinct = kind.decode(codes, units(kind, torch.tensor([0]), seed=2)).unique()
     assert len(distinct) == len(codes) - kind.twos_complement  # -128 stands for -127
-
-
-@pytest.mark.parametrize("kind", SIGNED, ids=str)
-@given(seed=seeds, spread=spreads, size=sizes, largest=largest)
-@settings(max_examples=60, deadline=None)
-def test_sign_symmetric(kind: Kind, seed: int, spread: float, size: int, largest: float) -> None:
-    x = block(kind, seed, spread, size, largest)
-    scales = kind.measure(x)
-    there, back = kind.decode(kind.encode(x, scales), scales), kind.decode(kind.encode(-x, scales), scales)
-    if kind.codec == "dynamic8" and scales > 0:  # the map has 1.0 but no -1.0
-        y = x * reciprocal(scales)[0]
-        lowest = dynamic_map(signed=True)[0]
-        there = torch.where(y > edges(signed=True)[-1], -lowest * scales, there)
-        back = torch.where(-y > edges(signed=True)[-1], -lowest * scales, back)
-    assert torch.equal(there, -back)
-
-
-def test_where_dynamic8_is_not_symmetric() -> None:
-    """Only the map's end differs, where -1 is stored as the lowest value."""
-    values = dynamic_map(signed=True)
-    assert torch.equal(values[:127].flip(0), -values[128:255])
-    assert values[127] == 0
-    assert values[255] == 1
-    kind, one = Kind("dynamic8", signed=True), torch.ones(1)
-    assert kind.decode(kind.encode(-one, one), one) == values[0] == -values[254]
 
 
 def times_power_of_two(x: Tensor, exponent: int) -> Tensor:
@@ -189,15 +138,6 @@ def test_powers_of_two_change_no_code(
     assert torch.equal(scaled[..., :1], times_power_of_two(scales[..., :1], high - low))
     assert torch.equal(scaled[..., 1:], scales[..., 1:])
     assert torch.equal(kind.encode(higher, scaled), kind.encode(lower, scales))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != Kind("log8", signed=False)], ids=str)
-def test_the_least_scale_codes_as_one_does(kind: Kind) -> None:
-    x = torch.linspace(-1 if kind.signed else 0, 1, 257)  # on the float grid of the least scale too
-    low, _ = EXPONENTS[kind]
-    lower = times_power_of_two(x, low)
-    assert kind.measure(lower) == 2.0**low
-    assert torch.equal(kind.encode(lower, kind.measure(lower)), kind.encode(x, kind.measure(x)))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -276,12 +216,6 @@ def test_plain_codecs(seed: int, spread: float) -> None:
         assert ((decoded - values).abs() <= values.abs() * 2.0**-8)[normal].all()
 
 
-def test_bf16_second_moment_has_a_floor() -> None:
-    tiny = torch.tensor([[2.0**-149, 2.0**-140, 0.0]])
-    (coded,) = encode_moments(get_codec("bf16"), [V], [tiny])
-    assert torch.equal(coded.codes.float() > 0, tiny > 0)
-
-
 # States that are fit to be loaded.
 
 
@@ -303,45 +237,29 @@ def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent:
 NAN, INF = math.nan, math.inf
 ROOT = float(square_root(torch.tensor(torch.finfo(torch.float32).max)))
 
-#: Scales of a block and whether all codes have a value with them.
-UNSIGNED_LOG8 = {
-    (1.0, 1.0): True,
-    (1.0, 1056833.0): True,
-    (1.0, 1056834.0): False,
-    (1.0, 0.0): False,
-    (1.0, 1.5): False,
-    (1.0, -1.0): False,
-    (1.0, NAN): False,
-    (1.0, INF): False,
-    (NAN, 1.0): False,
-    (INF, 1.0): False,
-    (-1.0, 1.0): False,
-    (-0.0, 1.0): False,
-    (ROOT, 1.0): True,
-    (2 * ROOT, 1.0): False,
-    (2.0**-149, 1.0): False,
-    (2.0**-126, 100.0): True,
-    (2.0**-126, 40000.0): False,
-    (0.0, 2.0): False,
-}
+#: Scales of a block whose codes all have a value that is finite and above zero, and scales of one that has not.
+SOUND = [(1.0, 1.0), (1.0, 1056833.0), (ROOT, 1.0), (2.0**-126, 100.0)]
+UNSOUND = [
+    *((1.0, step) for step in (1056834.0, 0.0, 1.5, -1.0, NAN, INF)),
+    *((top, 1.0) for top in (NAN, INF, -1.0, -0.0, 2 * ROOT, 2.0**-149)),
+    (2.0**-126, 40000.0),
+    (0.0, 2.0),
+]
 
 
-@pytest.mark.parametrize("scales", UNSIGNED_LOG8, ids=str)
+@pytest.mark.parametrize("scales", [*SOUND, *UNSOUND], ids=str)
 def test_sound_scales_of_log8(scales: tuple[float, float]) -> None:
-    """A block is sound where what its codes decode to is finite and above zero, and the step is in its range."""
     codec, found = get_codec("log8"), torch.tensor([scales])
-    assert codec.is_sound(ALL_CODES[None], found, signed=False) == UNSIGNED_LOG8[scales]
     beside = torch.cat([torch.tensor([[1.0, 1.0]]), found])
-    assert codec.is_sound(ALL_CODES.expand(2, -1), beside, signed=False) == UNSIGNED_LOG8[scales]
-    if UNSIGNED_LOG8[scales]:
+    assert codec.is_sound(ALL_CODES.expand(2, -1), beside, signed=False) == (scales in SOUND)
+    if scales in SOUND:
         values, (root,) = decode_moments(codec, [V], [Coded(ALL_CODES[None], found)])
         assert values[0].isfinite().all()
         assert (root[0, 1:] > 0).all()
 
 
-@pytest.mark.parametrize("step", [0.0, 1.0])
-def test_a_block_of_zeros_of_log8_has_no_other_code(step: float) -> None:
-    codec, scales = get_codec("log8"), torch.tensor([[1.0, 1.0], [0.0, step]])
+def test_a_block_of_zeros_of_log8_has_no_other_code() -> None:
+    codec, scales = get_codec("log8"), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
     codes = torch.zeros(2, 128, dtype=torch.uint8)
     codes[0] = 7
     assert codec.is_sound(codes, scales, signed=False)
@@ -368,8 +286,3 @@ def test_sound_floats(dtype: torch.dtype) -> None:
             assert codec.is_sound(torch.zeros(0, dtype=dtype), torch.zeros(0), signed=signed)
     beyond = torch.tensor([1e39], dtype=torch.float64)
     assert not get_codec("fp32").is_sound(beyond, beyond, signed=True), "infinite in float32"
-
-
-def test_unknown_codec() -> None:
-    with pytest.raises(ValueError, match=r"codec: got 'log9', expected one of 'log8'"):
-        get_codec("log9")

@@ -6,7 +6,7 @@ coroutines. Neither shows what ptxas makes of the PTX, nor whatever else needs a
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 import cuda_emulated
 import message_problem
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, USUAL_RULES, Named, at_odd_offset, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, Named, at_odd_offset, step
 from kernel_problem import DTYPES, gradients, make, start, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
@@ -23,33 +23,23 @@ from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from slow_cases import slow
-from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
+from step_tables import FORMATS, HYPER, PIECES, ROWS, Piece, Problem
 from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
-
-
-#: Each rule and codec with one pair of dtypes, in turn.
-IN_TURN = [(*pair, ("bf16", "fp16-fp32")[(place + place // 6) % 2]) for place, pair in enumerate(RULES_AND_CODECS)]
+SOME_DTYPES = ("bf16", "fp16-fp32")
+#: The cover, and Muon, both of whose passes are kernels; what comes between these is PyTorch's.
+IN_TURN = [(*pair, dtypes) for pair, dtypes in zip(RULES_AND_CODECS, cycle(SOME_DTYPES), strict=False)]
+IN_TURN += [("muon", "log8", "bf16"), ("muon", "dynamic8", "fp16-fp32"), ("muon_in_waves", "fp32", "bf16")]
 
 
 @pytest.mark.parametrize(
-    ("rule", "codec", "dtypes"),
-    [*IN_TURN, *slow(product(RULES, CODEC_NAMES, ("bf16", "fp16-fp32")), besides=IN_TURN)],
+    ("rule", "codec", "dtypes"), [*IN_TURN, *slow(product(RULES, CODEC_NAMES, SOME_DTYPES), besides=IN_TURN)]
 )
 def test_equal_the_cpu(emulated: ModuleType, rule: str, codec: str, dtypes: str) -> None:
     param_dtype, gradient_dtype = DTYPES[dtypes]
-    steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3, 4)]
-    cuda_emulated.compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
-
-
-@pytest.mark.parametrize(("codec", "dtypes"), [("log8", "bf16"), ("dynamic8", "fp16-fp32"), ("fp32", "bf16")])
-def test_muon(emulated: ModuleType, codec: str, dtypes: str) -> None:
-    """Both of its passes; what comes between them is PyTorch's."""
-    param_dtype, gradient_dtype = DTYPES[dtypes]
     steps = [gradients(t, gradient_dtype, SHAPES) for t in (1, 2, 3)]
-    cuda_emulated.compare(emulated, "muon", codec, start(param_dtype, SHAPES), steps)
-    cuda_emulated.compare(emulated, "muon_in_waves", codec, start(param_dtype, SHAPES), steps)
+    cuda_emulated.compare(emulated, rule, codec, start(param_dtype, SHAPES), steps)
 
 
 #: Of whole, aligned blocks: less than a turn, turns and a rest, several tasks.
@@ -75,9 +65,19 @@ def aligned_gradients(t: int, dtype: torch.dtype) -> Named:
     return found
 
 
-@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
-@pytest.mark.parametrize("codec", EIGHT_BIT)
-@pytest.mark.parametrize("rule", [rule for rule in USUAL_RULES if rule != "sgd"])
+#: The kernels of usual rules, codecs and formats: each rule and codec, each rule and format, each codec and format.
+USUAL = [
+    (rule, codec, weights)
+    for (i, rule), (j, codec), (k, weights) in product(
+        enumerate(("adamw", "lion", "momentum")), enumerate(EIGHT_BIT), enumerate(ALIGNED_FORMATS)
+    )
+    if (i + j + k) % 3 == 0
+]
+ALL_USUAL = product(("adamw", "lion", "momentum"), EIGHT_BIT, ALIGNED_FORMATS)
+usual_kernels = pytest.mark.parametrize(("rule", "codec", "weights"), [*USUAL, *slow(ALL_USUAL, besides=USUAL)])
+
+
+@usual_kernels
 def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [aligned_gradients(t, dtype) for t in (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -87,8 +87,7 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
-@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
-@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize(("codec", "weights"), [(codec, weights) for rule, codec, weights in USUAL if rule == "adamw"])
 def test_zeros_in_the_second_moment(emulated: ModuleType, codec: str, weights: str) -> None:
     """First steps; rows, blocks and elements that no gradient reaches, or only some whose squares are zero."""
     dtype, options = ALIGNED_FORMATS[weights]
@@ -108,9 +107,7 @@ def test_zeros_in_the_second_moment(emulated: ModuleType, codec: str, weights: s
 MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
 
 
-@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
-@pytest.mark.parametrize("codec", EIGHT_BIT)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+@usual_kernels
 def test_aligned_and_other_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
     """Warps of a thread block take either kind: all kernels that step both."""
     dtype, options = ALIGNED_FORMATS[weights]
@@ -121,9 +118,7 @@ def test_aligned_and_other_blocks(emulated: ModuleType, rule: str, codec: str, w
         assert emulated.quick_turns() > before
 
 
-@pytest.mark.parametrize("columns", [128, 130])
-@pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize(("rule", "bits", "columns"), [("adamw", 24, 128), ("adamw", 32, 130), ("lion", 32, 128)])
 def test_master_weights_set_from_outside(emulated: ModuleType, rule: str, bits: int, columns: int) -> None:
     """Zeros, whose low bits may have the other sign, and weights at the end of the range: each in turns of its own."""
     shape, largest = (48, columns), torch.finfo(BF16).max
@@ -161,25 +156,39 @@ def test_misaligned_addresses(emulated: ModuleType) -> None:
         assert (turns[1] > turns[0]) == is_taken
 
 
-#: All codecs and weights with Adam, one of each with the other rules; tests/gpu has all of them.
-STAGED = [("adam", codec, weights) for codec in EIGHT_BIT for weights in ALIGNED_FORMATS]
-STAGED += [("lion", "log8", "bf16"), ("momentum", "companded8", "bf16+8"), ("lion", "dynamic8", "fp32")]
-
-
-@pytest.mark.parametrize(("rule", "codec", "weights"), STAGED)
-def test_rows_of_any_length(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
-    """No byte is written around the tensors, and usual numbers do not go to the general kernel."""
-    for name, piece in ROWS.items():
+def step_pieces(kernels: ModuleType, rule: str, codec: str, weights: str, pieces: dict[str, Piece]) -> None:
+    """Steps tables of the pieces by either kernels, and demands that no byte around the tensors is written."""
+    for name, piece in pieces.items():
         cpu, cuda = (Problem(rule, codec, weights, piece, 128, torch.device("cpu")) for _ in range(2))
         wanted = cpu.run(lambda _, tables: CpuCall(tables), steps=4)
-        before = emulated.quick_turns()
+        before = kernels.quick_turns()
         with pytest.MonkeyPatch.context() as monkeypatch:
-            cuda_emulated.use(emulated, monkeypatch)
+            cuda_emulated.use(kernels, monkeypatch)
             skipped = cuda.run(CudaCall, steps=4)
         assert_same(cuda.snapshot(), cpu.snapshot())
         cuda.assert_nothing_written_around()
         assert skipped == wanted > 0, name
-        assert emulated.quick_turns() > before, name
+        if pieces is ROWS:
+            assert kernels.quick_turns() > before, f"{name}: usual numbers went to the general kernel"
+
+
+#: Tables have the formats' names of their own, which these are.
+STAGED = [({"adamw": "adam"}.get(rule, rule), codec, weights) for rule, codec, weights in USUAL]
+
+
+@pytest.mark.parametrize(("rule", "codec", "weights"), STAGED)
+def test_rows_of_any_length(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
+    step_pieces(emulated, rule, codec, weights, ROWS)
+
+
+#: All codecs, all formats, and all rules; whether a block is cut is one question more in the same kernels.
+CUT = [*product(("adam",), CODEC_NAMES, ("bf16+8", "fp16+16"))]
+CUT += [*product(("adam",), ("log8",), FORMATS), *product(HYPER, ("log8", "fp32"), ("bf16 stochastic",))]
+
+
+@pytest.mark.parametrize(("rule", "codec", "weights"), sorted({*CUT}))
+def test_weight_formats_and_cut_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
+    step_pieces(emulated, rule, codec, weights, PIECES)
 
 
 def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,36 +210,13 @@ def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPat
     assert other == -1
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64, 256, 512, 4096])
-@pytest.mark.parametrize("codec", EIGHT_BIT)
+@pytest.mark.parametrize(
+    ("block_size", "codec"), [*zip([16, 32, 64, 256, 512, 4096], 2 * EIGHT_BIT, strict=True), (4096, "log8")]
+)
 def test_block_sizes(emulated: ModuleType, codec: str, block_size: int) -> None:
     shapes = ((2, 5000), (70, 33), (3, 257), (2, 4096))
     steps = [gradients(t, FP32, shapes) for t in (1, 3)]
     cuda_emulated.compare(emulated, "adamw", codec, start(FP32, shapes), steps, block_size=block_size)
-
-
-@pytest.mark.parametrize("weights", FORMATS)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-def test_weight_formats_and_cut_blocks(emulated: ModuleType, codec: str, weights: str) -> None:
-    for rule in HYPER if weights == "bf16 stochastic" else ("adam",):
-        for name, piece in PIECES.items():
-            cpu, cuda = (Problem(rule, codec, weights, piece, 128, torch.device("cpu")) for _ in range(2))
-            wanted = cpu.run(lambda _, tables: CpuCall(tables), steps=4)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                cuda_emulated.use(emulated, monkeypatch)
-                skipped = cuda.run(CudaCall, steps=4)
-            assert_same(cuda.snapshot(), cpu.snapshot())
-            cuda.assert_nothing_written_around()
-            assert skipped == wanted > 0, name
-
-
-def test_a_table_with_a_cut_block_of_two_blocks_is_refused(
-    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_emulated.use(emulated, monkeypatch)
-    problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"kernel row 0: got a cut block of 45 columns from 168, .* one block of 32"):
-        problem.run(CudaCall, steps=1)
 
 
 def test_more_gradients_than_a_launch_takes(emulated: ModuleType) -> None:
@@ -265,10 +251,9 @@ def test_a_capture_needs_a_step_before_it(emulated: ModuleType, monkeypatch: pyt
         step(optimizer, params, gradients(1, FP32, SHAPES))
 
 
-@pytest.mark.parametrize("weights", ALIGNED_FORMATS)
-@pytest.mark.parametrize("codec", ["log4", "log8"])
+@pytest.mark.parametrize(("codec", "weights"), [("log4", "fp32"), ("log4", "bf16+8"), ("log8", "bf16+16")])
 def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
-    """Repaid where the weights can have that, in short blocks, and in long ones, which the kernel reads three times."""
+    """In short blocks, and in long ones, which the kernel reads three times."""
     dtype, options = ALIGNED_FORMATS[weights]
     steps = [gradients(t, dtype, SHAPES) for t in (1, 2, 3, 4)]
     asked_for = "companded8" if codec == "log4" else codec

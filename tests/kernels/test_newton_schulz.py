@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 
@@ -83,7 +82,7 @@ def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
         pytest.param(POLAR_EXPRESS, 1.0, 1.0, id="polar express"),
     ],
 )
-@pytest.mark.parametrize("shape", [(32, 32), (32, 80), (80, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 32), (80, 32)], ids=str)
 def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], least: float, largest: float) -> None:
     """The matrix's singular values go through the polynomial, and the singular vectors stay where they were."""
     u, s, v = known_spectrum(shape)
@@ -97,12 +96,6 @@ def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], lea
     assert actual.max() <= largest + ROUNDING
     projected, expected = (result * matrix).sum(), (exact * s).sum()
     assert abs(projected - expected) <= 2.0**-7 * expected
-
-
-def test_quintic_is_what_torch_has() -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this version of PyTorch has no Muon")
-    assert inspect.signature(torch.optim.Muon).parameters["ns_coefficients"].default == QUINTIC
 
 
 @pytest.mark.parametrize(
@@ -126,14 +119,10 @@ def test_scale_does_not_matter() -> None:
     assert not torch.equal(NewtonSchulz(QUINTIC_5, 1e-7)(small.clone()), NewtonSchulz(QUINTIC_5, 1e-30)(small.clone()))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_zero_stays_zero(shape: Shape) -> None:
-    for coefficients in (QUINTIC_5, POLAR_EXPRESS):
-        result = NewtonSchulz(coefficients, 1e-7)(torch.zeros(shape, dtype=torch.bfloat16))
-        assert_same({"o": result.abs()}, {"o": torch.zeros(shape, dtype=torch.bfloat16)})
-
-
-def test_one_element_is_its_sign() -> None:
+def test_zero_stays_zero_and_one_element_is_its_sign() -> None:
+    for shape in SHAPES:
+        for coefficients in (QUINTIC_5, POLAR_EXPRESS):
+            assert not NewtonSchulz(coefficients, 1e-7)(torch.zeros(shape, dtype=torch.bfloat16)).any()
     for value in (-3.0, 1e-3, 1e30):
         result = NewtonSchulz(POLAR_EXPRESS, 1e-7)(torch.tensor([[value]], dtype=torch.bfloat16))
         assert abs(float(result) - (1 if value > 0 else -1)) <= 2.0**-7
@@ -141,20 +130,13 @@ def test_one_element_is_its_sign() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [(150, 160), (300, 64), (1, 5000)], ids=str)
-def test_threads_change_nothing(shape: Shape) -> None:
-    found = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        found.append({"o": NewtonSchulz(QUINTIC_5, 1e-7)(of(shape))})
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("shape", [(97, 130), (130, 97), (64, 256), (1, 4099)], ids=str)
-def test_memory_changes_nothing(shape: Shape) -> None:
+def test_threads_and_memory_change_nothing(shape: Shape) -> None:
     """Neither where the matrix lies, aligned or not, nor what was allocated before."""
+    torch.set_num_threads(1)
     expected = {"o": NewtonSchulz(QUINTIC_5, 1e-7)(of(shape))}
+    torch.set_num_threads(2)
     kept = []
-    for offset in (1, 3, 8, 16, 100):
+    for offset in (0, 1, 3, 8, 100):
         kept.append(torch.empty(offset * 1000 + 7, dtype=torch.uint8))
         assert_same({"o": NewtonSchulz(QUINTIC_5, 1e-7)(at_odd_offset(of(shape), offset))}, expected)
 

@@ -71,22 +71,8 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 def test_cuda_kernels(environment: dict[str, str]) -> None:
     tests = "tests/kernels/test_cuda_emulated.py"
     # -s: the sanitizer ends the process, and with it what pytest has kept back.
-    done = run(
-        environment,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "",
-        "-k",
-        "source",
-        tests,
-    )
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", "-k", "source"]
+    done = run(environment, "-m", "pytest", *options, tests)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert " passed" in done.stdout
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
+from slow_cases import slow
 from weight_formats import BF16, FP16, every_mantissa, int_bits, special_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,30 +45,20 @@ def word_of(x: Tensor, dtype: torch.dtype, low_bits: int) -> Word:
 
 
 #: Biased exponents of float32: its ends and a middle; below, in and above float16's subnormals, its end.
-EXPONENTS = {BF16: [0, 127, 254], FP16: [101, 109, 112, 127, 142]}
-MORE_EXPONENTS = {BF16: range(1, 254, 9), FP16: (0, 50, *(e for e in range(98, 145) if e not in EXPONENTS[FP16]), 254)}
+SOME = [*((BF16, e) for e in (0, 127, 254)), *((FP16, e) for e in (101, 109, 112, 127, 142))]
+MORE = [*((BF16, e) for e in range(1, 254, 9)), *((FP16, e) for e in (0, 50, *range(98, 145), 254))]
 
 
-SOME = [(dtype, exponent) for dtype, exponents in EXPONENTS.items() for exponent in exponents]
-MORE = [(dtype, exponent) for dtype, exponents in MORE_EXPONENTS.items() for exponent in exponents]
-
-
-def check_mantissas(mantissas: Tensor, dtype: torch.dtype) -> None:
-    for x in mantissas.split(2**17):  # pieces that stay in the processor's caches
+@pytest.mark.parametrize(
+    ("dtype", "exponent", "each"),
+    [*((*case, 7) for case in SOME), *slow((*case, 1) for case in [*SOME, *MORE])],
+    ids=str,
+)
+def test_splitting_mantissas(dtype: torch.dtype, exponent: int, each: int) -> None:
+    """Every seventh: the low 16 bits take all their values, 18 times or more. The slow cases have all mantissas."""
+    for x in every_mantissa(exponent)[::each].split(2**17):  # pieces that stay in the processor's caches
         for low_bits, sign in ((8, 1), (16, -1)):
             check_split(x, sign, dtype, low_bits)
-
-
-@pytest.mark.parametrize(("dtype", "exponent"), SOME, ids=str)
-def test_splitting_every_seventh_mantissa(dtype: torch.dtype, exponent: int) -> None:
-    """The low 16 bits take all their values, 18 times or more."""
-    check_mantissas(every_mantissa(exponent)[::7], dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "exponent"), [*SOME, *MORE], ids=str)
-def test_splitting_every_mantissa(dtype: torch.dtype, exponent: int) -> None:
-    check_mantissas(every_mantissa(exponent), dtype)
 
 
 def check_split(x: Tensor, sign: int, dtype: torch.dtype, low_bits: int) -> None:

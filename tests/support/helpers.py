@@ -157,44 +157,26 @@ CASES: dict[str, RuleCase] = {
     "normuon": WavesCase(shardopt.NorMuon8bit, {"lr": 1e-2}),
 }
 
-#: The rules that most tests go over; what differs between the others is the rule alone, which the kernels' tests cover.
-USUAL_RULES = ("adamw", "adam", "lion", "momentum", "nesterov", "sgd")
+#: Rules that the CPU and CUDA compile together with each usual codec (csrc/step/instances.h).
+USUAL_RULES = ("adamw", "lion", "momentum")
+_OTHER_RULES = [rule for rule in RULES if rule not in (*USUAL_RULES, "repaid_adamw")]
 
-#: The codec that another rule meets by default, beside log8. The CPU steps these rules by passes that are compiled for
-#: a rule or for a codec (csrc/step/cpu_passes.h), and usual rules by kernels of both.
-SECOND_CODEC = {
-    "repaid_adamw": "companded8",
-    "amsgrad": "dynamic8",
-    "nadam": "companded16",
-    "radam": "bf16",
-    "adamax": "fp32",
-    "ademamix": "companded8",
-    "adopt": "dynamic8",
-    "adan": "companded16",
-    "adagrad": "bf16",
-    "rmsprop": "fp32",
-    "rmsprop_momentum": "companded8",
-    "centered_rmsprop": "dynamic8",
-    "centered_rmsprop_momentum": "companded16",
-    "lamb": "bf16",
-    "lars": "fp32",
-    "stable_adamw": "companded8",
-    "cautious_adamw": "dynamic8",
-    "cautious_adam": "companded16",
-    "cautious_decay_lion": "bf16",
-    "cautious_lion": "fp32",
-    "prodigy": "companded8",
-    "decoupled_prodigy": "dynamic8",
-    "signum": "companded16",
-}
-assert SECOND_CODEC.keys() == RULES.keys() - {*USUAL_RULES}, "give each rule its second codec"
-
-#: Rules and codecs that meet by default; the others among the slow tests.
+#: A cover of rules and codecs: usual rules with every codec; another rule, whose code knows of its codec only whether
+#: it codes roots, with log8, which does, and a codec which does not; Prodigy's wide moments with each width; and repaid
+#: AdamW with both codecs that it may have (companded8 stands for log4, see RepaidCase).
 RULES_AND_CODECS = [
     *((rule, codec) for rule in USUAL_RULES for codec in CODEC_NAMES),
-    *((rule, codec) for rule, second in SECOND_CODEC.items() for codec in ("log8", second)),
+    *((rule, "log8") for rule in _OTHER_RULES),
+    *((rule, ("bf16", "dynamic8", "fp32")[place % 3]) for place, rule in enumerate(_OTHER_RULES)),
+    *(("prodigy", codec) for codec in ("companded16", "bf16")),
+    *(("repaid_adamw", codec) for codec in ("log8", "companded8")),
 ]
 ALL_RULES_AND_CODECS = [(rule, codec) for rule in RULES for codec in CODEC_NAMES]
+#: For what concerns a rule or a codec, and not both: each once.
+EACH_RULE_AND_CODEC = [
+    *((rule, "log8") for rule in RULES),
+    *(("adamw", codec) for codec in CODEC_NAMES if codec != "log8"),
+]
 
 
 def with_gradient(param: Tensor, gradient: Tensor) -> None:

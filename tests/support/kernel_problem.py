@@ -6,11 +6,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 
 import torch
 
-from helpers import CASES, Named, Shape, parameters
+from helpers import CASES, Named, ReferenceOptimizer, Shape, parameters, step
 from ranks.layouts import values
+from ranks.snapshot import assert_same, snapshot
+from shardopt import _C
 from shardopt.kernels import dispatch
 from shardopt.optim import ShardedOptimizer
 from weight_formats import BF16, FP16, FP32
@@ -36,6 +39,9 @@ BAD = {0: torch.nan, 1: torch.inf, 40: -torch.inf, 129: torch.nan}
 #: Overflowing a second moment, a sum, or nothing yet.
 HUGE = {0: 1e19, 2: 3e38, 40: -1e21, 129: -3e38, 130: 9.2e18}
 STEPS = 4
+TARGETS = _C.cpu_targets()
+#: Instruction sets and thread counts.
+VARIANTS = list(product(TARGETS, (1, 2)))
 
 
 @contextmanager
@@ -72,3 +78,24 @@ def make(rule: str, codec: str, initial: Named, **options: object) -> tuple[Name
     params = parameters(initial)
     options = {"min_quantized_numel": 0, **options}
     return params, CASES[rule].make(list(params.values()), codec=codec, **options)
+
+
+def compare(
+    rule: str,
+    codec: str,
+    initial: Named,
+    steps: list[Named],
+    variants: list[tuple[str, int]] = VARIANTS,
+    **options: object,
+) -> list[tuple[Named, ShardedOptimizer]]:
+    """Demands the reference's bits after each step of every variant; returns what was stepped."""
+    oracle = ReferenceOptimizer(*make(rule, codec, initial, **options))
+    stepped = [make(rule, codec, initial, **options) for _ in variants]
+    for gradient in steps:
+        oracle.step(gradient)
+        for (params, optimizer), variant in zip(stepped, variants, strict=True):
+            with using(*variant):
+                step(optimizer, params, gradient)
+            assert_same(snapshot(params, optimizer), oracle.snapshot())
+    assert {optimizer.nonfinite_count for _, optimizer in stepped} == {oracle.nonfinite}
+    return stepped
