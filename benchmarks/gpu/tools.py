@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from gpu.common import FAKE, ROOT, TOOLS, Left, Report, text_of
-from gpu.speed import CONTENDERS, one, values
+from gpu.common import FAKE, ROOT, TOOLS, Left, Report, synchronize, text_of
+from gpu.speed import CONTENDERS, one, parameters
 
 
 def offload(report: Report, left: Left, part: int, parts: int) -> None:
@@ -29,16 +29,12 @@ TARGETS = {"log8 bf16": 2, "log8 fp32": 2, "companded8 bf16": 2, "dynamic8 bf16"
 def target(numel: int) -> int:
     """Some steps of each codec, for tools to look at."""
     for name, steps in TARGETS.items():
-        dtype = getattr(torch, CONTENDERS[name].dtype)
         shapes = one(numel) if numel > 10**6 else [(numel // 512, 512), (97, 130), (1, 4099), (33, 33)]
-        params = [torch.nn.Parameter(values(shape, dtype)) for shape in shapes]
+        params = parameters(shapes, getattr(torch, CONTENDERS[name].dtype))
         optimizer = CONTENDERS[name].make(params)
         for _ in range(steps + 1):
-            for param in params:
-                param.grad = values(tuple(param.shape), dtype, 1e-3)
             optimizer.step()
-        if not FAKE:
-            torch.cuda.synchronize()
+        synchronize()
     print("target done")
     return 0
 
@@ -63,7 +59,7 @@ def ncu(report: Report, left: Left, part: int, parts: int) -> None:
     )
     command = [tool, "--clock-control", "none", "--kernel-name", "regex:step_usual_tasks", "--csv", "--page", "raw"]
     command += [word for section in sections.split() for word in ("--section", section)]
-    command += ["--metrics", metrics, sys.executable, __file__, str(2 * 10**8)]
+    command += ["--metrics", metrics, sys.executable, "-m", "gpu.tools", str(2 * 10**8)]
     said = text_of(*command, seconds=left() - 2, tail=400_000)
     report.put("rows", [row for row in csv_rows(said) if "step_usual_tasks" in row.get("Kernel Name", "")])
     report.put("said", said[-600:])
@@ -90,7 +86,7 @@ def sanitizer(report: Report, left: Left, part: int, parts: int) -> None:
         if left() < 15:
             report.put(kind, "left out: no time left")
             continue
-        command = [tool, "--tool", kind, "--error-exitcode", "86", sys.executable, __file__, "40000"]
+        command = [tool, "--tool", kind, "--error-exitcode", "86", sys.executable, "-m", "gpu.tools", "40000"]
         report.put(kind, text_of(*command, seconds=left() / (2 if kind == "memcheck" else 1), tail=1500, env=env))
 
 
