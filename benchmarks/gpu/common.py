@@ -87,7 +87,8 @@ def text_of(*command: str, seconds: float = 15, tail: int = 4000, **options: Any
     try:
         options.setdefault("preexec_fn", die_with_parent)
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace", **options)
-        return (done.stdout + done.stderr)[-tail:].strip()
+        said = (done.stdout + done.stderr)[-tail:].strip()
+        return f"STATUS {done.returncode}: {said}" if done.returncode else said
     except subprocess.TimeoutExpired as error:
         said = b"".join(x if isinstance(x, bytes) else x.encode() for x in (error.stdout, error.stderr) if x)
         return f"NOT FINISHED in {seconds:.0f} s: {said.decode(errors='replace')[-tail:]}"
