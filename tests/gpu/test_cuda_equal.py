@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import cuda_emulated
+import message_problem
 from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, at_odd_offset
 from kernel_problem import DTYPES, HUGE, gradients, start
@@ -133,6 +135,17 @@ def test_gradients_that_overflow(rule: str, codec: str) -> None:
     steps = [gradients(1, FP32, SHAPES), huge, gradients(4, FP32, SHAPES)]
     wanted, actual = (run(device, rule, codec, start(FP32, SHAPES), steps)[0] for device in (CPU, CUDA))
     assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", message_problem.DTYPES)
+def test_norms(dtype: torch.dtype) -> None:
+    """Shows that norms, clipped gradients and steps that clip have the CPU's bits, finite or not."""
+    for numel in (2, 1030, 3_000_000)[: 3 if CUDA.type == "cuda" else 2]:
+        for name, floats in message_problem.numbers(dtype, numel, numel):
+            given = [floats, floats[1 : numel // 2], floats.view(-1, 2).t()]
+            wanted, actual = (cuda_emulated.clipped([x.to(device) for x in given]) for device in (CPU, CUDA))
+            for one, expected in zip(actual, wanted, strict=True):
+                torch.testing.assert_close(one.cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def test_mixed_codecs_and_rules_in_one_step() -> None:
