@@ -45,7 +45,7 @@ def main() -> None:
     (copies,) = _in_turn({"copy": _BothWays()}, options.rounds).values()
     plain = COPY_BYTES / copies / 1e9
     rows: list[list[Cell]] = []
-    for title, kind in (("step", _Run), ("training step", _Training)):
+    for title, kind in KINDS.items():
         runs = {name: kind(layers, offload) for name, offload in kind.variants.items()}
         times = _in_turn({name: run.run for name, run in runs.items()}, max(options.rounds // kind.in_a_row, 1))
         seconds = {name: found / kind.in_a_row for name, found in times.items()}
@@ -107,6 +107,9 @@ class _Training(_Run):
     def step(self) -> None:
         self.model(self.batch).float().square().mean().backward()
         super().step()
+
+
+KINDS: dict[str, type[_Run]] = {"step": _Run, "training step": _Training}
 
 
 def _values(*shape: int) -> torch.Tensor:

@@ -7,11 +7,13 @@
 #   PYTHON      of the version that the other machine has, with its headers (default: python3.12); torch is not needed
 #   ARCHS       of the GPU (default: 90)
 #
-# build/gpu_objects keeps compiled kernels: after a change only the files that it concerns are compiled.
+# build/gpu_objects keeps compiled kernels: after a change only the files that it concerns are compiled. Other packages'
+# wheels stay in build/gpu.
 set -euo pipefail
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/setup_env.sh"
 
-python=$(cd "$OLDPWD" && command -v "${1:-python3.12}") || die "got '${1:-python3.12}', expected an interpreter"
+python=$(cd "$OLDPWD" && command -v "${1:-python3.12}") && "$python" -c "" ||
+    die "got '${1:-python3.12}', expected an interpreter; give the path of one"
 [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
     die "$python has no headers; install them (apt install python3.12-dev)"
 PATH=$PATH:/usr/local/cuda/bin
@@ -22,7 +24,7 @@ to=$PWD/build/gpu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$to" "$SHARDOPT_KERNEL_OBJECTS"
-rm -f "$to"/*
+rm -f "$to"/shardopt*.whl
 
 "$python" -m venv "$work/venv"
 "$work/venv/bin/pip" install -q setuptools wheel pybind11
@@ -38,28 +40,31 @@ while read -r object; do
 done < <(find "$SHARDOPT_KERNEL_OBJECTS" -name '*.o')
 mkdir "$work/source" # without what other builds have left here
 tar --exclude=./build --exclude='./.*' --exclude='*.so' -cf - . | tar -C "$work/source" -xf -
-nice -n 15 "$work/venv/bin/pip" wheel -q --no-build-isolation --no-deps --wheel-dir "$to" "$work/source"
-nice -n 15 nvcc -std=c++17 -O3 --fmad=false "-arch=sm_$SHARDOPT_CUDA_ARCHS" -I csrc -o "$to/quick_numbers" \
-    tests/gpu/quick_numbers.cu
+"$work/venv/bin/pip" wheel -q --no-build-isolation --no-deps --wheel-dir "$to" "$work/source"
+nvcc -std=c++17 -O3 --fmad=false "-arch=sm_$SHARDOPT_CUDA_ARCHS" -I csrc -o "$to/quick_numbers" \
+    benchmarks/gpu/quick_numbers.cu
 
-fetch() { # FOLDER REQUIREMENT
+fetch() { # FOLDER NAME VERSION, unless an earlier run has left it
+    if compgen -G "$to/$2-$3-*.whl" >/dev/null; then return; fi
     "$work/venv/bin/pip" download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
-        --platform manylinux2014_x86_64 -d "$1" "$2"
+        --platform manylinux2014_x86_64 -d "$1" "$2==$3"
 }
-fetch "$to" flashoptim==0.1.4
-fetch "$to" torchao==0.18.0
-fetch "$work/whole" bitsandbytes==0.50.2
-"$python" - "$work"/whole/*.whl "$to" <<'PYTHON'
+fetch "$to" flashoptim 0.1.4
+fetch "$to" torchao 0.18.0
+mkdir "$work/whole"
+fetch "$work/whole" bitsandbytes 0.50.2
+"$python" - "$work/whole" "$to" <<'PYTHON'
 """Leaves the libraries of other CUDAs out."""
 import sys
 import zipfile
 from pathlib import Path
 
-source, to = Path(sys.argv[1]), Path(sys.argv[2])
-with zipfile.ZipFile(source) as old, zipfile.ZipFile(to / source.name, "w", zipfile.ZIP_DEFLATED) as new:
-    for item in old.infolist():
-        if not item.filename.endswith(".so") or "cuda130" in item.filename or "cpu" in item.filename:
-            new.writestr(item, old.read(item), zipfile.ZIP_DEFLATED, 9)
+folder, to = Path(sys.argv[1]), Path(sys.argv[2])
+for source in folder.glob("*.whl"):
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(to / source.name, "w", zipfile.ZIP_DEFLATED) as new:
+        for item in old.infolist():
+            if not item.filename.endswith(".so") or "cuda130" in item.filename or "cpu" in item.filename:
+                new.writestr(item, old.read(item), zipfile.ZIP_DEFLATED, 9)
 PYTHON
 ls -l "$to" | awk 'NR > 1 { printf "%6.2f MB  %s\n", $5 / 1e6, $9; sum += $5 } END { printf "%6.2f MB  to carry\n", sum / 1e6 }'

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu.common import BROKEN, FAKE, ROOT, Left, Report
+from gpu.common import BROKEN, FAKE, ROOT, Left, Report, context_is_broken
 
 
 class Dealer:
@@ -17,13 +16,10 @@ class Dealer:
 
     def __init__(self, report: Report, left: Left, part: int, parts: int) -> None:
         self._report, self._left, self._part, self._parts = report, left, part, parts
-        found = report.found
-        self._found: dict[str, Any] = found
-        found.setdefault("by function", {})
-        found.setdefault("failures", [])
-        found.setdefault("done", 0)
-        for key in ("passed", "failed", "skipped"):
-            found.setdefault(key, 0)
+        self._found: dict[str, Any] = report.found
+        none = {"by function": {}, "failures": [], "done": 0, "passed": 0, "failed": 0, "skipped": 0}
+        for key, value in none.items():
+            self._found.setdefault(key, value)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -40,11 +36,16 @@ class Dealer:
         self._found["cases"] = len(rounds)
         items[:] = [item for _, item in rounds][self._part :: self._parts][self._found["done"] :]
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         """Notes which case begins: if the process dies in it, the next one goes on behind."""
-        self._found["case"] = nodeid
+        self._found["case"] = item.nodeid
         self._found["done"] += 1
         self._report.flush()
+        yield
+        self._found["case"] = ""
+        if self._left() < 1:
+            item.session.shouldstop = "no time left"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts a case, and ends the process where it has broken the context."""
@@ -60,45 +61,10 @@ class Dealer:
             if context_is_broken():
                 os._exit(BROKEN)
 
-    def pytest_runtest_logfinish(self) -> None:
-        """Forgets the case that has ended."""
-        self._found["case"] = ""
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        """Ends the session between cases when the time is over."""
-        yield
-        if self._left() < 1:
-            item.session.shouldstop = "no time left"
-
 
 def tests(report: Report, left: Left, part: int, parts: int) -> None:
     """Runs this process's share of the cases."""
     torch.set_num_threads(1)
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not slow" if FAKE else "gpu or slow or not slow",
-        "--rootdir",
-        str(ROOT),
-    ]
-    folder = Path(os.environ.get("GPU_FIRST_TESTS", ROOT / "tests" / "gpu"))
-    pytest.main(
-        [*options, "-c", str(ROOT / "pyproject.toml"), str(folder)], plugins=[Dealer(report, left, part, parts)]
-    )
-
-
-def context_is_broken() -> bool:
-    """Whether no later call of CUDA can succeed."""
-    if FAKE:
-        return False
-    try:
-        torch.cuda.synchronize()
-        torch.ones(1, device="cuda").item()
-    except RuntimeError:
-        return True
-    return False
+    marked = "not slow" if FAKE else "gpu or slow or not slow"
+    options = f"-q -p no:cacheprovider -p no:xdist --rootdir {ROOT} -c {ROOT / 'pyproject.toml'}".split()
+    pytest.main([*options, "-m", marked, str(ROOT / "tests" / "gpu")], plugins=[Dealer(report, left, part, parts)])

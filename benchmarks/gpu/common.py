@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.found: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # of a process before, whose context was broken
-            self.found = json.loads(path.read_text())
+        self.found = self.of(path.stem)  # of a process before, whose context was broken
+
+    def of(self, section: str) -> dict[str, Any]:
+        """What a section's process has found so far, if there is one."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self._path.with_name(f"{section}.json").read_text()))
+        return {}
 
     def put(self, key: str, value: Any) -> None:
         self.found[key] = value
@@ -48,13 +53,42 @@ class Report:
         part.write_text(json.dumps(self.found, default=str))
         os.replace(part, self._path)
 
+    def attempt(self, key: str, left: Left, seconds: float, act: Callable[[], object]) -> None:
+        """One part of a section: reported as left out if fewer seconds are left, and as failed if it raises."""
+        if left() < (0.3 if FAKE else seconds):
+            return self.put(key, "left out: no time left")
+        try:
+            act()
+        except Exception as error:  # the part's own: others go on, unless the context is broken
+            self.put(key, f"failed: {traceback.format_exc()[-1500:]}")
+            if context_is_broken():
+                raise error
+
+
+def synchronize() -> None:
+    """Waits for the GPU."""
+    if not FAKE:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def context_is_broken() -> bool:
+    """Whether no later call of CUDA can succeed."""
+    try:
+        synchronize()
+    except RuntimeError:
+        return True
+    return False
+
 
 def text_of(*command: str, seconds: float = 15, tail: int = 4000, **options: Any) -> str:
     """Output of a program."""
     try:
         options.setdefault("preexec_fn", die_with_parent)
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace", **options)
-        return (done.stdout + done.stderr)[-tail:].strip()
+        said = (done.stdout + done.stderr)[-tail:].strip()
+        return f"STATUS {done.returncode}: {said}" if done.returncode else said
     except subprocess.TimeoutExpired as error:
         said = b"".join(x if isinstance(x, bytes) else x.encode() for x in (error.stdout, error.stderr) if x)
         return f"NOT FINISHED in {seconds:.0f} s: {said.decode(errors='replace')[-tail:]}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from importlib import metadata
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import shardopt
-from gpu.common import CARRIED, DEVICE, FAKE, ROOT, TOOLS, Left, Report, text_of
+from gpu.common import CARRIED, DEVICE, FAKE, ROOT, TOOLS, Left, Report, synchronize, text_of
 
 
 def facts(report: Report, left: Left, part: int, parts: int) -> None:
@@ -29,26 +29,21 @@ def facts(report: Report, left: Left, part: int, parts: int) -> None:
     report.put("libc", " ".join(platform.libc_ver()))
     report.put("cores", os.cpu_count())
     tools = ("nvcc", "g++", "ncu", "compute-sanitizer", "cuobjdump", "nvdisasm")
-    where = {tool: shutil.which(tool, path=TOOLS) for tool in tools}
-    report.put("tools", where)
-    if where["nvcc"]:
-        report.put("nvcc", text_of(where["nvcc"], "--version")[-120:])
-    include = Path(importlib.import_module("sysconfig").get_path("include"), "Python.h")
-    report.put("Python.h", include.exists())
-    names = "torch triton numpy pytest pytest-xdist pybind11 setuptools bitsandbytes torchao flashoptim deepspeed"
+    report.put("tools", {tool: shutil.which(tool, path=TOOLS) for tool in tools})
+    report.put("nvcc", text_of("nvcc", "--version", env={**os.environ, "PATH": TOOLS})[-120:])
+    report.put("Python.h", Path(sysconfig.get_path("include"), "Python.h").exists())
     versions = {}
-    for name in names.split():
+    for name in ("torch", "triton", "numpy", "pytest", "setuptools", "bitsandbytes", "torchao", "flashoptim"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     report.put("versions", versions)
-    if torch.cuda.is_available():
+    device = {"name": "CPU in place of a GPU"}
+    if not FAKE:
         p = torch.cuda.get_device_properties(0)
-        report.put(
-            "device", {k: str(getattr(p, k)) for k in dir(p) if not k.startswith("_") and not callable(getattr(p, k))}
-        )
-    report.put(
-        "host", {"cpu": text_of("sh", "-c", "grep -m1 'model name' /proc/cpuinfo"), "memory": text_of("free", "-g")}
-    )
+        device = {k: str(getattr(p, k)) for k in dir(p) if not k.startswith("_") and not callable(getattr(p, k))}
+    report.put("device", device)
+    report.put("cpu", text_of("sh", "-c", "grep -m1 'model name' /proc/cpuinfo"))
+    report.put("memory", text_of("free", "-g"))
     report.put("locked memory", text_of("sh", "-c", "ulimit -l"))
 
 
@@ -73,33 +68,32 @@ def smoke(report: Report, left: Left, part: int, parts: int) -> None:
                 for param in params:
                     param.grad = (torch.randn(param.shape, generator=generator) * 1e-2).to(dtype).to(device)
                 optimizer.step()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             seconds = time.perf_counter() - began
-            values = [param.detach().cpu() for param in params]
-            values += [x.cpu() for param in params for x in optimizer.state[param].values()]
-            snapshots.append(values)
-        pairs = zip(*snapshots, strict=True)
-        wrong = sum(not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
-        report.put(f"{codec}, {dtype}", "same bits" if not wrong else f"{wrong} of {len(snapshots[0])} differ")
+            snapshots.append(params + [x for p in params for x in optimizer.state[p].values()])
+        report.put(f"{codec}, {dtype}", compared(*snapshots))
         report.put("seconds of three steps", round(seconds, 3))
+
+
+def compared(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> str:
+    """Whether tensors have the same bits."""
+    pairs = [[x.detach().cpu().reshape(-1).view(torch.uint8) for x in pair] for pair in zip(wanted, got, strict=True)]
+    wrong = sum(not torch.equal(*pair) for pair in pairs)
+    return f"{wrong} of {len(pairs)} tensors differ" if wrong else "same bits"
 
 
 def numbers(report: Report, left: Left, part: int, parts: int) -> None:
     """Every significand of the roots and reciprocals without guards: a program made beforehand, or here."""
     program = Path(tempfile.mkdtemp(), "quick_numbers")
-    carried = CARRIED / "quick_numbers"
-    if carried.exists():
-        shutil.copy(carried, program)
+    if (CARRIED / "quick_numbers").exists():
+        shutil.copy(CARRIED / "quick_numbers", program)
         program.chmod(0o755)
         said = text_of(str(program), seconds=max(left(), 3))
-        if "at 2^" in said:
-            report.put("carried program", said)
+        report.put("carried program", said)
+        if "at 2^" in said or FAKE:
             return
-        report.put("carried program failed", said)
-    if FAKE:
-        return
     flags = ["-std=c++17", "-O3", "--fmad=false", "-arch=sm_90", "-I", str(ROOT / "csrc"), "-o", str(program)]
-    source = str(ROOT / "tests/gpu/quick_numbers.cu")
-    report.put("nvcc", text_of("nvcc", *flags, source, seconds=left() - 3, env={**os.environ, "PATH": TOOLS}))
-    report.put("built here", text_of(str(program), seconds=max(left(), 3)))
+    source = str(Path(__file__).with_name("quick_numbers.cu"))
+    if not FAKE:
+        report.put("nvcc", text_of("nvcc", *flags, source, seconds=left() - 3, env={**os.environ, "PATH": TOOLS}))
+        report.put("built here", text_of(str(program), seconds=max(left(), 3)))

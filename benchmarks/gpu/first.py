@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu.common import BROKEN, CARRIED, ROOT, die_with_parent
-from gpu.predictions import PREDICTIONS
+from gpu.predictions import PREDICTIONS, measured, text_of
 
 
 class Section(NamedTuple):
-    """A part of the check, the most seconds that it takes, and how many processes run side by side."""
+    """A part of the check, its module, the most seconds that it takes, and how many processes run side by side."""
 
     name: str
+    module: str
     seconds: float
     processes: int = 1
 
@@ -36,24 +37,27 @@ class Section(NamedTuple):
 WORKERS = min(6, (os.cpu_count() or 2) // 2 + 1)
 #: In the order of what they are worth; `tests` goes on at the end where it stopped.
 SECTIONS = (
-    Section("facts", 15),
-    Section("smoke", 30),
-    Section("numbers", 15),
-    Section("races", 40),
-    Section("tests", 80, WORKERS),
-    Section("others", 100),
-    Section("fsdp", 30),
-    Section("training", 40),
-    Section("same", 25),
-    Section("offload", 40),
-    Section("ncu", 60),
-    Section("sanitizer", 70),
-    Section("tests", 200, WORKERS),
+    Section("facts", "facts", 15),
+    Section("smoke", "facts", 30),
+    Section("numbers", "facts", 15),
+    Section("races", "speed", 40),
+    Section("tests", "cases", 80, WORKERS),
+    Section("others", "speed", 100),
+    Section("fsdp", "training", 30),
+    Section("training", "training", 40),
+    Section("offload", "tools", 40),
+    Section("ncu", "tools", 60),
+    Section("sanitizer", "tools", 70),
+    Section("tests", "cases", 200, WORKERS),
 )
 #: Sections that fail on purpose, for tests of this flow.
-PLANTED = (Section("crash", 10), Section("hang", 2), Section("broken", 10))
+PLANTED = tuple(
+    Section(name, "planted", 0.3 if name == "hang" else 10) for name in ("crash", "hang", "broken", "raising")
+)
 AHEAD = 2 if (os.cpu_count() or 2) < 8 else 14  # sections whose processes have started
 GRACE = 3  # seconds behind a section's end until it is killed
+PATIENCE = 60  # seconds at most until a section's processes have started
+SLACK = 10  # times as long may all of these take where the CPU stands in for a GPU
 
 
 class Child:
@@ -61,9 +65,9 @@ class Child:
 
     def __init__(self, section: Section, part: int, work: Path, env: dict[str, str]) -> None:
         self.label = section.name if section.processes == 1 else f"{section.name}.{part}"
-        self._command = [sys.executable, "-u", str(Path(__file__).with_name("section.py")), section.name, str(part)]
-        self._command += [str(section.processes), str(work / f"{self.label}.json")]
         self._file, self.log = work / f"{self.label}.json", work / f"{self.label}.log"
+        self._command = [sys.executable, "-u", "-m", "gpu.section", section.module, section.name]
+        self._command += [str(part), str(section.processes), str(self._file)]
         self._work, self._env, self._turns = work, env, 0
         self._start()
 
@@ -119,8 +123,9 @@ class Child:
     def outcome(self) -> str:
         """How the turn ended."""
         status = self._process.poll()
-        if self.found().get("turns", 0) >= self._turns:
-            return "ended"
+        found = self.found()
+        if found.get("turns", 0) >= self._turns:
+            return "raised an error" if "error" in found else "ended"
         if status is None:
             return "did not end in time"
         return "broke its CUDA context" if status == BROKEN else f"died with status {status}"
@@ -138,14 +143,17 @@ def main() -> int:
     names = list(dict.fromkeys(section.name for section in SECTIONS + PLANTED))
     parser.add_argument("--only", nargs="+", choices=names, default=[section.name for section in SECTIONS])
     parser.add_argument("--seconds", type=float, default=490, help="for everything (default: %(default)s)")
-    parser.add_argument("--fake", action="store_true", help="try the flow on the CPU")
+    parser.add_argument("--fake", action="store_true", help=f"try the flow on the CPU, with {SLACK} times the seconds")
     args = parser.parse_args()
+    slack = SLACK if args.fake else 1
     begin = time.monotonic()
+    end = begin + slack * args.seconds - GRACE
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="gpu_first_out"))
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="gpu_first"))
     found: dict[str, Any] = {"began": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "fake": args.fake}
-    found |= {"predictions": PREDICTIONS, "times": {}, "outcomes": {}, "sections": {}}
+    found |= {"predictions": {name: each._asdict() for name, each in PREDICTIONS.items()}}
+    found |= {"times": {}, "outcomes": {}, "sections": {}}
 
     def flush() -> None:
         partial = out / "first.json.part"
@@ -153,7 +161,7 @@ def main() -> int:
         partial.replace(out / "first.json")
 
     flush()
-    env = prepare(work, args.fake, found, begin + args.seconds - 120)
+    env = prepare(work, args.fake, found, end - 120)
     flush()
     chosen = [section for section in (*SECTIONS, *PLANTED) if section.name in args.only]
     children: dict[str, list[Child]] = {}
@@ -170,9 +178,10 @@ def main() -> int:
             if soon.name not in children:
                 children[soon.name] = [Child(soon, part, work, env) for part in range(soon.processes)]
         same = children[section.name]
-        while not all(child.is_ready() for child in same) and time.monotonic() < begin + args.seconds - GRACE:
+        patience = min(end, time.monotonic() + PATIENCE * slack)
+        while not all(child.is_ready() for child in same) and time.monotonic() < patience:
             time.sleep(0.05)
-        seconds = min(section.seconds, begin + args.seconds - time.monotonic() - GRACE)
+        seconds = min(section.seconds * slack, end - time.monotonic())
         if seconds < 2:
             found["outcomes"].setdefault(section.name, []).append("left out: no time left")
             continue
@@ -194,7 +203,7 @@ def main() -> int:
         found["outcomes"].setdefault(section.name, []).append("; ".join(sorted(outcomes)))
         flush()
         print(f"[{time.monotonic() - begin:6.1f}] {section.name}: {took} s, {found['outcomes'][section.name][-1]}")
-        for line in lines_of(found["sections"][section.name]):
+        for line in lines_of(found, section.name):
             print(f"    {line}"[:500], flush=True)
     for same in children.values():
         for child in same:
@@ -239,14 +248,20 @@ def prepare(work: Path, fake: bool, found: dict[str, Any], end: float) -> dict[s
     return env
 
 
-def lines_of(processes: list[dict[str, Any]]) -> list[str]:
-    """Findings of a section, a line each; cases of tests are summed up."""
-    if not any("by function" in each for each in processes):
-        return [f"{key}: {json.dumps(value)}" for key, value in processes[0].items() if key not in ("ready", "turns")]
-    sums = [f"{sum(each.get(key, 0) for each in processes)} {key}" for key in ("passed", "failed", "skipped")]
-    failures = [failure for each in processes for failure in each.get("failures", [])]
-    ends = [failure["error"].splitlines()[-1:] for failure in failures]
-    return [", ".join(sums), *(f"FAILED {f['case']}: {end}" for f, end in zip(failures[:12], ends, strict=False))]
+def lines_of(found: dict[str, Any], section: str) -> list[str]:
+    """Findings of a section, a line each: races beside their predictions; cases of tests are summed up."""
+    processes = found["sections"][section]
+    if section == "tests":
+        sums = [f"{sum(each.get(key, 0) for each in processes)} {key}" for key in ("passed", "failed", "skipped")]
+        failures = [failure for each in processes for failure in each.get("failures", [])]
+        ends = [failure["error"].splitlines()[-1:] for failure in failures]
+        return [", ".join(sums), *(f"FAILED {f['case']}: {end}" for f, end in zip(failures[:12], ends, strict=False))]
+    raced = list(measured({"sections": {section: processes}}))
+    plain = {
+        key: {k: v for k, v in value.items() if not isinstance(v, dict)} if raced and isinstance(value, dict) else value
+        for key, value in processes[0].items() if key not in ("ready", "turns")
+    }  # fmt: skip
+    return [f"{key}: {json.dumps(value)}" for key, value in plain.items()] + [text_of(*each) for each in raced]
 
 
 if __name__ == "__main__":

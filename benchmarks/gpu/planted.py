@@ -25,3 +25,9 @@ def broken(report: Report, left: Left, part: int, parts: int) -> None:
     """Ends as a section does whose CUDA context is broken."""
     report.put("before", 1)
     os._exit(BROKEN)
+
+
+def raising(report: Report, left: Left, part: int, parts: int) -> None:
+    """One of its parts raises, and the other does not."""
+    report.attempt("first", left, 0, lambda: {}["missing"])
+    report.attempt("second", left, 0, lambda: report.put("second", 1))

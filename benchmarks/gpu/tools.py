@@ -10,35 +10,43 @@ import sys
 
 import torch
 
-from gpu.common import FAKE, ROOT, TOOLS, Left, Report, text_of
-from gpu.speed import CONTENDERS, one, values
+from gpu.common import FAKE, ROOT, TOOLS, Left, Report, synchronize, text_of
+from gpu.speed import CONTENDERS, one, parameters
 
 
 def offload(report: Report, left: Left, part: int, parts: int) -> None:
     """benchmarks/offload_cuda.py, shortened: it stands in a process of its own."""
-    if FAKE:
-        report.put("left out", "needs a GPU")
-        return
     command = [sys.executable, str(ROOT / "benchmarks/offload_cuda.py"), "--millions", "200", "--rounds", "6"]
+    if FAKE:
+        command = [*TARGET, "offload", "--millions", "0.2", "--rounds", "2"]
     report.put("said", text_of(*command, seconds=left() - 2))
 
 
+def offload_on_a_stand_in() -> int:
+    """The same on tests/support/late_streams.py, which stands in for a GPU but for the backward pass."""
+    import offload_cuda
+    from late_streams import late_device
+
+    offload_cuda.SIZE, offload_cuda.COPY_BYTES, offload_cuda.KINDS = 256, 1 << 16, {"step": offload_cuda.KINDS["step"]}
+    torch.cuda.is_available, torch.cuda.get_device_name = lambda: True, lambda: "a stand-in"
+    with late_device("early"):
+        offload_cuda.main()
+    return 0
+
+
+TARGET = (sys.executable, "-m", "gpu.tools")
 TARGETS = {"log8 bf16": 2, "log8 fp32": 2, "companded8 bf16": 2, "dynamic8 bf16": 2}  # steps of each
 
 
 def target(numel: int) -> int:
     """Some steps of each codec, for tools to look at."""
     for name, steps in TARGETS.items():
-        dtype = getattr(torch, CONTENDERS[name].dtype)
         shapes = one(numel) if numel > 10**6 else [(numel // 512, 512), (97, 130), (1, 4099), (33, 33)]
-        params = [torch.nn.Parameter(values(shape, dtype)) for shape in shapes]
+        params = parameters(shapes, getattr(torch, CONTENDERS[name].dtype))
         optimizer = CONTENDERS[name].make(params)
         for _ in range(steps + 1):
-            for param in params:
-                param.grad = values(tuple(param.shape), dtype, 1e-3)
             optimizer.step()
-        if not FAKE:
-            torch.cuda.synchronize()
+        synchronize()
     print("target done")
     return 0
 
@@ -63,7 +71,7 @@ def ncu(report: Report, left: Left, part: int, parts: int) -> None:
     )
     command = [tool, "--clock-control", "none", "--kernel-name", "regex:step_usual_tasks", "--csv", "--page", "raw"]
     command += [word for section in sections.split() for word in ("--section", section)]
-    command += ["--metrics", metrics, sys.executable, __file__, str(2 * 10**8)]
+    command += ["--metrics", metrics, *TARGET, str(2 * 10**8)]
     said = text_of(*command, seconds=left() - 2, tail=400_000)
     report.put("rows", [row for row in csv_rows(said) if "step_usual_tasks" in row.get("Kernel Name", "")])
     report.put("said", said[-600:])
@@ -84,15 +92,17 @@ def sanitizer(report: Report, left: Left, part: int, parts: int) -> None:
     tool = shutil.which("compute-sanitizer", path=TOOLS)
     if tool is None:
         report.put("left out", "no compute-sanitizer")
+        report.put("without it", text_of(*TARGET, "40000", seconds=left()))
         return
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for kind in ("memcheck", "racecheck"):
         if left() < 15:
             report.put(kind, "left out: no time left")
             continue
-        command = [tool, "--tool", kind, "--error-exitcode", "86", sys.executable, __file__, "40000"]
+        command = [tool, "--tool", kind, "--error-exitcode", "86", *TARGET, "40000"]
         report.put(kind, text_of(*command, seconds=left() / (2 if kind == "memcheck" else 1), tail=1500, env=env))
 
 
 if __name__ == "__main__":
-    sys.exit(target(int(sys.argv[1])))
+    given = sys.argv.pop(1)
+    sys.exit(offload_on_a_stand_in() if given == "offload" else target(int(given)))

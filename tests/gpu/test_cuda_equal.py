@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import cuda_emulated
+import message_problem
 from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, at_odd_offset
 from kernel_problem import DTYPES, HUGE, gradients, start
 from ranks.layouts import values
-from ranks.snapshot import assert_same
+from ranks.snapshot import Snapshot, assert_same
 from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
-from shardopt.kernels.dispatch import Call, Tables
 from shardopt.kernels.skipped import SkippedElements
-from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
+from step_tables import FORMATS, HYPER, PIECES, ROWS, Piece, Problem
 from weight_formats import FP32
 
 SHAPES = ((), (1,), (31,), (257,), (4097,), (0, 64), (97, 130), (70, 33), (1, 4099), (3, 257), (9, 512), (4, 5, 7, 3))
@@ -46,18 +47,26 @@ def test_block_sizes(rule: str, codec: str, block_size: int) -> None:
     assert_same(actual, wanted)
 
 
+def assert_problem_same(rule: str, codec: str, weights: str, piece: Piece, block_size: int = 128) -> None:
+    """Steps a piece on both devices: the same bits, no byte written around it, as many skipped elements."""
+    cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
+    wanted, skipped = (
+        problem.run(lambda device, tables: make_call(device, tables, SkippedElements()), steps=4)
+        for problem in (cpu, cuda)
+    )
+    assert_same(cuda.snapshot(), cpu.snapshot())
+    cuda.assert_nothing_written_around()
+    assert skipped == wanted > 0, (piece, block_size)
+
+
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", HYPER)
 def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> None:
     """Shows that every weight format gives the CPU's bits on whole rows, pieces and cut blocks."""
-    for name, piece in PIECES.items():
+    for piece in PIECES.values():
         for block_size in filter(piece.is_in_blocks, (32, 128, 512)):
-            cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
-            wanted, skipped = (problem.run(call_of, steps=4) for problem in (cpu, cuda))
-            assert_same(cuda.snapshot(), cpu.snapshot())
-            cuda.assert_nothing_written_around()
-            assert skipped == wanted > 0, (name, block_size)
+            assert_problem_same(rule, codec, weights, piece, block_size)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -65,12 +74,8 @@ def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> N
 @pytest.mark.parametrize("rule", HYPER)
 def test_rows_of_any_length(rule: str, codec: str, weights: str) -> None:
     """Shows that rows of any length at any address give the CPU's bits, and that no byte is written around them."""
-    for name, piece in ROWS.items():
-        cpu, cuda = (Problem(rule, codec, weights, piece, 128, device) for device in (CPU, CUDA))
-        wanted, skipped = (problem.run(call_of, steps=4) for problem in (cpu, cuda))
-        assert_same(cuda.snapshot(), cpu.snapshot())
-        cuda.assert_nothing_written_around()
-        assert skipped == wanted > 0, name
+    for piece in ROWS.values():
+        assert_problem_same(rule, codec, weights, piece)
 
 
 def test_many_staged_rows() -> None:
@@ -87,17 +92,21 @@ def test_unaligned_storage(codec: str) -> None:
     initial = start(torch.bfloat16, SHAPES)
     behind = 3 * CODECS[codec].code_dtype.itemsize  # state is kept as bytes
     aligned, optimizer = make_on(CUDA, "adamw", codec, initial)
-    odd = {name: Parameter(_odd(value.to(CUDA))) for name, value in initial.items()}
+    odd = {name: Parameter(at_odd_offset(value.to(CUDA))) for name, value in initial.items()}
     odd_optimizer = RULES["adamw"].make(list(odd.values()), codec=codec, min_quantized_numel=0)
     for t in (1, 2, 3, 4):
         grads = {name: gradient.to(CUDA) for name, gradient in gradients(t, torch.bfloat16, SHAPES).items()}
         step_on(optimizer, aligned, grads)
-        step_on(odd_optimizer, odd, {name: _odd(gradient) for name, gradient in grads.items()})
+        step_on(odd_optimizer, odd, {name: at_odd_offset(gradient) for name, gradient in grads.items()})
         for state in odd_optimizer.state.values():
-            state.update(
-                {entry: _odd(value, behind if value.dtype == torch.uint8 else 3) for entry, value in state.items()}
-            )
+            for entry, value in state.items():
+                state[entry] = at_odd_offset(value, behind if value.dtype == torch.uint8 else 3)
     assert_same(snapshot_of(odd, odd_optimizer), snapshot_of(aligned, optimizer))
+
+
+def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Equal values with the first dimension last in memory."""
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
@@ -114,22 +123,6 @@ def test_strided_parameters(codec: str) -> None:
     assert optimizer.nonfinite_count == skipped
 
 
-def call_of(device: torch.device, tables: Tables) -> Call:
-    """The kernels' call with a count of its own of skipped elements."""
-    return make_call(device, tables, SkippedElements())
-
-
-def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Equal values with the first dimension last in memory."""
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def _odd(tensor: torch.Tensor, behind: int = 3) -> torch.Tensor:
-    """A copy so many elements behind an aligned address."""
-    buffer = torch.zeros(tensor.numel() + behind, dtype=tensor.dtype, device=tensor.device)
-    return buffer[behind:].view(tensor.shape).copy_(tensor)
-
-
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_that_overflow(rule: str, codec: str) -> None:
@@ -140,16 +133,26 @@ def test_gradients_that_overflow(rule: str, codec: str) -> None:
             if at < gradient.numel():
                 gradient.view(-1)[at] = value
     steps = [gradients(1, FP32, SHAPES), huge, gradients(4, FP32, SHAPES)]
-    assert_same(
-        run(CUDA, rule, codec, start(FP32, SHAPES), steps)[0], run(CPU, rule, codec, start(FP32, SHAPES), steps)[0]
-    )
+    wanted, actual = (run(device, rule, codec, start(FP32, SHAPES), steps)[0] for device in (CPU, CUDA))
+    assert_same(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", message_problem.DTYPES)
+def test_norms(dtype: torch.dtype) -> None:
+    """Shows that norms, clipped gradients and steps that clip have the CPU's bits, finite or not."""
+    for numel in (2, 1030, 3_000_000)[: 3 if CUDA.type == "cuda" else 2]:
+        for name, floats in message_problem.numbers(dtype, numel, numel):
+            given = [floats, floats[1 : numel // 2], floats.view(-1, 2).t()]
+            wanted, actual = (cuda_emulated.clipped([x.to(device) for x in given]) for device in (CPU, CUDA))
+            for one, expected in zip(actual, wanted, strict=True):
+                torch.testing.assert_close(one.cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def test_mixed_codecs_and_rules_in_one_step() -> None:
     """Shows that one step over groups of different codecs and options gives the CPU's bits."""
     initial = start(torch.bfloat16, SHAPES)
 
-    def stepped(device: torch.device) -> dict[str, torch.Tensor]:
+    def stepped(device: torch.device) -> Snapshot:
         params = {name: Parameter(value.to(device, copy=True)) for name, value in initial.items()}
         groups = [
             {"params": [param], "codec": CODEC_NAMES[i % len(CODEC_NAMES)], "momentum": 0.9 * (i % 3 > 0)}

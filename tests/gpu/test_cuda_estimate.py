@@ -1,4 +1,4 @@
-"""Estimates for a GPU and for the host are within 1% of the memory that a run on a GPU takes of each."""
+"""Estimates of memory against runs on a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shardopt.estimate import Setup, estimate
 @pytest.mark.parametrize("offload", [None, "state", "step"])
 @needs_gpu
 def test_device_and_host(offload: str | None) -> None:
+    """Shows that a run takes the memory that was estimated, on the device and on the host."""
     setup = Setup(options={"master_weight_bits": 24, "offload": offload})
     net = Layers().to("cuda").bfloat16()
     optimizer = shardopt.AdamW8bit(net.parameters(), **setup.options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import CODEC_NAMES
 from kernel_problem import gradients, start
 from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import before_steps
-from ranks.snapshot import assert_same
+from ranks.snapshot import Snapshot, assert_same
 from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
 from weight_formats import BF16
@@ -78,67 +79,54 @@ def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPa
     assert used[1] - used[0] <= (4608 + 512) * more_chunks, used
 
 
-@needs_gpu
-@pytest.mark.parametrize(("offload", "overlap"), [("state", False), ("step", False), ("step", True)])
-def test_gradient_release(offload: str, overlap: bool) -> None:
-    """Shows that released gradients with offload end with the plain run's bits."""
-    found = []
-    for how in (None, offload):
-        model = make_net().to(CUDA)
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
-        if how is not None:
-            shardopt.release_gradients(model, optimizer, overlap_forward=overlap)
-        torch.manual_seed(0)
-        for step in range(3):
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            loss_of(model, make_batch(step).to(CUDA)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        found.append(snapshot_of(dict(model.named_parameters()), optimizer))
+def trained(
+    offload: str | None, release: dict[str, Any] | None, micro: int = 1, scale: float | None = None, clip: bool = False
+) -> Snapshot:
+    """Norms, loss scale, parameters and state after four steps with late gradients."""
+    model = make_net().to(CUDA)
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
+    if release is not None:
+        shardopt.release_gradients(model, optimizer, **release)
+    scaler = torch.amp.GradScaler(CUDA.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+    found = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for step in range(4):
+        for i in range(micro):
+            loss = loss_of(model, make_batch(10 * step + i).to(CUDA))
+            keep_busy(3_000_000)
+            scaler.scale(loss).backward()
+        if scale is not None:
+            scaler.unscale_(optimizer)
+        if clip:
+            found[f"norm {step}"] = shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer).cpu()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     torch.use_deterministic_algorithms(False)
-    assert_same(found[1], found[0])
+    optimizer.synchronize()
+    found["scale"] = torch.tensor(scaler.get_scale())
+    return {**found, **snapshot_of(dict(model.named_parameters()), optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("offload", "overlap"),
+    [
+        (None, False),
+        *(pytest.param(*how, marks=needs_gpu) for how in (("state", False), ("step", False), ("step", True))),
+    ],
+)
+def test_gradient_release(offload: str | None, overlap: bool) -> None:
+    """Shows that released gradients, also with offload, end with the plain run's bits."""
+    assert_same(trained(offload, {"overlap_forward": overlap}), trained(None, None))
 
 
 @needs_gpu
 @pytest.mark.parametrize("scale", [None, 1000.0])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_held_gradients(micro_batches: int, scale: float | None) -> None:
-    """Shows that gradients, sums and norm on the host have the bits of those on the device, and that hooks see streams.
-
-    Clipped steps on the host beside the next forward pass, with a busy device, against steps on the device.
-    """
-    found = []
-    for how in (None, "step"):
-        model = make_net().to(CUDA)
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=how)
-        if how is not None:
-            shardopt.release_gradients(
-                model, optimizer, overlap_forward=True, waiting_gradients=2, micro_batches=micro_batches
-            )
-        scaler = None if scale is None else torch.amp.GradScaler("cuda", init_scale=scale, growth_interval=2)
-        norms = []
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        for step in range(4):
-            for micro in range(micro_batches):
-                loss = loss_of(model, make_batch(10 * step + micro).to(CUDA))
-                keep_busy(3_000_000)  # gradients are late
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            norms.append(shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer))
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        norms += [] if scaler is None else [torch.tensor(scaler.get_scale())]
-        of_norms = {f"norm {step}": norm.cpu() for step, norm in enumerate(norms)}
-        found.append({**of_norms, **snapshot_of(dict(model.named_parameters()), optimizer)})
-    torch.use_deterministic_algorithms(False)
-    assert_same(found[1], found[0])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_held_gradients(micro: int, scale: float | None) -> None:
+    """Shows that clipped steps on the host beside the next forward pass have the bits of those on the device."""
+    release = {"overlap_forward": True, "waiting_gradients": 2, "micro_batches": micro}
+    assert_same(trained("step", release, micro, scale, clip=True), trained(None, None, micro, scale, clip=True))
 
 
 @needs_gpu

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
 from helpers import CODEC_NAMES, RULES, Named
 from kernel_problem import gradients, start
 from ranks.snapshot import assert_same
+from shardopt import clip_grad_norm_
 from weight_formats import BF16
 
 SHAPES = ((97, 130), (70, 33), (257,))
@@ -44,6 +46,18 @@ def test_a_step_does_not_synchronize(codec: str) -> None:
         with no_synchronization():
             lr.mul_(0.5)
             step_on(optimizer, params, gradient)
+
+
+@needs_gpu
+def test_clipping_does_not_synchronize() -> None:
+    """Shows that clipping never waits for the device."""
+    params = [torch.nn.Parameter(torch.zeros(300, 40, device=CUDA)) for _ in range(5)]
+    for step in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        with no_synchronization() if step else nullcontext():  # the first one makes tables
+            for kind in (2.0, math.inf):
+                clip_grad_norm_(params, 0.5, kind)
 
 
 @needs_gpu
@@ -134,32 +148,22 @@ def test_the_current_device_does_not_matter() -> None:
 
 
 def test_loss_scale_on_the_device() -> None:
-    """Shows that a loss scale and its overflow act on the device as on the CPU."""
+    """Shows that GradScaler's scale acts as on the CPU, and that its overflow skips that step, and no other."""
     found = []
     for device in (CPU, CUDA):
         params, optimizer = make_on(device, "adamw", "log8", start(BF16, SHAPES))
-        for t, overflow in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.0)):
-            optimizer.grad_scale = torch.tensor(3000.0, device=device)
-            optimizer.found_inf = torch.tensor(overflow, device=device)
-            step_on(optimizer, params, gradients(t, BF16, SHAPES))
+        scaler = torch.amp.GradScaler(device.type, init_scale=3000.0)
+        for t in (1, 2, 4, 5):
+            before = snapshot_of(params, optimizer)
+            for name, gradient in gradients(t, BF16, SHAPES).items():
+                params[name].grad = scaler.scale(gradient.to(device) + (torch.inf if t == 2 else 0.0))
+            scaler.step(optimizer)
+            scaler.update()
+            if t == 2:
+                assert_same(snapshot_of(params, optimizer), before)
         found.append(snapshot_of(params, optimizer))
+        assert scaler.get_scale() == 1500.0
     assert_same(found[1], found[0])
-
-
-def test_grad_scaler() -> None:
-    """Shows that GradScaler skips the overflowing step, and no other."""
-    model = torch.nn.Linear(130, 97, device=CUDA)
-    optimizer = RULES["adamw"].make(model.parameters())
-    scaler = torch.amp.GradScaler(CUDA.type, init_scale=2.0**10)
-    for t in range(4):
-        optimizer.zero_grad()
-        before = model.weight.detach().clone()
-        x = torch.full((8, 130), torch.inf if t == 2 else 1.0, device=CUDA)
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(model.weight, before) == (t == 2)
-    assert optimizer.state[model.weight]["step"].item() == 3
 
 
 def test_the_next_step_warns_of_skipped_elements() -> None:

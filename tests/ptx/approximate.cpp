@@ -13,8 +13,6 @@ float above(float x) { return std::nextafterf(x, INFINITY); }
 // A float from `low` to `high`.
 float chosen(float low, float nearest, float high, long double exact) {
   const std::string& how = options().approximate;
-  if (how == "low") return low;
-  if (how == "high") return high;
   if (how == "farthest") return exact - low > high - exact ? low : high;
   if (how == "random") return float_of(bits_of(low) + random_below(bits_of(high) - bits_of(low) + 1));
   return nearest;

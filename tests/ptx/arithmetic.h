@@ -95,14 +95,12 @@ Handler comparison(const std::string& how) {
   if (how == "ge" || how == "hs") return compare<T>([](T a, T b) { return a >= b; });
   if (how == "ne") return compare<T>([](T a, T b) { return a < b || a > b; });
   if constexpr (std::is_floating_point_v<T>) {  // with a NaN these hold
-    if (how == "equ") return compare<T>([](T a, T b) { return !(a < b || a > b); });
     if (how == "neu") return compare<T>([](T a, T b) { return !(a == b); });
     if (how == "ltu") return compare<T>([](T a, T b) { return !(a >= b); });
     if (how == "leu") return compare<T>([](T a, T b) { return !(a > b); });
     if (how == "gtu") return compare<T>([](T a, T b) { return !(a <= b); });
     if (how == "geu") return compare<T>([](T a, T b) { return !(a < b); });
     if (how == "num") return compare<T>([](T a, T b) { return a == a && b == b; });
-    if (how == "nan") return compare<T>([](T a, T b) { return a != a || b != b; });
   }
   return nullptr;
 }
@@ -225,15 +223,6 @@ T inserted_field(T field, T into, u32 at, u32 length) {
   return (into & ~mask) | (static_cast<T>(field << at) & mask);
 }
 
-inline u32 extracted_field(u32 a, u32 at, u32 length, bool is_signed) {
-  at &= 0xff, length &= 0xff;
-  if (length == 0) return 0;
-  const u32 last = std::min(at + length - 1, 31u), sign = is_signed ? a >> last & 1 : 0;
-  u32 found = 0;
-  for (u32 k = 0; k < 32; ++k) found |= (k < length && at + k <= 31 ? a >> (at + k) & 1 : sign) << k;
-  return found;
-}
-
 // prmt: each nibble of the selector chooses a byte, and with its highest bit the byte's sign, eight times.
 inline u32 permuted(u32 a, u32 b, u32 selector) {
   const u64 all = static_cast<u64>(b) << 32 | a;
@@ -244,14 +233,6 @@ inline u32 permuted(u32 a, u32 b, u32 selector) {
     if (nibble & 8) byte = byte & 0x80 ? 0xff : 0;
     found |= byte << (8 * k);
   }
-  return found;
-}
-
-// lop3: the table has the result for each combination of three bits.
-inline u32 looked_up(u32 a, u32 b, u32 c, u32 table) {
-  u32 found = 0;
-  for (u32 k = 0; k < 8; ++k)
-    if (table >> k & 1) found |= (k & 4 ? a : ~a) & (k & 2 ? b : ~b) & (k & 1 ? c : ~c);
   return found;
 }
 

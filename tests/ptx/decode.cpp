@@ -89,39 +89,19 @@ void barrier(Decoding& d) {
   d.i.kind = Kind::kBarrier;
 }
 
-enum Shuffle : u32 { kUp, kDown, kButterfly, kIndexed };
-
+// shfl.sync.bfly: each lane reads from the one whose number differs in some bits.
 void shuffle(Warp& w, const Instruction& i, u32 mask) {
-  u32 values[kWarp], inside = 0, undefined = 0;
+  u32 values[kWarp], undefined = 0;
   for_lanes(mask, [&](int lane) {
-    const auto own = static_cast<u32>(lane);
-    const u32 by = w.value(i.from[1], lane) & 31, limits = static_cast<u32>(w.value(i.from[2], lane));
-    const u32 segment = limits >> 8 & 31, first = own & segment, last = first | (limits & 31 & ~segment);
-    u32 other;
-    bool is_inside;
-    switch (i.immediate) {
-      case kUp:
-        other = own - by, is_inside = static_cast<i32>(other) >= static_cast<i32>(last);
-        break;
-      case kDown:
-        other = own + by, is_inside = other <= last;
-        break;
-      case kButterfly:
-        other = own ^ by, is_inside = other <= last;
-        break;
-      default:
-        other = first | (by & ~segment), is_inside = other <= last;
-    }
-    if (!is_inside) other = own;
+    const u32 other = static_cast<u32>(lane) ^ (w.read32(i.from[1])[lane] & 31);
     if (!(mask >> other & 1)) w.report("an exchange reads from a lane that does not take part", i);
-    inside |= static_cast<u32>(is_inside) << lane;
     values[lane] = w.read32(i.from[0])[other];
     undefined |= (w.undefined(i.from[0]) >> other & 1) << lane;
   });
   for_lanes(mask, [&](int lane) { w.write32(i.to[0])[lane] = values[lane]; });
   w.mark(i.to[0], undefined, mask);
   if (i.targets == 1) return;
-  w.set_predicate(i.to[1], inside, mask);
+  w.set_predicate(i.to[1], kAllLanes, mask);
   w.mark(i.to[1], 0, mask);
 }
 
@@ -145,13 +125,11 @@ void exchange(Decoding& d) {
     d.i.members = d.parser.operand(d.arg(2), false);
     return d.set(vote);
   }
-  const std::map<std::string, Shuffle> modes{{"up", kUp}, {"down", kDown}, {"bfly", kButterfly}, {"idx", kIndexed}};
-  d.demand(d.op.size() == 4 && d.op[1] == "sync" && modes.count(d.op[2]));
-  d.i.immediate = modes.at(d.op[2]);
+  d.demand(d.flat == "shfl.sync.bfly" && d.arg(3) == "31");  // of the whole warp
   const size_t bar = d.arg(0).find('|');
   d.to(trimmed(d.args[0].substr(0, bar)), false);
   if (bar != std::string::npos) d.to(trimmed(d.args[0].substr(bar + 1)), false);
-  for (size_t k = 1; k <= 3; ++k) d.from(d.arg(k), false);
+  for (size_t k = 1; k <= 2; ++k) d.from(d.arg(k), false);
   d.i.members = d.parser.operand(d.arg(4), false);
   d.set(shuffle);
 }
@@ -197,7 +175,8 @@ void memory(Decoding& d) {
     d.to(d.arg(0), true);
     i.from[i.sources++] = d.parser.address(d.arg(1), &i.offset);
     d.from(d.arg(2), true);
-    return d.set(d.has("add") ? atomic_add : atomic_max);
+    i.immediate = d.has("max");
+    return d.set(atomic);
   }
   const bool is_load = d.base == "ld";
   const std::string& value = d.arg(is_load ? 0 : 1);
@@ -229,6 +208,13 @@ void part(Warp& w, const Instruction& i, u32 mask) {
   });
 }
 
+template <class F>
+Handler special(F) {
+  return [](Warp& w, const Instruction& i, u32 mask) {
+    for_lanes(mask, [&](int lane) { w.write32(i.to[0])[lane] = F{}(w, lane); });
+  };
+}
+
 void move(Decoding& d) {
   const std::string &to = d.arg(0), &from = d.arg(1);
   if (from[0] == '{' || to[0] == '{') {
@@ -244,15 +230,9 @@ void move(Decoding& d) {
     return d.set(d.wide ? part<u64> : part<u32>);
   }
   d.to(to, d.wide);
-  const std::map<std::string, Handler> special{
-      {"%tid.x", [](Warp& w, const Instruction& i,
-                    u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.thread(l); }); }},
-      {"%ntid.x", [](Warp& w, const Instruction& i,
-                     u32 mask) { for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.threads; }); }},
-      {"%ctaid.x", [](Warp& w, const Instruction& i, u32 mask) {
-         for_lanes(mask, [&](int l) { w.write32(i.to[0])[l] = w.block.index; });
-       }}};
-  if (special.count(from)) return d.set(special.at(from));
+  if (from == "%tid.x") return d.set(special([](const Warp& w, int lane) { return w.thread(lane); }));
+  if (from == "%ntid.x") return d.set(special([](const Warp& w, int) { return w.block.threads; }));
+  if (from == "%ctaid.x") return d.set(special([](const Warp& w, int) { return w.block.index; }));
   d.from(from, d.wide);
   if (d.type == "pred") {
     return d.set([](Warp& w, const Instruction& i, u32 mask) {
@@ -289,28 +269,23 @@ void choice(Decoding& d) {
   d.set(d.wide ? select<u64> : select<u32>);
 }
 
+template <class F>
+Handler of_predicates(F) {
+  return [](Warp& w, const Instruction& i, u32 mask) {
+    w.set_predicate(i.to[0], F{}(w.predicate(i.from[0]), w.predicate(i.from[i.sources - 1])), mask);
+  };
+}
+
 void logic(Decoding& d) {
   d.operands(d.base == "not" ? 1 : 2, d.wide);
   if (d.type != "pred") return d.set(of_sizes(d.bits, [&](auto zero) { return bitwise<decltype(zero)>(d.base); }));
-  d.set(d.base == "and"  ? [](Warp& w, const Instruction& i,
-                              u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) & w.predicate(i.from[1]), m); }
-        : d.base == "or" ? [](Warp& w, const Instruction& i,
-                              u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) | w.predicate(i.from[1]), m); }
-        : d.base == "xor"
-            ? [](Warp& w, const Instruction& i,
-                 u32 m) { w.set_predicate(i.to[0], w.predicate(i.from[0]) ^ w.predicate(i.from[1]), m); }
-            : [](Warp& w, const Instruction& i, u32 m) { w.set_predicate(i.to[0], ~w.predicate(i.from[0]), m); });
+  if (d.base == "and") return d.set(of_predicates([](u32 a, u32 b) { return a & b; }));
+  if (d.base == "or") return d.set(of_predicates([](u32 a, u32 b) { return a | b; }));
+  d.demand(d.base == "not");
+  d.set(of_predicates([](u32 a, u32) { return ~a; }));
 }
 
 void shifts(Decoding& d) {
-  if (d.base == "shf") {
-    d.operands(3, false);
-    d.demand(d.op.size() == 4 && d.op[2] == "wrap");
-    if (d.op[1] == "l")
-      return d.set(
-          ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 n) { return ((u64{b} << 32 | a) << (n & 31)) >> 32; }));
-    return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 n) { return (u64{b} << 32 | a) >> (n & 31); }));
-  }
   d.demand(d.args.size() == 3);
   d.to(d.args[0], d.wide);
   d.from(d.args[1], d.wide);
@@ -334,31 +309,16 @@ void parts(Decoding& d) {
     return d.set(d.wide ? insert_field<u64> : insert_field<u32>);
   }
   d.demand(d.bits == 32);
-  if (d.base == "lop3") {
-    for (size_t k = 1; k <= 3; ++k) d.from(d.arg(k), false);
-    d.to(d.arg(0), false);
-    d.i.immediate = static_cast<u32>(std::strtoul(d.arg(4).c_str(), nullptr, 0));
-    return d.set([](Warp& w, const Instruction& i, u32 mask) {
-      const u32 *a = w.read32(i.from[0]), *b = w.read32(i.from[1]), *c = w.read32(i.from[2]);
-      u32* to = w.write32(i.to[0]);
-      for_lanes(mask, [&](int l) { to[l] = looked_up(a[l], b[l], c[l], i.immediate); });
-    });
-  }
   d.operands(3, false);
   if (d.base == "prmt") {
     d.demand(d.op.size() == 2);
-    d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 s) { return permuted(a, b, s); }));
-  } else if (d.base == "dp4a") {
-    d.demand(d.op.size() == 3 && d.op[1] == "u32" && d.type == "u32");
-    d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 sum) {
-      for (int k = 0; k < 32; k += 8) sum += (a >> k & 0xff) * (b >> k & 0xff);
-      return sum;
-    }));
-  } else if (d.type == "u32") {
-    d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 at, u32 n) { return extracted_field(a, at, n, false); }));
-  } else {
-    d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 at, u32 n) { return extracted_field(a, at, n, true); }));
+    return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 s) { return permuted(a, b, s); }));
   }
+  d.demand(d.op.size() == 3 && d.op[1] == "u32" && d.type == "u32");
+  d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 sum) {
+    for (int k = 0; k < 32; k += 8) sum += (a >> k & 0xff) * (b >> k & 0xff);
+    return sum;
+  }));
 }
 
 // Integers of the type's size and sign, in registers that may have another size.
@@ -396,18 +356,11 @@ void conversion(Decoding& d) {
       {"sat.f32.f32", unary<float, float>([](float a) { return a > 0.0f ? a < 1.0f ? a : 1.0f : 0.0f; })},
       {"f64.f32", unary<double, float>([](float a) { return a; })},
       {"rn.f32.f64", unary<float, double>([](double a) { return a; })},
-      {"rn.f32.s16", unary<float, i16>([](i16 a) { return a; })},
       {"rn.f32.u16", unary<float, u16>([](u16 a) { return a; })},
       {"rn.f32.s32", unary<float, i32>([](i32 a) { return a; })},
-      {"rn.f32.u32", unary<float, u32>([](u32 a) { return a; })},
-      {"rn.f64.s32", unary<double, i32>([](i32 a) { return a; })},
-      {"rn.f64.s64", unary<double, i64>([](i64 a) { return a; })},
       {"rn.f64.u64", unary<double, u64>([](u64 a) { return a; })},
       {"rzi.s32.f32", to_integer<i32, float>()},
-      {"rzi.u32.f32", to_integer<u32, float>()},
-      {"rzi.s64.f32", to_integer<i64, float>()},
       {"rzi.u64.f32", to_integer<u64, float>()},
-      {"rzi.s32.f64", to_integer<i32, double>()},
       {"rzi.s64.f64", to_integer<i64, double>()},
   };
   const auto found = known.find(d.flat.substr(4) + "." + d.type);
@@ -423,16 +376,10 @@ void approximation(Decoding& d) {
 }
 
 void wide_product(Decoding& d) {
-  d.demand(d.flat == d.base + ".wide");
+  d.demand(d.flat == "mul.wide");
   d.to(d.arg(0), d.bits == 32);
   d.from(d.arg(1), false);
   d.from(d.arg(2), false);
-  if (d.base == "mad") {
-    d.from(d.arg(3), true);
-    if (d.type == "s32") return d.set(ternary<i64, i32, i32, i64>([](i32 a, i32 b, i64 c) { return i64{a} * b + c; }));
-    d.demand(d.type == "u32");
-    return d.set(ternary<u64, u32, u32, u64>([](u32 a, u32 b, u64 c) { return u64{a} * b + c; }));
-  }
   if (d.type == "s16") return d.set(binary<i32, i16, i16>([](i16 a, i16 b) { return i32{a} * b; }));
   if (d.type == "u16") return d.set(binary<u32, u16, u16>([](u16 a, u16 b) { return u32{a} * b; }));
   if (d.type == "s32") return d.set(binary<i64, i32, i32>([](i32 a, i32 b) { return i64{a} * b; }));
@@ -465,8 +412,8 @@ const std::map<std::string, void (*)(Decoding&)>& decoders() {
     add(move, {"mov"});
     add(choice, {"setp", "selp"});
     add(logic, {"and", "or", "xor", "not"});
-    add(shifts, {"shl", "shr", "shf"});
-    add(parts, {"bfi", "bfe", "prmt", "lop3", "dp4a"});
+    add(shifts, {"shl", "shr"});
+    add(parts, {"bfi", "prmt", "dp4a"});
     add(conversion, {"cvt"});
     add(arithmetic,
         {"add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt"});

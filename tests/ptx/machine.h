@@ -13,12 +13,11 @@ namespace ptx {
 
 // How the machine behaves where the PTX ISA leaves it open.
 struct Options {
-  // Approximations are the nearest float, or the "low", "high" or "farthest" that is allowed, or a "random" one.
+  // Approximations are the nearest float, or the "farthest" that is allowed, or a "random" one.
   std::string approximate = "nearest";
   int turn = 0;            // another warp of the thread block goes on after about so many instructions; 0: at barriers
   bool any_path = false;   // of diverged lanes any go on, rather than those at the lowest instruction
   bool any_order = false;  // of thread blocks and warps, rather than rising
-  bool early_copies = false;  // asynchronous copies read when they are begun, rather than when they are waited for
   // Loads from global memory stand in for asynchronous copies, which sm_75 has not. As with these, words of 16 bytes
   // may have bytes that other threads write, which come as random ones, and a later write is no race with the load.
   bool loads_for_copies = false;
@@ -53,7 +52,6 @@ struct AsyncCopy {
   u32 to;
   u64 from;
   u32 bytes, read;  // bytes after those that are read become zeros
-  bool is_read;
   u8 data[16];
   Byte state[16];
 };
@@ -188,8 +186,7 @@ void remove_allocation(u64 address);
 void begin_launch();
 void load_memory(Warp& w, const Instruction& i, u32 mask);
 void store_memory(Warp& w, const Instruction& i, u32 mask);
-void atomic_add(Warp& w, const Instruction& i, u32 mask);
-void atomic_max(Warp& w, const Instruction& i, u32 mask);
+void atomic(Warp& w, const Instruction& i, u32 mask);  // of 64 bits: the larger number with an immediate, else the sum
 void begin_copy(Warp& w, const Instruction& i, u32 mask);
 void commit_copies(Warp& w, const Instruction& i, u32 mask);
 void wait_for_copies(Warp& w, const Instruction& i, u32 mask);

@@ -164,7 +164,6 @@ u64 address_of(const Warp& w, const Operand& o, i64 offset, int lane) {
 }
 
 void read_source(const Warp& w, AsyncCopy& copy, int lane) {
-  copy.is_read = true;
   for (u32 b = 0; b < copy.bytes; ++b) {
     const u64 at = copy.from + b;
     copy.state[b] = Byte::kDefined;
@@ -296,32 +295,18 @@ void store_memory(Warp& w, const Instruction& i, u32 mask) {
   });
 }
 
-// Of 64 bits.
-namespace {
-
-template <class Change>
-void atomic(Warp& w, const Instruction& i, u32 mask, Change change) {
+void atomic(Warp& w, const Instruction& i, u32 mask) {
   if ((w.undefined(i.from[0]) | w.undefined(i.from[1])) & mask)
     w.report("an atomic operation on something undefined", i);
   for_lanes(mask, [&](int lane) {
-    const u64 at = address_of(w, i.from[0], i.offset, lane);
+    const u64 at = address_of(w, i.from[0], i.offset, lane), other = w.value(i.from[1], lane);
     if (!check_global(w, i, at, 8)) return;
     for (u32 b = 0; b < 8; ++b) note_write(w, i, global_access(at + b), who(w, lane), true, true);
-    u64& sum = *reinterpret_cast<u64*>(at);
-    if (i.to[0].bank == Bank::kBits64) w.write64(i.to[0])[lane] = sum;
-    sum = change(sum, w.value(i.from[1], lane));
+    u64& now = *reinterpret_cast<u64*>(at);
+    if (i.to[0].bank == Bank::kBits64) w.write64(i.to[0])[lane] = now;
+    now = i.immediate ? std::max(now, other) : now + other;
   });
   w.mark(i.to[0], 0, mask);
-}
-
-}  // namespace
-
-void atomic_add(Warp& w, const Instruction& i, u32 mask) {
-  atomic(w, i, mask, [](u64 a, u64 b) { return a + b; });
-}
-
-void atomic_max(Warp& w, const Instruction& i, u32 mask) {
-  atomic(w, i, mask, [](u64 a, u64 b) { return std::max(a, b); });
 }
 
 // Begins an asynchronous copy, whose target is undefined until the copy has been waited for.
@@ -331,10 +316,9 @@ void begin_copy(Warp& w, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](int lane) {
     const auto to = static_cast<u32>(address_of(w, i.from[0], i.offset, lane));
     const u64 from = address_of(w, i.from[1], i.source_offset, lane);
-    AsyncCopy copy{to - kSharedBase, from, i.bytes, i.immediate, false, {}, {}};
+    AsyncCopy copy{to - kSharedBase, from, i.bytes, i.immediate, {}, {}};
     if (!check_shared(w, i, to, i.bytes) || !check_alignment(w, i, from, i.bytes)) return;
     if (!(copy.read == 16 && is_part(from)) && copy.read > 0 && !check_global(w, i, from, i.bytes)) return;
-    if (options().early_copies) read_source(w, copy, lane);
     for (u32 b = 0; b < copy.bytes; ++b) {
       Byte& state = w.block.shared_state[copy.to + b];
       if (state == Byte::kPending) w.report("two asynchronous copies to one place", i);
@@ -359,7 +343,7 @@ void wait_for_copies(Warp& w, const Instruction& i, u32 mask) {
     auto& groups = w.copies[lane].groups;
     for (; groups.size() > i.immediate; groups.pop_front()) {
       for (AsyncCopy& copy : groups.front()) {
-        if (!copy.is_read) read_source(w, copy, lane);
+        read_source(w, copy, lane);
         std::copy_n(copy.data, copy.bytes, w.block.shared.begin() + copy.to);
         std::copy_n(copy.state, copy.bytes, w.block.shared_state.begin() + copy.to);
         const Who now = who(w, lane);

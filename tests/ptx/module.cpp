@@ -47,30 +47,20 @@ void check_allocations(bool on) {
   c10::SetAllocator(c10::DeviceType::CPU, on ? checked : usual);
 }
 
-void set_options(const py::dict& given) {
-  const py::object made = py::cast(ptx::Options());
-  for (const auto& [name, value] : given) made.attr(name) = value;
-  ptx::options() = made.cast<ptx::Options>();
-}
-
 }  // namespace
 
 PYBIND11_MODULE(cuda_emulated, m) {
   shardopt::bind_cuda(m);
-  using ptx::Options;
-  py::class_<Options>(m, "Options", py::module_local())
-      .def_readwrite("approximate", &Options::approximate)
-      .def_readwrite("turn", &Options::turn)
-      .def_readwrite("any_path", &Options::any_path)
-      .def_readwrite("any_order", &Options::any_order)
-      .def_readwrite("early_copies", &Options::early_copies)
-      .def_readwrite("loads_for_copies", &Options::loads_for_copies)
-      .def_readwrite("seed", &Options::seed);
   m.def("load", &ptx::load, "Runs these modules' PTX from now on.");
   m.def("check_allocations", &check_allocations, "Whether tensors made from now on may be given to kernels.");
   m.def(
-      "set_options", [](const py::kwargs& given) { set_options(given); },
-      "Options, and the usual ones where none are given.");
+      "set_options",
+      [](const std::string& approximate, int turn, bool any_path, bool any_order, bool loads_for_copies, int seed) {
+        ptx::options() = {approximate, turn, any_path, any_order, loads_for_copies, seed};
+      },
+      py::arg("approximate") = "nearest", py::arg("turn") = 0, py::arg("any_path") = false,
+      py::arg("any_order") = false, py::arg("loads_for_copies") = false, py::arg("seed") = 1,
+      "Sets these options, and the usual ones where none are given.");
   m.def("take_reports", &ptx::take_reports, "What kernels did since the last call that no kernel may do.");
   m.def("launches", [] { return ptx::counters().launches; });
   m.def(

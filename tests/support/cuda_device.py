@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from helpers import CASES, Named, step
+from helpers import Named, step
+from kernel_problem import make
 from ranks.snapshot import Snapshot, snapshot
 from shardopt import _C
 from shardopt.optim import ShardedOptimizer
@@ -36,9 +36,7 @@ def make_on(
     device: torch.device, rule: str, codec: str, initial: Named, **options: object
 ) -> tuple[Named, ShardedOptimizer]:
     """Parameters on a device with copies of these values, and their optimizer."""
-    params = {name: Parameter(value.to(device, copy=True)) for name, value in initial.items()}
-    options = {"min_quantized_numel": 0, **options}
-    return params, CASES[rule].make(list(params.values()), codec=codec, **options)
+    return make(rule, codec, {name: value.to(device) for name, value in initial.items()}, **options)
 
 
 def step_on(optimizer: ShardedOptimizer, params: Named, gradients: Mapping[str, Tensor]) -> None:
