@@ -130,7 +130,9 @@ def test_universal_checkpoints_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}, {}], ids=str
+    "parallel",
+    [{"pipeline_parallelism": True}, {"autotp_size": lambda: 2}, {"mp_world_size": 2}, {}],
+    ids=lambda parallel: " ".join(parallel) or "experts",
 )
 def test_model_parallel_and_other_experts_are_refused(parallel: dict[str, Any]) -> None:
     """Ranks have other parameters under the same names, or stacks of experts of which nothing says which they are."""
