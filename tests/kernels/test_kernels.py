@@ -17,6 +17,7 @@ from helpers import (
     EIGHT_BIT,
     RULES,
     RULES_AND_CODECS,
+    USUAL_RULES,
     Named,
     ReferenceOptimizer,
     Shape,
@@ -36,8 +37,11 @@ from weight_formats import BF16, FP16, FP32
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-#: The cover with dtypes in turn, and all of them with one rule and codec.
-IN_TURN = [(*pair, dtypes) for pair, dtypes in zip(RULES_AND_CODECS, cycle(DTYPES), strict=False)]
+#: Usual rules, with the dtypes that are compiled with them and a codec; other rules and codecs with dtypes in turn; and
+#: all dtypes with one rule and codec.
+IN_TURN = [(*pair, dtypes) for pair in RULES_AND_CODECS if pair[0] in USUAL_RULES for dtypes in ("fp32", "bf16")]
+OTHERS = [pair for pair in RULES_AND_CODECS if pair[0] not in USUAL_RULES]
+IN_TURN += [(*pair, dtypes) for pair, dtypes in zip(OTHERS, cycle(DTYPES), strict=False)]
 IN_TURN += [("amsgrad", "dynamic8", dtypes) for dtypes in DTYPES]
 
 

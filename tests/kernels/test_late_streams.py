@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +21,16 @@ from torch.library import Library
 
 import shardopt
 from helpers import Named
-from late_problem import CPU, CUDA, Peers, Problem, Scenario, device_scalars, released, scenarios, steps
+from late_problem import CPU, CUDA, Peers, Problem, Scenario, chunks_of, device_scalars, released, scenarios, steps
 from late_schedule import KINDS
 from late_streams import LateDevice, late_device
 from ranks.snapshot import assert_same
-from shardopt.state import residency
+from slow_cases import slow
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(residency, "CHUNK_BYTES", 4608)
-    with warnings.catch_warnings():
+def small_chunks() -> Iterator[None]:
+    with chunks_of(4608), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
 
@@ -62,30 +62,20 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Name
     return cache(lambda name: scenarios(tmp_path_factory.mktemp("cpu"))[name](CPU))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_same_bits(name: str, kind: str, on_the_cpu: Callable[[str], Named], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "seed"), [*product(NAMES, KINDS, [0]), *slow(product(NAMES, ["random"], range(1, 21)))]
+)
+def test_same_bits(name: str, kind: str, seed: int, on_the_cpu: Callable[[str], Named], tmp_path: Path) -> None:
     wanted = on_the_cpu(name)
-    with late_device(kind):
+    with late_device(kind, seed):
         actual = scenarios(tmp_path)[name](CUDA)
     assert_same(actual, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 21))
-@pytest.mark.parametrize("name", NAMES)
-def test_same_bits_in_any_order(name: str, seed: int, on_the_cpu: Callable[[str], Named], tmp_path: Path) -> None:
-    wanted = on_the_cpu(name)
-    with late_device("random", seed):
-        found = scenarios(tmp_path)[name](CUDA)
-    assert_same(found, wanted)
-
-
 #: Muon's matrix products have other bits on the CPU, so a late device is compared with an early one.
 MUON: dict[str, Scenario] = {
-    "muon": steps(rule="muon"),
-    "normuon": steps(rule="normuon"),
-    "normuon offload": steps(rule="normuon", offload="state"),
+    "muon": partial(steps, rule="muon"),
+    "normuon offload": partial(steps, rule="normuon", offload="state"),
     "normuon scaled": partial(device_scalars, rule="normuon", offload="state"),
 }
 
@@ -105,146 +95,78 @@ def test_muon(name: str, kind: str) -> None:
     assert_same(actual, wanted)
 
 
-class Plant(NamedTuple):
-    """A fault of the code: the text of a function in which something is missing.
-
-    Attributes:
-        where: the function, by its module and name.
-        text: the wait.
-        instead: put into its place.
-        scenarios: some that notice.
-    """
-
-    where: str
-    text: str
-    instead: str
-    scenarios: tuple[str, ...]
-
-    def grow(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module_name, _, name = self.where.partition(":")
-        module = importlib.import_module(f"shardopt.{module_name}")
-        owner = module
-        for part in name.split(".")[:-1]:
-            owner = getattr(owner, part)
-        function = getattr(owner, name.split(".")[-1])
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.text) == 1, source
-        scope: dict[str, Any] = {}
-        code = source.replace(self.text, self.instead).replace("super().", f"super({name.split('.')[0]}, self).")
-        exec(compile(f"from __future__ import annotations\n{code}", self.where, "exec"), vars(module), scope)
-        monkeypatch.setattr(owner, name.split(".")[-1], scope[function.__name__])
-
-
-COPIES = "kernels.transfers_cuda:CudaTransfers"
-PLANTS = {
-    "new slots": Plant(
-        f"{COPIES}.__init__", "self._there.wait_stream(torch.cuda.current_stream(device))", "pass", ("offload a part",)
-    ),
-    "gradients computed": Plant(
-        f"{COPIES}.begin", "self._there.wait_stream(torch.cuda.current_stream(self._device))", "pass", ("offload step",)
-    ),
-    "state back before it is fetched": Plant(
-        f"{COPIES}.fetch", "self._there.wait_stream(self._back)", "pass", ("few chunks",)
-    ),
-    "slot emptied": Plant(f"{COPIES}.fetch", "(slot.emptied, after)", "(after,)", ("offload state",)),
-    "slot filled, by the host": Plant(f"{COPIES}.arrived", "slot.filled.synchronize()", "pass", ("offload step",)),
-    "slot filled": Plant(
-        f"{COPIES}.arrived", "torch.cuda.current_stream(self._device).wait_event(slot.filled)", "pass",
-        ("offload state",),
-    ),
-    "slot stepped": Plant(f"{COPIES}.give_back", "self.follow()", "pass", ("offload state",)),
-    "parameters back": Plant(
-        f"{COPIES}.end", "torch.cuda.current_stream(self._device).wait_stream(self._back)", "pass", ("offload step",)
-    ),
-    "state complete": Plant(f"{COPIES}.synchronize", "self._back.synchronize()", "pass", ("offload state",)),
-    "slots given back": Plant("kernels.transfers_cuda:_drain", "stream.synchronize()", "pass", ("dropped step",)),
-    "memory unlocked": Plant(
-        "kernels.transfers_cuda:_unpin", "torch.cuda.synchronize(device)", "pass",
-        ("dropped state",),
-    ),
-    "tables": Plant("kernels.dispatch_cuda:CudaCall.run", "tensor.record_stream(stream)", "pass", ("device scalars",)),
-    "uploads of a graph": Plant(
-        "kernels.dispatch_cuda:CudaCall._upload_in_graph", "self._captured.append(staging)", "pass", ("captured",)
-    ),
-    "learning rate": Plant(
-        "step.tables:use_in_current_stream", "tensor.record_stream(stream)", "pass", ("device scalars",)
-    ),
-    "tables of a graph": Plant("step.tables:StepTables._run_on", "self._captured.append(", "tuple(", ("captured",)),
-    "tables of norms": Plant(
-        "kernels.norms:CudaNormCall.run", "use_in_current_stream(self._device, (self._tasks, self._table))", "pass",
-        ("clipped",),
-    ),
-    "sums of norms": Plant(
-        "step.gradient_norm:GradientNorm.clip", "use_in_current_stream(device, (words,))", "pass", ("clipped",)
-    ),
-    "skipped elements": Plant(
-        "kernels.skipped:SkippedElements.count", "torch.cuda.synchronize(device)", "pass", ("device scalars",)
-    ),
-    "state put into its place": Plant(
-        "state.residency:StateResidency.put", "self.synchronize()", "pass", ("replaced",)
-    ),
-    "checkpoint of offloaded state": Plant(
-        "state.residency:StateResidency.synchronize", "transfers.synchronize()", "pass", ("offloaded checkpoints",)
-    ),
-    "sleep after the step": Plant(
-        "state.sleep:Sleep._follow",
-        "self._streams[device].wait_stream(torch.cuda.current_stream(device))", "pass", ("slept",)
-    ),
-    "state on its way": Plant(
-        "state.sleep:Sleep._copy",
-        "(to if to.is_cuda else source).record_stream(stream)", "pass", ("slept",)
-    ),
-    "state there again": Plant(
-        "state.sleep:Sleep.arrive", "torch.cuda.current_stream(device).wait_event(event)", "pass", ("slept",)
-    ),
-    "state on the host": Plant(
-        "state.sleep:Sleep.synchronize", "stream.synchronize()", "pass", ("slept",)
-    ),
-    "gradient complete": Plant(
-        "release.deferred:DeferredStep.take", "self._stream.wait_event(self._ready)", "pass", ("released step",)
-    ),
-    "parameter read": Plant(
-        "release.deferred:DeferredStep.wait", "self._back.synchronize()", "pass", ("released forward",)
-    ),
-    "parameters read": Plant(
-        "release.deferred:DeferredSteps.wait", "torch.cuda.current_stream(device).wait_stream(stream)", "pass",
-        ("released step",),
-    ),
-    "parameters read, of the other stream": Plant(
-        "release.deferred:DeferredSteps.wait", "in self._streams.items()", "in list(self._streams.items())[1:]",
-        ("held, read",),
-    ),
-    "gradient on the host": Plant(
-        "release.host_gradients:_arrived", "copied.synchronize()", "pass", ("held",)
-    ),
-    "memory on the way used again": Plant(
-        "release.host_gradients:_arrived", "copied.synchronize()", "pass", ("held in parts",)
-    ),
-    "bucket filled": Plant(
-        "comm.ddp:DdpReducer.reduce", "stream.wait_stream(torch.cuda.current_stream(buffer.device))", "pass",
-        ("messages",),
-    ),
-}  # fmt: skip
+#: Faults of the code: in a function, the statement with this text is missing, or has another text. And a scenario
+#: that notices.
+PLANTS = """
+kernels.transfers_cuda:CudaTransfers.__init__ | self._there.wait_stream | offload a part
+kernels.transfers_cuda:CudaTransfers.begin | self._there.wait_stream | offload step
+kernels.transfers_cuda:CudaTransfers.fetch | self._there.wait_stream(self._back) | few chunks
+kernels.transfers_cuda:CudaTransfers.fetch | (slot.emptied, after) => (after,) | offload state
+kernels.transfers_cuda:CudaTransfers.arrived | slot.filled.synchronize() | offload step
+kernels.transfers_cuda:CudaTransfers.arrived | .wait_event(slot.filled) | offload state
+kernels.transfers_cuda:CudaTransfers.give_back | self.follow() | offload state
+kernels.transfers_cuda:CudaTransfers.end | .wait_stream(self._back) | offload step
+kernels.transfers_cuda:CudaTransfers.synchronize | self._back.synchronize() | offload state
+kernels.transfers_cuda:_drain | stream.synchronize() | dropped step
+kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | dropped asleep
+kernels.dispatch_cuda:CudaCall.run | tensor.record_stream(stream) | device scalars
+kernels.dispatch_cuda:CudaCall._upload_in_graph | self._captured.append(staging) | captured
+kernels.norms:CudaNormCall.run | use_in_current_stream | clipped
+kernels.skipped:SkippedElements.count | torch.cuda.synchronize(device) | device scalars
+step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalars
+step.tables:StepTables._run_on | self._captured.append | captured
+step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
+step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
+state.residency:StateResidency.put | self.synchronize() | replaced
+state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
+state.sleep:Sleep._follow | .wait_stream(torch.cuda.current_stream(device)) | slept
+state.sleep:Sleep._copy | .record_stream(stream) | slept
+state.sleep:Sleep.arrive | .wait_event(event) | slept
+state.sleep:Sleep.synchronize | stream.synchronize() | slept
+release.deferred:DeferredStep.take | self._stream.wait_event(self._ready) | released step
+release.deferred:DeferredStep.wait | self._back.synchronize() | released forward
+release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step
+release.deferred:DeferredSteps.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
+release.host_gradients:_arrived | copied.synchronize() | held
+release.host_gradients:_arrived | copied.synchronize() | held in parts
+comm.ddp:DdpReducer.reduce | stream.wait_stream | messages
+"""
 
 
-@pytest.mark.parametrize("name", PLANTS)
+def plant(where: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes a function, given by its module and name, for the rest of a test."""
+    module_name, _, path = where.partition(":")
+    module = importlib.import_module(f"shardopt.{module_name}")
+    *outer, name = path.split(".")
+    owner = reduce(getattr, outer, module)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(owner, name))))
+    text, _, instead = fault.partition(" => ")
+    code = ast.unparse(tree)
+    statements = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    (found,) = [text] if instead else [each for each in statements if text in each]
+    assert code.count(found) == 1, code
+    code = code.replace(found, instead or "pass").replace("super().", f"super({path.split('.')[0]}, self).")
+    scope: dict[str, Any] = {}
+    exec(compile(f"from __future__ import annotations\n{code}", where, "exec"), vars(module), scope)
+    monkeypatch.setattr(owner, name, scope[name])
+
+
+@pytest.mark.parametrize(("where", "fault", "name"), [line.split(" | ") for line in PLANTS.strip().splitlines()])
 def test_a_missing_wait_is_noticed(
-    name: str, on_the_cpu: Callable[[str], Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    fault: str,
+    name: str,
+    on_the_cpu: Callable[[str], Named],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant = PLANTS[name]
-    wanted = {name: on_the_cpu(name) for name in plant.scenarios}
-    plant.grow(monkeypatch)
-    schedules = [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in range(1, 40))]
-    for scenario, (kind, seed) in product(plant.scenarios, schedules):
-        if not is_right(scenarios(tmp_path / f"{kind} {seed}")[scenario], wanted[scenario], kind, seed):
+    wanted = early(name) if name in MUON else on_the_cpu(name)
+    plant(where, fault, monkeypatch)
+    for kind, seed in [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in range(1, 40))]:
+        scenario = {**scenarios(tmp_path / f"{kind} {seed}"), **MUON}[name]
+        if not is_right(scenario, wanted, kind, seed):
             return
-    pytest.fail(f"nobody noticed: {plant}")
-
-
-def test_second_moments_of_rows_without_a_wait_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario, wanted = MUON["normuon offload"], early("normuon offload")
-    Plant("step.muon.waves:WaveStep.apply", "self._transfers.follow()", "pass", ()).grow(monkeypatch)
-    assert not all(is_right(scenario, wanted, kind, 0) for kind in KINDS)
+    pytest.fail("nobody noticed")
 
 
 def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
@@ -319,7 +241,7 @@ def test_no_clipping_waits() -> None:
 def test_released_gradients_copy_once_per_step() -> None:
     with late_device("late") as device:
         before: list[int] = []
-        released(between=lambda: before.append(device.copies_to_host))(CUDA)
+        released(CUDA, between=lambda: before.append(device.copies_to_host))
         assert before[2] - before[1] == 1
 
 
@@ -346,5 +268,5 @@ def test_an_optimizer_that_goes_during_a_capture(offload: str) -> None:
 
 def test_the_host_does_not_spin_for_gradients() -> None:
     with late_device("late") as device:
-        steps(offload="step")(CUDA)
+        steps(CUDA, offload="step")
         assert device.spins == 0

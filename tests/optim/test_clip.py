@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CASES, CODEC_NAMES, Named, with_gradient
+from helpers import Named, with_gradient
 from kernel_problem import gradients, make, start, using
 from ranks.snapshot import assert_same, snapshot
 from shardopt import _C, clip_grad_norm_
@@ -41,28 +41,25 @@ def compare(rule: str, codec: str, dtype: torch.dtype = torch.float32, **options
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", CASES)
-def test_equals_clipping_in_place(rule: str, codec: str) -> None:
-    with using(_C.cpu_targets()[0], threads=2):
-        compare(rule, codec)
-
-
-@pytest.mark.parametrize("target", _C.cpu_targets())
 @pytest.mark.parametrize(
-    "options",
+    ("rule", "codec", "options"),
     [
-        {"maximize": True},
-        {"offload": "state"},
-        {"offload": "step"},
-        {"dtype": torch.bfloat16, "master_weight_bits": 24},
-        {"nonfinite": "propagate"},
+        ("adamw", "log8", {}),
+        ("lion", "dynamic8", {}),
+        ("radam", "fp32", {"maximize": True}),
+        ("lamb", "log8", {}),
+        ("prodigy", "bf16", {}),
+        ("normuon", "log8", {}),
+        ("adamw", "log8", {"offload": "state"}),
+        ("adamw", "log8", {"offload": "step"}),
+        ("adamw", "log8", {"dtype": torch.bfloat16, "master_weight_bits": 24}),
+        ("adamw", "log8", {"nonfinite": "propagate"}),
     ],
     ids=str,
 )
-def test_options(options: dict[str, Any], target: str) -> None:
-    with using(target, threads=1):
-        compare("adamw", "log8", **options)
+def test_equals_clipping_in_place(rule: str, codec: str, options: dict[str, Any]) -> None:
+    with using(_C.cpu_targets()[0], threads=2):
+        compare(rule, codec, **options)
 
 
 def one(value: float = 3.0, **options: Any) -> tuple[Parameter, ShardedOptimizer]:
@@ -90,20 +87,17 @@ def test_only_the_next_step() -> None:
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     optimizer.found_inf = None
+    before = param.detach().clone()
     optimizer.step()
-    assert torch.equal(param.detach(), (clipped - 3.0 - 1.0 - 1.0).expand(2, 3))
+    assert torch.equal(param.detach(), before - 1.0)
 
-
-def test_in_a_closure() -> None:
-    """As Lightning clips: within the closure, after its backward pass."""
-    param, optimizer = one()
-
-    def closure() -> float:
+    def closure() -> float:  # as Lightning clips
         param.grad = torch.full((2, 3), 3.0)
         return float(clip_grad_norm_(param, 1.0, optimizer=optimizer))
 
-    total = optimizer.step(closure)
-    assert torch.equal(param.detach(), (-3.0 * torch.clamp(1.0 / (torch.tensor(total) + 1e-6), max=1.0)).expand(2, 3))
+    before = param.detach().clone()
+    optimizer.step(closure)
+    assert torch.equal(param.detach(), before - 3.0 * coefficient)
 
 
 def test_several_optimizers_and_bfloat16() -> None:
@@ -194,25 +188,21 @@ def test_a_coefficient_is_forgotten_with_its_gradients(how: str) -> None:
     assert_same(models[0].state_dict(), models[1].state_dict())
 
 
-def test_a_coefficient_is_forgotten_if_most_parameters_have_no_gradient() -> None:
+def test_gradients_that_are_left_are_clipped() -> None:
+    """Others that come are not, also where most parameters have none."""
     params = [Parameter(torch.zeros(4), requires_grad=index % 2 == 1) for index in range(64)]
     optimizer = shardopt.SGD8bit(params, lr=1.0)
-    params[1].grad = torch.full((4,), 100.0)
+    for index in (1, 3):
+        params[index].grad = torch.full((4,), 100.0)
+    total = clip_grad_norm_(params, 1.0, optimizer=optimizer)
+    params[1].grad = None
+    optimizer.step()
+    torch.testing.assert_close(params[3].detach(), torch.full((4,), -100.0 / (float(total) + 1e-6)))
+    params[1].grad, params[3].grad = torch.full((4,), 100.0), None
     clip_grad_norm_(params, 1.0, optimizer=optimizer)
-    params[1].grad, params[3].grad = None, torch.ones(4)
+    params[1].grad, params[5].grad = None, torch.ones(4)
     optimizer.step()
-    assert torch.equal(params[3], -torch.ones(4))
-
-
-def test_gradients_that_are_left_are_clipped() -> None:
-    layer = torch.nn.Linear(33, 65)
-    before = layer.weight.detach().clone()
-    optimizer = shardopt.SGD8bit(layer.parameters(), lr=1.0, min_quantized_numel=64)
-    layer(torch.ones(2, 33)).sum().backward()
-    total = clip_grad_norm_(layer.parameters(), 1e-3, optimizer=optimizer)
-    layer.bias.grad = None
-    optimizer.step()
-    torch.testing.assert_close(layer.weight.detach(), before - 2e-3 / (total + 1e-6))
+    assert torch.equal(params[5], -torch.ones(4))
 
 
 def test_a_step_that_raises_may_be_tried_again() -> None:
@@ -235,25 +225,3 @@ def test_a_step_that_raises_may_be_tried_again() -> None:
     params[0].grad, bad.grad = torch.ones(4), None
     optimizer.step()  # other gradients, which are not clipped
     assert torch.equal(params[0].detach(), before - 1)
-
-
-def test_who_divides_by_the_loss_scale() -> None:
-    """The step, unless another package's function stands in its place or ``_step_supports_amp_scaling`` was set."""
-    param, optimizer = one()
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step as well
-    assert optimizer._step_supports_amp_scaling
-    own, calls = optimizer.step, []
-    optimizer.step = lambda *args: calls.append(own(*args))  # as Accelerate
-    assert not optimizer._step_supports_amp_scaling
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for gradient, called in ((float("inf"), 0), (6.0, 1)):
-        scaler.scale(torch.zeros(()))
-        param.grad = torch.full((2, 3), gradient)
-        scaler.step(optimizer)
-        scaler.update()
-        assert len(calls) == called
-    assert torch.equal(param.detach(), torch.full((2, 3), -3.0))  # the scale was halved
-    optimizer.step = own
-    assert optimizer._step_supports_amp_scaling
-    optimizer._step_supports_amp_scaling = False
-    assert not optimizer._step_supports_amp_scaling

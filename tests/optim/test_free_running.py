@@ -46,15 +46,16 @@ def test_log8_does_not_see_the_scale() -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, found[1], strict=True))
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", ["adam", "adamw", "lion"])
+@pytest.mark.parametrize(
+    ("rule", "codec"), [*(("adamw", codec) for codec in CODEC_NAMES), ("adam", "log8"), ("lion", "log8")]
+)
 def test_coordinates_without_gradient_do_not_move(rule: str, codec: str) -> None:
     generator = torch.Generator().manual_seed(0)
     param = Parameter(torch.randn(8, 512, generator=generator))
     still = torch.rand(param.shape, generator=generator) < 0.5
     before = param.detach().clone()
     optimizer = RULES[rule].make([param], codec=codec, weight_decay=0.0, min_quantized_numel=0)
-    for _ in range(500):
+    for _ in range(100):
         gradient = torch.randn(param.shape, generator=generator)
         param.grad = torch.where(still, 0.0, gradient)
         optimizer.step()

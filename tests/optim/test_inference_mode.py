@@ -12,16 +12,10 @@ import torch
 from torch import nn
 
 import shardopt
-from helpers import CASES, everything
+from helpers import RULES, everything
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
-
-Made = tuple[nn.Module, Any, Path]
-
-
-def _quantized(params: Any, **options: Any) -> Any:
-    return shardopt.quantize_state(torch.optim.AdamW(params, lr=1e-2), **options)
 
 
 def _loaded(model: nn.Module, optimizer: Any, path: Path) -> None:
@@ -92,14 +86,19 @@ def test_calls(call: str, when: int, tmp_path: Path) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("rule", [*CASES, "quantize_state"])
-def test_first_steps_of_rules(rule: str, tmp_path: Path) -> None:
-    make = _quantized if rule == "quantize_state" else CASES[rule].make
-    options = {"min_quantized_numel": 64}
-    if "muon" in rule:  # whose AdamW takes what is no matrix
-        make = lambda params, **options: shardopt.NorMuon8bit([p for p in params if p.ndim > 1], **options)  # noqa: E731
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(RULES[rule].make for rule in ("adamw", "nadam", "adagrad", "lamb", "prodigy")),
+        lambda params, **options: shardopt.NorMuon8bit([p for p in params if p.ndim > 1], **options),
+        lambda params, **options: shardopt.quantize_state(torch.optim.AdamW(params, lr=1e-2), **options),
+    ],
+    ids=["adamw", "nadam", "adagrad", "lamb", "prodigy", "normuon", "quantize_state"],
+)
+def test_first_steps_of_rules(make: Callable[..., Any], tmp_path: Path) -> None:
     got, expected = (
-        _train(lambda params: make(params, **options), "step", 0, inside, tmp_path) for inside in (True, False)
+        _train(lambda params: make(params, min_quantized_numel=64), "step", 0, inside, tmp_path)
+        for inside in (True, False)
     )
     assert_same(got, expected)
 
@@ -107,11 +106,8 @@ def test_first_steps_of_rules(rule: str, tmp_path: Path) -> None:
 def test_the_package_uses_one_decorator() -> None:
     """``torch.no_grad`` alone keeps the mode, and so what a function makes would be an inference tensor."""
     package = Path(shardopt.__file__).parent
-    for file in package.rglob("*.py"):
-        decorators = (
-            decorator
-            for node in ast.walk(ast.parse(file.read_text()))
-            if isinstance(node, ast.FunctionDef)
-            for decorator in node.decorator_list
-        )
-        assert not [d.lineno for d in decorators if "no_grad" in ast.unparse(d)], file
+    for file, text in ((file, file.read_text()) for file in package.rglob("*.py")):
+        if "no_grad" in text:
+            functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+            decorators = (decorator for node in functions for decorator in node.decorator_list)
+            assert not [d.lineno for d in decorators if "no_grad" in ast.unparse(d)], file

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, with_gradient
+from helpers import CODEC_NAMES, RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import Codec
@@ -67,27 +67,16 @@ def test_copies_have_the_noise_of_stochastic_rounding(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", ["adamw", "momentum"])
-def test_copies_go_on_alike(rule: str, codec: str, how: str) -> None:
-    optimizer = make(rule, codec=codec)
-    advance(optimizer, range(3))
+@pytest.mark.parametrize(("codec", "steps"), [("log8", 3), ("fp32", 3), ("log8", 0)])
+def test_copies_go_on_alike(codec: str, steps: int, how: str) -> None:
+    optimizer = make(codec=codec)
+    advance(optimizer, range(steps))
     other = COPIES[how](optimizer)
     assert type(other) is type(optimizer)
-    assert_same(everything(other), everything(optimizer))
     before = everything(optimizer)
-    advance(other, range(3, 5))
+    advance(other, range(steps, steps + 2))
     assert_same(everything(optimizer), before)
-    advance(optimizer, range(3, 5))
-    assert_same(everything(other), everything(optimizer))
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_before_the_first_step(how: str) -> None:
-    optimizer = make()
-    other = COPIES[how](optimizer)
-    for each in (optimizer, other):
-        advance(each, range(2))
+    advance(optimizer, range(steps, steps + 2))
     assert_same(everything(other), everything(optimizer))
 
 
@@ -128,20 +117,9 @@ def test_groups_override_every_option() -> None:
     ]
 
 
-def test_one_group_is_as_several() -> None:
-    """A parameter does not see what else its group and the call hold."""
-    together, apart = make(), make()
-    (group,) = apart.param_groups
-    apart = shardopt.AdamW8bit([{"params": [p]} for p in group["params"]], lr=1e-2, weight_decay=0.1)
-    for each in (together, apart):
-        advance(each, range(3))
-    assert_same(everything(apart), everything(together))
-
-
 @pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
 def test_options_of_torch_are_taken_and_ignored(option: str) -> None:
-    plain, constructed = make(), make(**{option: True})
-    in_group = make()
+    plain, constructed, in_group = make(), make(**{option: True}), make()
     in_group.param_groups[0][option] = True
     for each in (plain, constructed, in_group):
         advance(each, range(2))
@@ -149,35 +127,22 @@ def test_options_of_torch_are_taken_and_ignored(option: str) -> None:
         assert_same(everything(each), everything(plain))
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", RULES)
-def test_maximize_is_descent_on_the_negative(rule: str, codec: str) -> None:
-    up, down = (make(rule, codec=codec, maximize=maximize) for maximize in (True, False))
-    for t in range(3):
-        give_gradients(up, t)
-        give_gradients(down, t)
-        for param in down.param_groups[0]["params"]:
-            param.grad.neg_()
-        up.step()
-        down.step()
-    assert_same(everything(up), everything(down))
-
-
 # Non-finite gradients. A bad element must be as if it had no gradient; nothing else may notice.
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+@pytest.mark.parametrize(
+    ("rule", "codec", "bad"),
+    [*(("adamw", codec, "nan") for codec in CODEC_NAMES), ("lion", "log8", "inf"), ("momentum", "dynamic8", "-inf")],
+)
 def test_one_bad_element_harms_no_other(rule: str, codec: str, bad: str) -> None:
     """In every step: bit for bit as if the element's gradient, and so its state, were always zero."""
     struck, zeroed = (make(rule, codec=codec, weight_decay=0.0) for _ in range(2))
     before = struck.param_groups[0]["params"][0].detach()[3, 5].item()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for t in range(10):
+        for t in range(5):
             for optimizer, value in ((struck, BAD[bad]), (zeroed, 0.0)):
                 give_gradients(optimizer, t)
                 for param, at in zip(optimizer.param_groups[0]["params"], ((3, 5), (7,)), strict=True):
@@ -185,26 +150,8 @@ def test_one_bad_element_harms_no_other(rule: str, codec: str, bad: str) -> None
                 optimizer.step()
     assert_same(everything(struck), everything(zeroed))
     assert struck.param_groups[0]["params"][0].detach()[3, 5] == before
-    assert struck.nonfinite_count == 20
+    assert struck.nonfinite_count == 10
     assert zeroed.nonfinite_count == 0
-
-
-@pytest.mark.parametrize("codec", EIGHT_BIT)
-@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "momentum", "nesterov"])
-def test_one_huge_element_makes_nothing_nonfinite(rule: str, codec: str) -> None:
-    """A gradient so large that its square, or a sum with it, overflows."""
-    for huge in (1e19, 1e21, 3e38, -3e38):
-        optimizer = make(rule, codec=codec)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            for t in range(4):
-                give_gradients(optimizer, t)
-                if t == 1:
-                    optimizer.param_groups[0]["params"][0].grad[3, 5] = huge
-                optimizer.step()
-        for name, value in everything(optimizer).items():
-            bad = ~value.float().isfinite()
-            assert not bad.any(), f"{int(bad.sum())} elements of {name} after a gradient of {huge}"
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -228,8 +175,7 @@ def test_bad_elements_are_reported(scheduled: bool) -> None:
     assert optimizer.nonfinite_count == 2
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(("bad", "stepped"), [("nan", False), ("inf", True)])
 def test_raise_names_the_parameter_and_changes_nothing(bad: str, stepped: bool) -> None:
     model = torch.nn.Linear(130, 64)
     optimizer = shardopt.AdamW8bit(model.named_parameters(), nonfinite="raise")
@@ -244,9 +190,9 @@ def test_raise_names_the_parameter_and_changes_nothing(bad: str, stepped: bool) 
     assert_same(everything(optimizer), before)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adam", "momentum", "sgd"])
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
 def test_propagate_is_as_torch(rule: str) -> None:
-    theirs_class = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule, torch.optim.SGD)
+    theirs_class = torch.optim.AdamW if rule == "adamw" else torch.optim.SGD
     ours = make(rule, codec="fp32", nonfinite="propagate")
     theirs = theirs_class([Parameter(p.detach().clone()) for p in ours.param_groups[0]["params"]], **RULES[rule].hyper)
     pairs = list(zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True))
@@ -310,13 +256,11 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
     }
 
 
-@pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("name", odd_gradients())
-def test_a_step_that_cannot_be_taken_changes_nothing(name: str, stepped: bool) -> None:
+def test_a_step_that_cannot_be_taken_changes_nothing(name: str) -> None:
     odd, gradient, message = odd_gradients()[name]
     optimizer = make()
-    if stepped:
-        advance(optimizer, range(2))
+    advance(optimizer, range(2))
     before = everything(optimizer)
     good = optimizer.param_groups[0]["params"]
     optimizer.add_param_group({"params": [odd]})
@@ -341,14 +285,15 @@ def test_devices_without_kernels(device: str, remedy: str) -> None:
     assert "nvcc" not in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", [shardopt.AdamW8bit, shardopt.Adam8bit, shardopt.Lion8bit, shardopt.SGD8bit])
-def test_a_step_of_nothing_keeps_the_parameters_bits(optimizer: type[shardopt.AdamW]) -> None:
-    weight = torch.nn.Parameter(torch.randn(64, 128))
-    weight.data[0] = -0.0
-    before = weight.detach().clone()
-    weight.grad = torch.zeros(64, 128)  # as torch.distributed.checkpoint does to make an optimizer create its state
-    optimizer([weight], lr=0.0, weight_decay=0.1).step()
-    assert torch.equal(weight.detach().view(torch.int32), before.view(torch.int32))
+def test_a_step_of_nothing_keeps_the_parameters_bits() -> None:
+    """torch.distributed.checkpoint takes one to make an optimizer create its state."""
+    for kind in (shardopt.AdamW8bit, shardopt.Adam8bit, shardopt.Lion8bit, shardopt.SGD8bit):
+        weight = torch.nn.Parameter(torch.randn(64, 128))
+        weight.data[0] = -0.0
+        before = weight.detach().clone()
+        weight.grad = torch.zeros(64, 128)
+        kind([weight], lr=0.0, weight_decay=0.1).step()
+        assert torch.equal(weight.detach().view(torch.int32), before.view(torch.int32))
 
 
 @pytest.mark.parametrize("has_schedule", [False, True])
@@ -377,3 +322,5 @@ def test_a_watched_step_is_called_for_taken_steps_only(way: str, has_schedule: b
     assert float(optimizer.state[param]["step"]) == 1
     optimizer.add_param_group({"params": [half]})  # a loss scaler refuses to unscale its gradients
     assert optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = False
+    assert not optimizer._step_supports_amp_scaling

@@ -48,13 +48,6 @@ def test_parameters_with_equal_options_are_one_group() -> None:
         assert all(params[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
 
 
-def test_without_patterns_there_is_one_group() -> None:
-    net = Net()
-    (group,) = shardopt.param_groups(net)
-    assert group["param_names"] == [name for name, _ in net.named_parameters()]
-    assert set(group) == {"params", "param_names"}
-
-
 def test_the_last_override_wins_and_any_wins_over_no_decay() -> None:
     overrides = {
         "*": {"lr": 1.0, "eps": 1e-6},
@@ -68,28 +61,26 @@ def test_the_last_override_wins_and_any_wins_over_no_decay() -> None:
     assert options["down.bias"] == {"lr": 1.0, "eps": 1e-6, "weight_decay": 0.0}
 
 
-def test_order_of_keys_does_not_matter() -> None:
+def test_options_are_equal_by_value() -> None:
+    """In any order of keys; learning rates in tensors only if they are one. Without patterns there is one group."""
     overrides = {"up.*": {"lr": 1.0, "eps": 1e-6}, "down.*": {"eps": 1e-6, "lr": 1.0}}
     assert len(shardopt.param_groups(Net(), overrides)) == 2
-
-
-def test_learning_rates_in_tensors_are_equal_only_if_they_are_one() -> None:
     one, other = torch.tensor(0.5), torch.tensor(0.5)
-    overrides = {"up.*": {"lr": one}, "down.*": {"lr": one}, "head.*": {"lr": other}}
-    groups = shardopt.param_groups(Net(), overrides)
+    groups = shardopt.param_groups(Net(), {"up.*": {"lr": one}, "down.*": {"lr": one}, "head.*": {"lr": other}})
     assert len(groups) == 3
     assert groups[1]["lr"] is one
-
-
-def test_case_matters() -> None:
-    with pytest.raises(ValueError, match=r"'Up\.\*'"):
-        shardopt.param_groups(Net(), {"Up.*": {"lr": 1.0}})
+    (group,) = shardopt.param_groups(Net())
+    assert set(group) == {"params", "param_names"}
 
 
 def test_optimizers_obey() -> None:
     net = Net()
     groups = shardopt.param_groups(net, {"up.weight": {"codec": "fp32"}, "down.*": {"lr": 0.0}}, NO_DECAY)
-    optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64)
+    torch.optim.AdamW(shardopt.param_groups(net, {"up.*": {"lr": 1.0}}, NO_DECAY))
+    optimizer = shardopt.AdamW8bit(groups[:1], min_quantized_numel=64)
+    for group in groups[1:]:
+        optimizer.add_param_group(group)
+    assert _names(optimizer.param_groups) == _names(groups)
     before = net.down.weight.detach().clone()
     set_gradients(net, 0)
     optimizer.step()
@@ -100,23 +91,6 @@ def test_optimizers_obey() -> None:
     assert {name for name, decay in decays.items() if decay == 0} == {
         name for name, _ in net.named_parameters() if name.endswith("bias") or name.startswith("norm.")
     }
-
-
-def test_torch_optimizers_take_them() -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(shardopt.param_groups(net, {"up.*": {"lr": 1.0}}, NO_DECAY))
-    set_gradients(net, 0)
-    optimizer.step()
-    assert len(optimizer.state) == len(list(net.parameters()))
-
-
-def test_a_group_added_later() -> None:
-    net = Net()
-    first, *rest = shardopt.param_groups(net, no_decay=NO_DECAY)
-    optimizer = shardopt.AdamW8bit([first])
-    for group in rest:
-        optimizer.add_param_group(group)
-    assert _names(optimizer.param_groups) == _names([first, *rest])
 
 
 @pytest.mark.parametrize(
@@ -151,14 +125,9 @@ def test_a_shared_parameter_has_all_its_names(pattern: str) -> None:
     assert _names(groups) == [["embed.weight"]]
     assert _options(groups) == [{"lr": 1.0}]
     assert [p.names for p in groups.parameters] == [("embed.weight", "head.weight")]
-
-
-def test_a_shared_module_has_all_its_names() -> None:
-    model = nn.Module()
-    model.encoder = nn.Linear(2, 2)
-    model.decoder = model.encoder
-    groups = shardopt.param_groups(model, {"decoder.weight": {"lr": 1.0}})
-    assert _names(groups) == [["encoder.weight"], ["encoder.bias"]]
+    model.decoder = model.encoder = nn.Linear(2, 2)
+    groups = shardopt.param_groups(model, {"encoder.weight": {"lr": 1.0}})
+    assert _names(groups) == [["embed.weight", "decoder.bias"], ["decoder.weight"]]
 
 
 def test_frozen_parameters_are_included() -> None:
@@ -196,45 +165,41 @@ def test_table() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "near"),
-    [("*embde*", "embed.weight"), ("norms.*", "norm.weight, norm.bias"), ("hed.bias", "head.bias")],
+    [
+        ("*embde*", "embed.weight"),
+        ("norms.*", "norm.weight, norm.bias"),
+        ("Up.*", "embed.weight, up.weight, up.bias"),  # case matters
+        ("*qqqq*", "embed.weight, up.weight, up.bias"),
+    ],
 )
-@pytest.mark.parametrize("where", ["overrides", "no_decay"])
-def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str, where: str) -> None:
-    given: dict[str, Any] = {"overrides": {pattern: {"lr": 1.0}}} if where == "overrides" else {"no_decay": [pattern]}
-    with pytest.raises(ValueError, match="matches no parameter") as error:
-        shardopt.param_groups(Net(), **given)
-    assert f"got pattern {pattern!r}" in str(error.value)
-    assert f"such as {near}" in str(error.value)
-
-
-def test_a_pattern_that_resembles_nothing_names_the_first() -> None:
-    with pytest.raises(ValueError, match=r"such as embed\.weight, up\.weight, up\.bias;"):
-        shardopt.param_groups(Net(), {"*qqqq*": {}})
+def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> None:
+    given: list[dict[str, Any]] = [{"overrides": {pattern: {"lr": 1.0}}}, {"no_decay": [pattern]}]
+    for options in given:
+        with pytest.raises(ValueError, match="matches no parameter") as error:
+            shardopt.param_groups(Net(), **options)
+        assert f"got pattern {pattern!r}" in str(error.value)
+        assert f"such as {near}" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "no_decay", "message"),
     [
-        ({"up.*": {"codecs": "fp32"}}, r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
-        ({"up.*": {"qqqq": 1}}, r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
-        ({"up.*": {"params": []}}, r"got unknown option 'params'"),
-        ({"up.*": "fp32"}, r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
+        ({"up.*": {"codecs": "fp32"}}, (), r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
+        ({"up.*": {"qqqq": 1}}, (), r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
+        ({"up.*": {"params": []}}, (), r"got unknown option 'params'"),
+        ({"up.*": "fp32"}, (), r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
+        ({}, "*.bias", r"no_decay: got .*write \(\"\*\.bias\",\) for one"),
+        ({}, None, r"no_decay: got "),
     ],
 )
-def test_unknown_options_are_refused(overrides: Any, message: str) -> None:
+def test_refused(overrides: Any, no_decay: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shardopt.param_groups(Net(), overrides)
+        shardopt.param_groups(Net(), overrides, no_decay)
 
 
 def test_hyper_parameters_of_every_rule_are_known() -> None:
     options = {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 1.0, "momentum": 0.5, "nesterov": True}
     assert _options(shardopt.param_groups(Net(), {"*": options})) == [options]
-
-
-def test_a_text_for_no_decay_is_refused() -> None:
-    for no_decay in ("*.bias", None):
-        with pytest.raises(ValueError, match=r"no_decay: got .*write \(\"\*\.bias\",\) for one"):
-            shardopt.param_groups(Net(), no_decay=no_decay)
 
 
 @pytest.mark.parametrize("groups_of", [shardopt.param_groups, shardopt.muon_groups])

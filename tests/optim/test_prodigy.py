@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardopt
-from helpers import RULES, everything
+from helpers import RULES, everything, through_a_file
 from ranks.runs import trained
 from ranks.snapshot import assert_same
 
@@ -87,21 +85,14 @@ def test_no_gradient_but_zero_changes_nothing() -> None:
 
 
 def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
+    """The first estimate may stand in the groups; ``d`` and ``d_max`` begin with the group's ``d0``."""
     together, apart = params_of(), params_of()
-    one = prodigy(together, weight_decay=0.1)
-    several = prodigy([{"params": apart[:1]}, {"params": apart[1:]}], weight_decay=0.1)
-    assert steps(one, 10) == steps(several, 10)
-    assert_same(everything(several), everything(one))
-
-
-def test_the_first_estimate_may_stand_in_the_groups() -> None:
-    """As any option may; ``d`` and ``d_max`` begin with the group's ``d0``, not with the default."""
-    together, apart = params_of(), params_of()
-    options = {"d0": 1e-3, "growth_rate": 1.1}
+    options = {"d0": 1e-3, "growth_rate": 1.1, "weight_decay": 0.1}
     one = prodigy(together, **options)
     several = prodigy([{"params": apart[:1], **options}, {"params": apart[1:], **options}])
     assert [(group["d"], group["d_max"]) for group in several.param_groups] == [(1e-3, 1e-3)] * 2
     assert steps(one, 10) == steps(several, 10)
+    assert_same(everything(several), everything(one))
     resumed = prodigy([{"params": params_of(), "d0": 1e-3, "d": 0.5, "d_max": 0.6}])
     assert (resumed.param_groups[0]["d"], resumed.param_groups[0]["d_max"]) == (0.5, 0.6)
 
@@ -135,7 +126,6 @@ def test_a_group_added_later_gets_the_estimate() -> None:
     [
         ({"lr": 0.5}, r"lr: got 0.5, 1.0 in different param groups, expected the same or 0"),
         ({"d0": 1e-5}, r"d0: got 1e-06 and 1e-05 in different param groups"),
-        ({"beta3": 0.9}, r"beta3: got 0.999\d+ and 0.9 in different param groups"),
         ({"betas": (0.9, 0.99)}, r"beta3: got 0.999\d+ and 0.99\d+ in different param groups"),
         ({"growth_rate": 1.5}, r"growth_rate: got inf and 1.5 in different param groups"),
     ],
@@ -155,9 +145,7 @@ def test_groups_that_disagree_are_refused(options: dict[str, Any], message: str)
     ("options", "message"),
     [
         ({"d0": 0.0}, "d0: got 0.0, expected a number above 0"),
-        ({"eps": 0.0}, "eps: got 0.0, expected a number above 0"),
         ({"d_coef": -1.0}, "d_coef: got -1.0, expected a number above 0"),
-        ({"growth_rate": 0.5}, "growth_rate: got 0.5, expected a number >= 1"),
         ({"growth_rate": math.nan}, "growth_rate: got nan, expected a number >= 1"),
         ({"beta3": 1.0}, r"beta3: got 1.0, expected a number in \[0.0, 1.0\)"),
         ({"decouple": 1}, "decouple: got 1, expected True or False"),
@@ -179,8 +167,7 @@ def test_a_damaged_estimate_is_refused(name: str) -> None:
         optimizer.load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("step", "bad"), [(0, math.inf), (3, math.nan)])
 def test_skipped_elements_take_no_part_in_the_sums(step: int, bad: float) -> None:
     """As if their parameter were without a gradient; and their first weights are known all the same."""
     params, others = params_of(), params_of()
@@ -199,13 +186,12 @@ def test_skipped_elements_take_no_part_in_the_sums(step: int, bad: float) -> Non
     assert math.isfinite(optimizer.param_groups[0]["d"])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_that_propagate_leave_the_estimate(bad: float) -> None:
+def test_gradients_that_propagate_leave_the_estimate() -> None:
     optimizer = prodigy(params_of(), nonfinite="propagate")
     before = steps(optimizer, 5)[-1]
     params = optimizer.param_groups[0]["params"]
     set_gradients(params, 5)
-    params[1].grad[3] = bad
+    params[1].grad[3] = math.nan
     optimizer.step()
     assert optimizer.param_groups[0]["d"] == before
     assert math.isfinite(optimizer.param_groups[0]["d_numerator"])
@@ -213,52 +199,38 @@ def test_gradients_that_propagate_leave_the_estimate(bad: float) -> None:
     assert steps(optimizer, 3, first=6) == [before] * 3
 
 
-def test_a_step_that_a_scaler_leaves_out_leaves_the_estimate() -> None:
-    params = params_of()
-    optimizer, scaler = prodigy(params), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    steps(optimizer, 5)
-    before, group = everything(optimizer), copy.copy(optimizer.param_groups[0])
-    set_gradients(params, 5)
-    for param in params:
-        param.grad *= 1024.0
-    params[0].grad[0, 0] = math.inf
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert_same(everything(optimizer), before)
-    assert {key: optimizer.param_groups[0][key] for key in group} == group
-
-
 def test_a_loss_scale_is_divided_out_of_the_sums() -> None:
+    """A step that the scaler leaves out leaves the estimate as it was."""
     params, others = params_of(), params_of()
     optimizer, reference = prodigy(params), prodigy(others)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
+    for step in range(5):
+        before, group = everything(optimizer), copy.copy(optimizer.param_groups[0])
         set_gradients(params, step)
         set_gradients(others, step)
         for param in params:
             param.grad *= 1024.0
+        if step == 4:
+            params[0].grad[0, 0] = math.inf
+        else:
+            reference.step()
         scaler.scale(torch.zeros(()))
         scaler.step(optimizer)
         scaler.update()
-        reference.step()
+    assert_same(everything(optimizer), before)
+    assert {key: optimizer.param_groups[0][key] for key in group} == group
     assert optimizer.param_groups[0]["d"] == reference.param_groups[0]["d"] > 1e-6
     assert_same(everything(optimizer), everything(reference))
 
 
-@pytest.mark.parametrize("codec", ["log8", "bf16", "fp32"])
-@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize(("codec", "dequantize"), [("log8", False), ("log8", True), ("fp32", True)])
 def test_a_state_dict_goes_on_with_the_same_bits(codec: str, dequantize: bool) -> None:
     optimizer = prodigy(params_of(), codec=codec, growth_rate=2.0)
     steps(optimizer, 5)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(dequantize=dequantize), file)
-    file.seek(0)
     params = [Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
     loaded = prodigy(params, codec=codec)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(through_a_file(optimizer.state_dict(dequantize=dequantize)))
     if not dequantize or codec == "fp32":
-        assert_same(everything(loaded), everything(optimizer))
         assert steps(loaded, 3, first=5) == steps(optimizer, 3, first=5)
         assert_same(everything(loaded), everything(optimizer))
     else:
@@ -294,22 +266,12 @@ def test_bytes_of_state() -> None:
         assert sum(value.nbytes for value in state) / param.numel() == expected
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "Prodigy8bit"])
-def test_a_closure_is_evaluated_before_the_sums(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    optimizer = getattr(shardopt, name)(model.parameters(), min_quantized_numel=0)
-    inputs: Tensor = torch.randn(256, 64)
-    targets = inputs[:, :1] * 0.5
-    losses = []
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        return loss.item()
-
-    assert [optimizer.step(closure) for _ in range(150)] == losses
+def test_a_closure_is_evaluated_before_the_sums() -> None:
+    params, others = params_of(), params_of()
+    optimizer, reference = prodigy(params), prodigy(others)
+    for step in range(5):
+        assert optimizer.step(lambda t=step: set_gradients(params, t) or 7.0) == 7.0
+        set_gradients(others, step)
+        reference.step()
     assert optimizer.param_groups[0]["d"] > 1e-6
-    assert losses[-1] < losses[0]
+    assert_same(everything(optimizer), everything(reference))

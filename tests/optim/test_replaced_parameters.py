@@ -44,30 +44,25 @@ def test_assigned_parameters_are_rounded_by_their_numbers() -> None:
         assert torch.equal(one, other)
 
 
-def test_new_parameters_beside_numbered_ones_warn() -> None:
+@pytest.mark.parametrize(
+    ("all_of_them", "steps_before", "message"),
+    [
+        (False, 1, r"parameter 2 of .* \(64, 33\): got a parameter without a number"),
+        (True, 0, "got 2 parameters without numbers in the model in place of some"),
+        (True, 1, "got 2 parameters without numbers in the model in place of some"),
+    ],
+)
+def test_new_parameters_in_place_of_numbered_ones_warn(all_of_them: bool, steps_before: int, message: str) -> None:
     model = _model()
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, **OPTIONS)
-    optimizer.attach(model)
-    _step(model, optimizer, 0)
-    model[1].weight = optimizer.param_groups[0]["params"][2] = Parameter(model[1].weight.detach().clone())  # type: ignore[union-attr]
-    with pytest.warns(RuntimeWarning, match=r"parameter 2 of .* \(64, 33\): got a parameter without a number"):
-        _step(model, optimizer, 1)
-    optimizer.attach(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _step(model, optimizer, 2)
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_new_parameters_in_place_of_all_numbered_ones_warn(steps_before: int) -> None:
-    model = _model()
-    optimizer = shardopt.AdamW8bit([*model.parameters()][2:], lr=1e-2, **OPTIONS)
+    kept = [] if all_of_them else [*model[0].parameters()]
+    optimizer = shardopt.AdamW8bit([*kept, *model[1].parameters()], lr=1e-2, **OPTIONS)
     optimizer.attach(model)
     for t in range(steps_before):
         _step(model, optimizer, t)
-    model[1].weight, model[1].bias = (Parameter(param.detach().clone()) for param in model[1].parameters())
-    optimizer.param_groups[0]["params"] = [*model[1].parameters()]
-    with pytest.warns(RuntimeWarning, match="got 2 parameters without numbers in the model in place of some"):
+    for name in ("weight", "bias") if all_of_them else ("weight",):
+        setattr(model[1], name, Parameter(getattr(model[1], name).detach().clone()))
+    optimizer.param_groups[0]["params"] = [*kept, *model[1].parameters()]
+    with pytest.warns(RuntimeWarning, match=message):
         _step(model, optimizer, 1)
     optimizer.attach(model)
     with warnings.catch_warnings():

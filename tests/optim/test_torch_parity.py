@@ -35,129 +35,92 @@ STEPS = 100
 
 
 class Pair(NamedTuple):
-    """A torch optimizer, the one of shardopt that is to equal it, and their hyper-parameters."""
+    """A torch optimizer, the class of shardopt that is to equal it, and their hyper-parameters."""
 
     theirs: type[Optimizer]
     ours: type[Optimizer]
     hyper: dict[str, Any]
 
 
+def _pair(theirs: type[Optimizer], ours: type[Optimizer], **hyper: Any) -> Pair:
+    return Pair(theirs, ours, {"lr": 1e-2, **hyper})
+
+
+def _torch(name: str, **hyper: Any) -> Pair:
+    return _pair(getattr(torch.optim, name), getattr(shardopt, name), **hyper)
+
+
 PAIRS: dict[str, Pair] = {
-    "adam": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2}),
-    "adam-l2": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}),
-    "adam-maximize": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
-    "adamw": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adamw-eps": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "eps": 0.1}),
-    "adamw-maximize": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "maximize": True}),
-    "sgd": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2}),
-    "sgd-decay": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
-    "momentum": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9}),
-    "dampening": Pair(
-        torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}
+    "adam": _torch("Adam"),
+    "adam-l2": _torch("Adam", weight_decay=0.1, betas=(0.8, 0.99), maximize=True),
+    "adamw": _torch("AdamW", weight_decay=0.1),
+    "adamw-eps": _torch("AdamW", eps=0.1, maximize=True),
+    "sgd": _torch("SGD", weight_decay=0.1),
+    "momentum": _torch("SGD", momentum=0.9, maximize=True),
+    "dampening": _torch("SGD", momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "nesterov": _torch("SGD", momentum=0.9, nesterov=True, weight_decay=0.1),
+    "amsgrad": _torch("AdamW", amsgrad=True, betas=(0.9, 0.9)),
+    "amsgrad-l2": _torch("Adam", amsgrad=True, weight_decay=0.1),
+    "nadam": _torch("NAdam", weight_decay=0.1),
+    "nadam-decoupled": _torch("NAdam", weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+    "radam": _torch("RAdam", weight_decay=0.1),
+    "radam-decoupled": _torch("RAdam", weight_decay=0.1, decoupled_weight_decay=True),
+    "radam-short": _torch("RAdam", betas=(0.9, 0.5)),  # never rectified
+    "adamax": _torch("Adamax", weight_decay=0.1),
+    "adagrad": _torch("Adagrad", lr=1e-1),
+    "adagrad-initial": _torch("Adagrad", lr=1e-1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3),
+    "rmsprop": _torch("RMSprop", lr=1e-3, weight_decay=0.1),
+    "rmsprop-momentum": _torch("RMSprop", lr=1e-3, momentum=0.9, alpha=0.9),
+    "rmsprop-centered": _torch("RMSprop", lr=1e-3, centered=True, eps=1e-3),
+    "rmsprop-centered-momentum": _torch("RMSprop", lr=1e-3, centered=True, momentum=0.9, eps=1e-2),
+    "lion": _pair(PlainLion, shardopt.Lion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+    "signum": _pair(PlainSignum, shardopt.Signum, lr=1e-3, momentum=0.9, weight_decay=0.1),
+    "ademamix": _pair(
+        PlainAdEMAMix, shardopt.AdEMAMix, lr=1e-3, betas=(0.9, 0.99, 0.9999), alpha=5.0, weight_decay=0.1
     ),
-    "nesterov": Pair(
-        torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
-    ),
-    "momentum-maximize": Pair(torch.optim.SGD, shardopt.SGD, {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
-    "lion": Pair(PlainLion, shardopt.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
-    "amsgrad": Pair(torch.optim.AdamW, shardopt.AdamW, {"lr": 1e-2, "amsgrad": True, "betas": (0.9, 0.9)}),
-    "amsgrad-l2": Pair(torch.optim.Adam, shardopt.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
-    "nadam": Pair(torch.optim.NAdam, shardopt.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
-    "nadam-decoupled": Pair(
-        torch.optim.NAdam,
-        shardopt.NAdam,
-        {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1, "decoupled_weight_decay": True},
-    ),
-    "radam": Pair(torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
-    "radam-decoupled": Pair(
-        torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    ),
-    "radam-short": Pair(torch.optim.RAdam, shardopt.RAdam, {"lr": 1e-2, "betas": (0.9, 0.5)}),  # never rectified
-    "adamax": Pair(torch.optim.Adamax, shardopt.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adagrad": Pair(torch.optim.Adagrad, shardopt.Adagrad, {"lr": 1e-1}),
-    "adagrad-initial": Pair(
-        torch.optim.Adagrad,
-        shardopt.Adagrad,
-        {"lr": 1e-1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3},
-    ),
-    "rmsprop": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
-    "rmsprop-momentum": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "momentum": 0.9, "alpha": 0.9}),
-    "rmsprop-centered": Pair(torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "centered": True, "eps": 1e-3}),
-    "rmsprop-centered-momentum": Pair(
-        torch.optim.RMSprop, shardopt.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}
-    ),
-    "signum": Pair(PlainSignum, shardopt.Signum, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
-    "ademamix": Pair(
+    "ademamix-schedules": _pair(
         PlainAdEMAMix,
         shardopt.AdEMAMix,
-        {"lr": 1e-3, "betas": (0.9, 0.99, 0.9999), "alpha": 5.0, "weight_decay": 0.1},
+        lr=1e-3,
+        betas=(0.9, 0.99, 0.9999),
+        alpha=5.0,
+        alpha_steps=70,
+        beta3_steps=80,
+        weight_decay=0.0,
     ),
-    "ademamix-schedules": Pair(
-        PlainAdEMAMix,
-        shardopt.AdEMAMix,
-        {
-            "lr": 1e-3,
-            "betas": (0.9, 0.99, 0.9999),
-            "alpha": 5.0,
-            "alpha_steps": 70,
-            "beta3_steps": 80,
-            "weight_decay": 0.0,
-        },
+    "adopt": _pair(PlainADOPT, shardopt.ADOPT, betas=(0.9, 0.9999), decoupled_weight_decay=True, weight_decay=0.1),
+    "adopt-l2": _pair(PlainADOPT, shardopt.ADOPT, betas=(0.9, 0.99), decoupled_weight_decay=False, weight_decay=0.1),
+    "adan": _pair(PlainAdan, shardopt.Adan, lr=1e-3, betas=(0.98, 0.92, 0.99), weight_decay=0.1, no_prox=False),
+    "adan-no-prox": _pair(PlainAdan, shardopt.Adan, lr=1e-3, betas=(0.98, 0.92, 0.99), weight_decay=0.1, no_prox=True),
+    "lamb": _pair(PlainLAMB, shardopt.LAMB, betas=(0.9, 0.99), weight_decay=0.1),
+    "lars": _pair(PlainLARS, shardopt.LARS, lr=1.0, momentum=0.9, weight_decay=0.1, trust_coefficient=1e-2),
+    "stable-adamw": _pair(PlainStableAdamW, shardopt.StableAdamW, betas=(0.9, 0.9), weight_decay=0.1),
+    "cautious-adamw": _pair(PlainCautiousAdamW, shardopt.AdamW, betas=(0.9, 0.99), weight_decay=0.1, cautious=True),
+    "cautious-decay-adamw": _pair(
+        PlainCautiousAdamW, shardopt.AdamW, betas=(0.9, 0.99), weight_decay=0.1, cautious_weight_decay=True
     ),
-    "adopt": Pair(
-        PlainADOPT,
-        shardopt.ADOPT,
-        {"lr": 1e-2, "betas": (0.9, 0.9999), "decoupled_weight_decay": True, "weight_decay": 0.1},
-    ),
-    "adopt-l2": Pair(
-        PlainADOPT,
-        shardopt.ADOPT,
-        {"lr": 1e-2, "betas": (0.9, 0.99), "decoupled_weight_decay": False, "weight_decay": 0.1},
-    ),
-    "adan": Pair(
-        PlainAdan,
-        shardopt.Adan,
-        {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1, "no_prox": False},
-    ),
-    "adan-no-prox": Pair(
-        PlainAdan,
-        shardopt.Adan,
-        {"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "weight_decay": 0.1, "no_prox": True},
-    ),
-    "lamb": Pair(PlainLAMB, shardopt.LAMB, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}),
-    "lars": Pair(
-        PlainLARS,
-        shardopt.LARS,
-        {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 1e-2},
-    ),
-    "stable-adamw": Pair(
-        PlainStableAdamW, shardopt.StableAdamW, {"lr": 1e-2, "betas": (0.9, 0.9), "weight_decay": 0.1}
-    ),
-    "cautious-adamw": Pair(
-        PlainCautiousAdamW,
-        shardopt.AdamW,
-        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious": True},
-    ),
-    "cautious-decay-adamw": Pair(
-        PlainCautiousAdamW,
-        shardopt.AdamW,
-        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious_weight_decay": True},
-    ),
-    "cautious-lion": Pair(
+    "cautious-lion": _pair(
         PlainCautiousLion,
         shardopt.Lion,
-        {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True},
+        lr=1e-3,
+        betas=(0.9, 0.99),
+        weight_decay=0.1,
+        cautious=True,
+        cautious_weight_decay=True,
     ),
-    "prodigy": Pair(PlainProdigy, shardopt.Prodigy, {"weight_decay": 0.1}),
-    "prodigy-l2": Pair(
+    "prodigy": _pair(PlainProdigy, shardopt.Prodigy, lr=1.0, weight_decay=0.1),
+    "prodigy-l2": _pair(
+        PlainProdigy, shardopt.Prodigy, lr=0.5, weight_decay=0.1, decouple=False, use_bias_correction=True, d_coef=0.5
+    ),
+    "prodigy-growth": _pair(
         PlainProdigy,
         shardopt.Prodigy,
-        {"lr": 0.5, "weight_decay": 0.1, "decouple": False, "use_bias_correction": True, "d_coef": 0.5},
-    ),
-    "prodigy-growth": Pair(
-        PlainProdigy,
-        shardopt.Prodigy,
-        {"lr": 0.5, "betas": (0.8, 0.99), "beta3": 0.9, "d0": 1e-4, "growth_rate": 1.1, "safeguard_warmup": True},
+        lr=0.5,
+        betas=(0.8, 0.99),
+        beta3=0.9,
+        d0=1e-4,
+        growth_rate=1.1,
+        safeguard_warmup=True,
     ),
 }
 STATEFUL = ["adamw", "momentum"]
@@ -231,32 +194,19 @@ def test_rmsprop_whose_variance_is_far_below_the_mean_square() -> None:
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_param_groups_added_later(name: str) -> None:
+def test_groups_added_later_and_parameters_without_gradient(name: str) -> None:
+    """Some never have a gradient, some only sometimes; ``step`` counts for each apart."""
+
     def scenario(run: Run) -> list[Tensor]:
-        params = [run.param(70, 64, seed=seed) for seed in range(3)]
+        params = [run.param(70, 64, seed=seed) for seed in range(4)]
         optimizer = run.optimizer([{"params": params[:1], "lr": 3e-2}, {"params": params[1:2]}])
         for t in range(20):
             if t == 10:
                 optimizer.add_param_group({"params": params[2:], "weight_decay": 0.5})
-            run.give_gradients(params, t)
-            optimizer.step()
-        return params
-
-    assert_as_near_as_torch(scenario, PAIRS[name])
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_parameters_without_gradient_stay(name: str) -> None:
-    """Some never have a gradient, some only sometimes; ``step`` counts for each apart."""
-
-    def scenario(run: Run) -> list[Tensor]:
-        params = [run.param(70, 64, seed=seed) for seed in range(3)]
-        optimizer = run.optimizer(params)
-        for t in range(20):
             optimizer.zero_grad()
-            run.give_gradients(params[:1] if t % 3 else params[:2], t)
+            run.give_gradients(params[:3:2] if t % 3 else params[:3], t)
             optimizer.step()
-        assert params[2] not in optimizer.state
+        assert params[3] not in optimizer.state
         return params
 
     assert_as_near_as_torch(scenario, PAIRS[name])
@@ -265,6 +215,7 @@ def test_parameters_without_gradient_stay(name: str) -> None:
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.5),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=40),
     "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, 5),
@@ -277,8 +228,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_schedulers(name: str, scheduler: str) -> None:
+def test_schedulers(scheduler: str) -> None:
     def scenario(run: Run) -> list[Tensor]:
         params = [run.param(70, 64)]
         optimizer = run.optimizer(params)
@@ -286,14 +236,23 @@ def test_schedulers(name: str, scheduler: str) -> None:
         for t in range(30):
             run.give_gradients(params, t)
             optimizer.step()
-            schedule.step()
+            schedule.step(*([1.0] if scheduler == "plateau" else []))
+        assert scheduler != "plateau" or optimizer.param_groups[0]["lr"] < 1e-4
         return params
 
-    assert_as_near_as_torch(scenario, PAIRS[name])
+    assert_as_near_as_torch(scenario, PAIRS["momentum" if scheduler == "one cycle" else "adamw"])
 
 
-@pytest.mark.parametrize("scheduler", ["one cycle", "cyclic"])
-@pytest.mark.parametrize("name", ["adam-l2", "amsgrad", "nadam", "nadam-decoupled", "radam", "radam-short", "adamax"])
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [
+        ("adam-l2", "one cycle"),
+        ("amsgrad", "cyclic"),
+        ("nadam", "one cycle"),
+        ("radam", "cyclic"),
+        ("adamax", "cyclic"),
+    ],
+)
 def test_decay_rates_change(name: str, scheduler: str) -> None:
     """These schedulers cycle ``betas[0]``, too. The run is saved and loaded while they do."""
 
@@ -341,23 +300,7 @@ def test_nadam_goes_on_after_torch(scheduler: str) -> None:
     assert_as_near_as_torch(scenario, PAIRS["nadam"])
 
 
-def test_reduce_on_plateau() -> None:
-    def scenario(run: Run) -> list[Tensor]:
-        params = [run.param(70, 64)]
-        optimizer = run.optimizer(params)
-        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
-        for t in range(20):
-            run.give_gradients(params, t)
-            optimizer.step()
-            schedule.step(1.0)
-        assert optimizer.param_groups[0]["lr"] < 1e-4
-        return params
-
-    assert_as_near_as_torch(scenario, PAIRS["adamw"])
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_lr_may_be_a_tensor(name: str) -> None:
+def test_lr_may_be_a_tensor() -> None:
     """Changed in place, as schedulers and compiled training steps do."""
 
     def scenario(run: Run) -> list[Tensor]:
@@ -372,15 +315,13 @@ def test_lr_may_be_a_tensor(name: str) -> None:
         assert optimizer.param_groups[0]["lr"] is lr
         return params
 
-    assert_as_near_as_torch(scenario, PAIRS[name])
+    assert_as_near_as_torch(scenario, PAIRS["adamw"])
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-def test_closures(name: str) -> None:
+def test_closures() -> None:
     def scenario(run: Run) -> list[Tensor]:
         param, target = run.param(70, 64), normal((70, 64), seed=9).to(run.dtype)
         optimizer = run.optimizer([param])
-        losses = []
 
         def closure() -> Tensor:
             assert torch.is_grad_enabled()
@@ -389,11 +330,9 @@ def test_closures(name: str) -> None:
             loss.backward()
             return loss
 
-        for _ in range(20):
-            losses.append(optimizer.step(closure).detach())
-        return [param, *losses]
+        return [param, *(optimizer.step(closure).detach() for _ in range(20))]
 
-    assert_as_near_as_torch(scenario, PAIRS[name])
+    assert_as_near_as_torch(scenario, PAIRS["adamw"])
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -421,19 +360,3 @@ def test_grad_scaler(name: str) -> None:
         return [param, *scales]
 
     assert_as_near_as_torch(scenario, PAIRS[name])
-
-
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_zero_grad(set_to_none: bool) -> None:
-    def scenario(run: Run) -> list[Tensor]:
-        params = [run.param(70, 64)]
-        optimizer = run.optimizer(params)
-        for t in range(10):
-            run.give_gradients(params, t)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none)
-            assert (params[0].grad is None) == set_to_none
-            optimizer.step()  # without gradient, or with zeros
-        return params
-
-    assert_as_near_as_torch(scenario, PAIRS["adamw"])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,40 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 #: Bytes of memory that nobody has written, or that somebody else owns by now: NaN, addresses that are none, -1.
 POISON = 0xFF
 
-_CPU, _CUDA = 1, 2  # DLPack's numbers
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("index", ctypes.c_int))
-
-
-class _Array(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    pass
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("array", _Array), ("context", ctypes.c_void_p), ("deleter", _Deleter))
-
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -89,39 +63,26 @@ class Block:
     def __init__(self, nbytes: int, stream: Any = None, pool: Any = None) -> None:
         self.memory = torch.full((-(-nbytes // 512) * 512,), POISON, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
+        self.end = self.address + len(self.memory)
         self.stream, self.pool = stream, pool
         self.users: list[Any] = []
-
-    @property
-    def end(self) -> int:
-        return self.address + len(self.memory)
 
     def poison(self) -> None:
         self.memory.fill_(POISON)
 
     def tensor(self, nbytes: int, on_free: Callable[[Block], None]) -> Tensor:
-        """The array's memory, uint8: of the device, or of the host where it has no stream.
+        """The memory, uint8: of the device, or of the host where it has no stream.
 
         Args:
             nbytes: how many bytes.
             on_free: called when nobody has the tensor's storage any more.
         """
-        managed, shape, strides = _Managed(), (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
-        key = ctypes.addressof(managed)
-
-        def free(_: object) -> None:
-            _managed.pop(key)
-            on_free(self)
-
-        deleter = _Deleter(free)
-        device = _Device(_CPU if self.stream is None else _CUDA, 0)
-        managed.array = _Array(self.address, device, 1, 1, 8, 1, shape, strides, 0)
-        managed.deleter = deleter
-        _managed[key] = (managed, shape, strides, deleter)
-        return torch.from_dlpack(_capsule(key, b"dltensor", None))
-
-
-_managed: dict[int, object] = {}  # by address, until they are deleted
+        capsule = dlpack.to_dlpack(self.memory)
+        if self.stream is not None:  # DLTensor begins with the address, then the type of the device: 2 for CUDA
+            ctypes.c_int.from_address(_pointer(capsule, b"dltensor") + 8).value = 2
+        tensor = dlpack.from_dlpack(capsule)
+        weakref.finalize(tensor.untyped_storage(), on_free, self).atexit = False
+        return tensor[:nbytes]
 
 
 class Ranges:
@@ -145,14 +106,8 @@ class Ranges:
     def at(self, address: int) -> Any:
         """The value of the piece that an address is in; None for another address."""
         place = bisect_right(self._begins, address)
-        if place:
-            end, value = self._found[self._begins[place - 1]]
-            if address < end:
-                return value
-        return None
-
-    def all_at(self, addresses: Iterable[int]) -> bool:
-        return all(self.at(address) is not None for address in addresses)
+        end, value = self._found[self._begins[place - 1]] if place else (0, None)
+        return value if address < end else None
 
 
 def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +37,9 @@ Scenario = Callable[[torch.device], Named]
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device, apart: bool = True) -> Iterator[None]:
     """A stream of its own, which waits for the current one, and the current one for it."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not apart:
         yield
         return
     here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -52,6 +53,14 @@ def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any
     """Options of offload, on the device."""
     offload = ("offload", "device_state_budget")
     return {key: value for key, value in options.items() if device.type == "cuda" or key not in offload}
+
+
+@contextmanager
+def chunks_of(nbytes: int) -> Iterator[None]:
+    """Copies between host and device in chunks of this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "CHUNK_BYTES", nbytes)
+        yield
 
 
 class Problem:
@@ -78,42 +87,26 @@ class Problem:
         self.set_gradients(t, without, bad)
         self.optimizer.step()
 
-    def result(self) -> Named:
+    def result(self, **more: Any) -> Named:
         self.optimizer.synchronize()
-        return on_cpu(snapshot(self.params, self.optimizer))
+        found = on_cpu(snapshot(self.params, self.optimizer))
+        return found | {name: torch.as_tensor(value).cpu() for name, value in more.items()}
 
 
 def on_cpu(tensors: Named) -> Named:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def steps(chunk: int = 4608, **options: Any) -> Scenario:
-    """Steps in changing streams, on changing sets of gradients, and again after everything was looked up anew.
-
-    Args:
-        chunk: bytes that are copied at a time.
-        options: the optimizer's.
-    """
-
-    def run(device: torch.device) -> Named:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(residency, "CHUNK_BYTES", chunk)
-            return of_chunks(device)
-
-    def of_chunks(device: torch.device) -> Named:
+def steps(device: torch.device, chunk: int = 4608, **options: Any) -> Named:
+    """Steps in changing streams, on changing sets of gradients, and again after everything was looked up anew."""
+    with chunks_of(chunk):
         problem = Problem(device, **options)
-        problem.step(0)
-        with side_stream(device):
-            problem.step(1, without=(1,))
-        problem.step(2)
-        problem.step(5)
-        with side_stream(device):
-            problem.step(3, bad=3)
+        for t in (0, 1, 2, 5, 3):
+            with side_stream(device, apart=t in (1, 3)):
+                problem.step(t, without=(1,) if t == 1 else (), bad=3 if t == 3 else 0)
         problem.optimizer._internals.forget_tables()
         problem.step(4, without=(0, 2))
         return {**problem.result(), "skipped": torch.tensor(problem.optimizer.nonfinite_count)}
-
-    return run
 
 
 def device_scalars(device: torch.device, rule: str = "lamb", **options: Any) -> Named:
@@ -121,7 +114,7 @@ def device_scalars(device: torch.device, rule: str = "lamb", **options: Any) -> 
     lr = torch.full((), 0.01, dtype=torch.float32, device=device)
     problem = Problem(device, rule=rule, lr=lr, **options)
     problem.step(0)
-    here = torch.cuda.current_stream() if device.type == "cuda" else None
+    here = nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.current_stream())
     with side_stream(device):
         for t in (1, 2, 3):
             lr.mul_(0.5)
@@ -130,36 +123,32 @@ def device_scalars(device: torch.device, rule: str = "lamb", **options: Any) -> 
             problem.step(t, bad=t)
             if t == 1:
                 problem.optimizer._internals.forget_tables()
-        with nullcontext() if here is None else torch.cuda.stream(here):
+        with here:
             skipped = problem.optimizer.nonfinite_count
-    return {**problem.result(), "skipped": torch.tensor(skipped)}
+    return problem.result(skipped=skipped)
 
 
-def clipped(**options: Any) -> Scenario:
+def clipped(device: torch.device, **options: Any) -> Named:
     """Clipped in place and by the step, in changing streams, by both norms; gradients are freed right afterwards.
 
     Tables are dropped in another stream than theirs, and what they were in is used again there.
     """
-
-    def run(device: torch.device) -> Named:
-        problem, found = Problem(device, **options), {}
-        here = torch.cuda.current_stream() if device.type == "cuda" else None
-        for t in range(6):
-            with side_stream(device) if t in (1, 3) else nullcontext():
-                problem.set_gradients(t, without=(t // 2,))
-                optimizer = problem.optimizer if t % 2 else None
-                kind = math.inf if t == 2 else 2.0
-                found[f"norm {t}"] = shardopt.clip_grad_norm_(problem.params.values(), 0.5, kind, optimizer=optimizer)
-                problem.optimizer.step()
-                problem.optimizer.zero_grad()
-                if t == 3:
-                    clip._norms.clear()
-                    with nullcontext() if here is None else torch.cuda.stream(here):
-                        others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 400)]
-                    del others
-        return {**problem.result(), **on_cpu(found)}
-
-    return run
+    problem, found = Problem(device, **options), {}
+    here = nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.current_stream())
+    for t in range(6):
+        with side_stream(device, apart=t in (1, 3)):
+            problem.set_gradients(t, without=(t // 2,))
+            optimizer = problem.optimizer if t % 2 else None
+            kind = math.inf if t == 2 else 2.0
+            found[f"norm {t}"] = shardopt.clip_grad_norm_(problem.params.values(), 0.5, kind, optimizer=optimizer)
+            problem.optimizer.step()
+            problem.optimizer.zero_grad()
+            if t == 3:
+                clip._norms.clear()
+                with here:
+                    others = [torch.full((n,), 7, dtype=torch.uint8, device=device) for n in range(16, 4000, 400)]
+                del others
+    return problem.result(**found)
 
 
 def replaced(device: torch.device) -> Named:
@@ -178,7 +167,7 @@ def slept(device: torch.device) -> Named:
     problem, found = Problem(device, master_weight_bits=24), {}
     optimizer = problem.optimizer
     for t in range(6):
-        with side_stream(device) if t == 3 else nullcontext():
+        with side_stream(device, apart=t == 3):
             problem.step(t)
         optimizer.offload()
         if t == 2:
@@ -191,7 +180,7 @@ def slept(device: torch.device) -> Named:
         if t == 1:
             optimizer.offload()
             optimizer.reload()
-    return {**problem.result(), **on_cpu(found)}
+    return problem.result(**found)
 
 
 def captured(device: torch.device) -> Named:
@@ -260,74 +249,60 @@ class Layers(nn.Module):
             shardopt.release_gradients(self, optimizer, **options)
 
 
-def released(overlap: bool = False, between: Callable[[], object] = bool, **options: Any) -> Scenario:
-    """Parameters stepped during the backward pass, or the next forward pass."""
+def released(
+    device: torch.device,
+    norm_type: float | None = None,
+    scale: float | None = None,
+    chunk: int = 4608,
+    reads: bool = False,
+    between: Callable[[], object] = bool,
+    release: dict[str, Any] | None = None,
+    **options: Any,
+) -> Named:
+    """Parameters stepped during the backward pass, or the next forward pass.
 
-    def run(device: torch.device) -> Named:
+    Args:
+        device: where the model is.
+        norm_type: gradients are clipped by it; None: are not clipped.
+        scale: a loss scaler's.
+        chunk: bytes that are copied at a time.
+        reads: the parameters are copied after each step, by a state dict.
+        between: called after each step.
+        release: options of :func:`shardopt.release_gradients`.
+        options: the optimizer's.
+    """
+    release, found = release or {}, Named()
+    with chunks_of(chunk):
         model = Layers(device)
         given = on_cuda_only(device, options)
         optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
         if device.type == "cuda":
-            model.release(optimizer, overlap_forward=overlap)
-        batches = [values((8, 33), 50 + t).to(device) for t in range(4)]
-        for batch in batches:
-            model.backward(model(batch).detach() * 0.01)
-            optimizer.step()
+            model.release(optimizer, **release)
+        scaler = GradScaler(device.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+        for t in range(4):
+            for micro in range(release.get("micro_batches", 1)):
+                gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
+                model.backward(scaler.scale(gradient))
+            if scale is not None:
+                scaler.unscale_(optimizer)
+            if norm_type is not None:
+                norm = shardopt.clip_grad_norm_(model.parameters(), 0.02, norm_type, optimizer=optimizer)
+                found[f"norm {t}"] = norm
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             between()
-        optimizer.synchronize()
-        return on_cpu(snapshot(dict(model.named_parameters()), optimizer))
-
-    return run
-
-
-def held(
-    micro_batches: int = 1,
-    scale: float | None = None,
-    chunk: int = 4608,
-    norm_type: float = 2.0,
-    reads: bool = False,
-    **options: Any,
-) -> Scenario:
-    """Gradients held in the host's memory, clipped by their norm, with steps during the next forward pass.
-
-    ``reads``: the parameters are copied after each step, by a state dict.
-    """
-
-    def run(device: torch.device) -> Named:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(residency, "CHUNK_BYTES", chunk)
-            return of_chunks(device)
-
-    def of_chunks(device: torch.device) -> Named:
-        model = Layers(device)
-        given = on_cuda_only(device, {"offload": "step", **options})
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
-        if device.type == "cuda":
-            model.release(optimizer, overlap_forward=True, waiting_gradients=2, micro_batches=micro_batches)
-        scaler = None if scale is None else GradScaler(device.type, init_scale=scale, growth_interval=2)
-        norms, copies = [], Named()
-        for t in range(4):
-            for micro in range(micro_batches):
-                gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
-                model.backward(gradient if scaler is None else scaler.scale(gradient))
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            norms.append(shardopt.clip_grad_norm_(model.parameters(), 0.02, norm_type, optimizer=optimizer))
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
             if reads:
-                copies.update((f"{name} {t}", value.clone()) for name, value in model.state_dict().items())
+                found.update((f"{name} {t}", value.clone()) for name, value in model.state_dict().items())
         optimizer.synchronize()
-        norms += [] if scaler is None else [torch.tensor(scaler.get_scale())]
-        found = on_cpu({**copies, **{f"norm {t}": norm for t, norm in enumerate(norms)}})
-        return {**found, **on_cpu(snapshot(dict(model.named_parameters()), optimizer))}
+        found["scale"] = torch.tensor(scaler.get_scale())
+        return on_cpu({**found, **snapshot(dict(model.named_parameters()), optimizer)})
 
-    return run
+
+def held(device: torch.device, micro_batches: int = 1, norm_type: float = 2.0, **options: Any) -> Named:
+    """Gradients held in the host's memory, clipped by their norm, with steps during the next forward pass."""
+    how = {"overlap_forward": True, "waiting_gradients": 2, "micro_batches": micro_batches}
+    return released(device, norm_type, release=how, **{"offload": "step", **options})
 
 
 class Peers:
@@ -365,81 +340,71 @@ def messages(device: torch.device) -> Named:
     return on_cpu(found)
 
 
-def checkpoints(tmp_path: Path, **options: Any) -> Scenario:
+def checkpoints(device: torch.device, folder: Path, **options: Any) -> Named:
     """Saved while steps are under way, loaded into another optimizer, stepped on."""
-
-    def run(device: torch.device) -> Named:
-        found: Named = {}
-        for how in ("save", "async_save"):
-            problem, other = Problem(device, **options), Problem(device, **options)
-            models = [nn.ParameterDict({f"p{i}": p for i, p in enumerate(x.params.values())}) for x in (problem, other)]
-            for t in range(2):
-                problem.step(t)
-                other.step(t + 2)
-            path = tmp_path / f"{device.type}-{how}"
-            saving = getattr(shardopt.checkpoint, how)(path, models[0], problem.optimizer)
-            problem.step(2)
-            if saving is not None:
-                saving.result()
-            shardopt.checkpoint.load(path, models[1], other.optimizer)
-            other.step(3)
-            for key, result in (("saved", problem.result()), ("loaded", other.result())):
-                found.update({f"{how} {key} {name}": tensor for name, tensor in result.items()})
-        return found
-
-    return run
+    found: Named = {}
+    for how in ("save", "async_save"):
+        problem, other = Problem(device, **options), Problem(device, **options)
+        models = [nn.ParameterDict({f"p{i}": p for i, p in enumerate(x.params.values())}) for x in (problem, other)]
+        for t in range(2):
+            problem.step(t)
+            other.step(t + 2)
+        path = folder / f"{device.type}-{how}"
+        saving = getattr(shardopt.checkpoint, how)(path, models[0], problem.optimizer)
+        problem.step(2)
+        if saving is not None:
+            saving.result()
+        shardopt.checkpoint.load(path, models[1], other.optimizer)
+        other.step(3)
+        for key, result in (("saved", problem.result()), ("loaded", other.result())):
+            found.update({f"{how} {key} {name}": tensor for name, tensor in result.items()})
+    return found
 
 
-def dropped(offload: str) -> Scenario:
+def dropped(device: torch.device, sleeps: bool = False, **options: Any) -> Named:
     """An optimizer goes while its copies are under way; the parameters are used on."""
-
-    def run(device: torch.device) -> Named:
-        problem = Problem(device, offload=offload)
-        problem.step(0)
-        params = problem.params
-        del problem
-        gc.collect()
-        return on_cpu({name: param.detach() for name, param in params.items()})
-
-    return run
+    problem = Problem(device, **options)
+    problem.step(0)
+    if sleeps:
+        problem.optimizer.offload()
+    params = problem.params
+    del problem
+    gc.collect()
+    return on_cpu({name: param.detach() for name, param in params.items()})
 
 
-def scenarios(tmp_path: Path) -> dict[str, Scenario]:
+def scenarios(folder: Path) -> dict[str, Scenario]:
+    """Those that have the same bits on the CPU. folder: for checkpoints."""
     return {
-        "steps": steps(),
-        "offload state": steps(offload="state"),
-        "offload step": steps(offload="step"),
-        "few chunks": steps(offload="state", chunk=30000),
-        "offload a part": steps(offload="state", device_state_budget=4000),
-        "strided": steps(strided=True),
-        "strided state": steps(strided=True, offload="state"),
-        "strided step": steps(strided=True, offload="step"),
-        "master weights": steps(master_weight_bits=24, offload="state"),
-        "four bits": steps(codec="log4", master_weight_bits=24),
-        "lamb": steps(rule="lamb"),
-        "lamb offloaded": steps(rule="lamb", offload="state"),
-        "prodigy": steps(rule="prodigy", offload="state"),
+        "steps": partial(steps, codec="log4", master_weight_bits=24),
+        "offload state": partial(steps, offload="state"),
+        "offload step": partial(steps, offload="step"),
+        "few chunks": partial(steps, offload="state", chunk=30000),
+        "offload a part": partial(steps, offload="state", device_state_budget=4000),
+        "strided state": partial(steps, strided=True, offload="state"),
+        "strided step": partial(steps, strided=True, offload="step"),
+        "master weights": partial(steps, master_weight_bits=24, offload="state"),
+        "lamb offloaded": partial(steps, rule="lamb", offload="state"),
+        "prodigy": partial(steps, rule="prodigy", offload="state"),
         "device scalars": device_scalars,
-        "clipped": clipped(),
-        "clipped offload": clipped(offload="state"),
-        "clipped offloaded step": clipped(offload="step"),
-        "dropped state": dropped("state"),
-        "dropped step": dropped("step"),
+        "clipped": clipped,
+        "clipped offloaded step": partial(clipped, offload="step"),
+        "dropped state": partial(dropped, offload="state"),
+        "dropped step": partial(dropped, offload="step"),
+        "dropped asleep": partial(dropped, sleeps=True),
         "replaced": replaced,
         "slept": slept,
         "captured": captured,
-        "released": released(),
-        "released offload": released(offload="state"),
-        "released step": released(offload="step"),
-        "released forward": released(overlap=True, offload="step"),
-        "held": held(),
-        "held in parts": held(micro_batches=2, chunk=8192),
-        "held in one piece": held(micro_batches=2, chunk=1 << 20),
-        "held, read": held(reads=True),
-        "held, largest": held(norm_type=math.inf),
-        "held beside others": held(micro_batches=2, device_state_budget=9000),
-        "held and scaled": held(scale=1000.0),
+        "released": partial(released, offload="state"),
+        "released step": partial(released, offload="step"),
+        "released forward": partial(released, release={"overlap_forward": True}, offload="step"),
+        "held": held,
+        "held in parts": partial(held, micro_batches=2, chunk=8192),
+        "held, read": partial(held, reads=True),
+        "held, largest": partial(held, norm_type=math.inf),
+        "held beside others": partial(held, micro_batches=2, device_state_budget=9000),
+        "held and scaled": partial(held, scale=1000.0, chunk=1 << 20),
         "messages": messages,
-        "checkpoints": checkpoints(tmp_path),
-        "offloaded checkpoints": checkpoints(tmp_path, offload="state"),
+        "checkpoints": partial(checkpoints, folder=folder),
+        "offloaded checkpoints": partial(checkpoints, folder=folder, offload="state"),
     }

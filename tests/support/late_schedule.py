@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,14 +120,6 @@ class DeviceFuture:
         return self._value
 
 
-class _GivenAway(NamedTuple):
-    """A block that was freed: its next owner writes after some work."""
-
-    block: Block
-    after: list[Work]
-    until: list[Work]
-
-
 class Device:
     """Streams, scheduler and memory of a device.
 
@@ -151,10 +142,9 @@ class Device:
         self.graph: Graph | None = None
         self._lock = threading.RLock()
         self._thread = threading.local()
-        self._given_away: list[_GivenAway] = []
+        self._freed_blocks: list[tuple[Block, list[Work], list[Work]]] = []
         self._poisons = False
-        self._memory, self._pinned, self._locked = Ranges(), Ranges(), Ranges()
-        self._keeps: list[object] = []
+        self._blocks, self._locked = Ranges(), Ranges()
 
     def new_eagerness(self) -> float:
         if self._kind == "random":
@@ -243,64 +233,68 @@ class Device:
         if self._poisons:
             return
         self._poisons = True
-        for given in list(self._given_away):
-            if all(work.done for work in given.after):
-                given.block.poison()
-                if all(work.done for work in given.until):
-                    self._given_away.remove(given)
+        for entry in list(self._freed_blocks):
+            block, after, until = entry
+            if all(work.done for work in after):
+                block.poison()
+                if all(work.done for work in until):
+                    self._freed_blocks.remove(entry)
         self._poisons = False
 
     # Memory
+
+    def of_device(self, address: int) -> Block | None:
+        """The block of the device's memory that an address is in."""
+        block: Block | None = self._blocks.at(address)
+        return block if block is not None and block.stream is not None else None
+
+    def of_host(self, address: int) -> Block | None:
+        """The block of PyTorch's page-locked memory that an address is in."""
+        block: Block | None = self._blocks.at(address)
+        return block if block is not None and block.stream is None else None
 
     def allocate(self, nbytes: int) -> Tensor:
         """Memory of the device, uint8, which its earlier owner may still write in the order of the stream."""
         with self._lock:
             stream = self.current_stream()
             block = Block(max(nbytes, 1), stream, stream.graph)
-            self._memory.add(block.address, block.end, block)
+            self._blocks.add(block.address, block.end, block)
             self.put(stream, block.poison)
             return block.tensor(nbytes, self._freed)
-
-    def _freed(self, block: Block) -> None:
-        with self._lock:
-            if block.pool is not None:
-                if block.pool is self.graph:
-                    block.pool.add(block.poison)
-                return
-            self._give_away(block, [stream.last for stream in (block.stream, *block.users)])
-
-    def _give_away(self, block: Block, after: Sequence[Work | None]) -> None:
-        """Lets the next owner of a block write to it, again and again as long as work that uses it may be queued."""
-        until = [stream.last for stream in self.streams if stream.last is not None]
-        self._given_away.append(_GivenAway(block, [work for work in after if work is not None], until))
-        self._poison()
-
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Stands in for torch.Tensor.record_stream."""
-        block = self._memory.at(tensor.untyped_storage().data_ptr())
-        if block is not None and stream is not block.stream:
-            block.users.append(stream)
 
     def pin(self, nbytes: int) -> Tensor:
         """Page-locked memory of PyTorch's allocator, uint8."""
         self.refuse_in_capture()
         block = Block(max(nbytes, 1))
-        self._pinned.add(block.address, block.end, block)
-        return block.tensor(nbytes, self._unpinned)
+        self._blocks.add(block.address, block.end, block)
+        return block.tensor(nbytes, self._freed)
 
-    def _unpinned(self, block: Block) -> None:
+    def _freed(self, block: Block) -> None:
+        """Lets the next owner of a block write to it, again and again as long as work that uses it may be queued."""
         with self._lock:
-            self._give_away(block, block.users)
+            if block.pool is not None:
+                if block.pool is self.graph:
+                    block.pool.add(block.poison)
+                return
+            users = block.users if block.stream is None else [s.last for s in (block.stream, *block.users)]
+            until = [stream.last for stream in self.streams if stream.last is not None]
+            self._freed_blocks.append((block, [work for work in users if work is not None], until))
+            self._poison()
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Stands in for torch.Tensor.record_stream."""
+        block = self.of_device(tensor.untyped_storage().data_ptr())
+        if block is not None and stream is not block.stream:
+            block.users.append(stream)
 
     def is_locked(self, address: int) -> bool:
         """Whether memory of the CPU is page-locked."""
-        return self._pinned.at(address) is not None or self._locked.at(address) is not None
+        return self.of_host(address) is not None or self._locked.at(address) is not None
 
     def host_register(self, device: int, address: int, nbytes: int) -> int:
         """Stands in for cudaHostRegister."""
         self.refuse_in_capture()
-        users: list[Work] = []
-        self._locked.add(address, address + nbytes, users)
+        self._locked.add(address, address + nbytes, [])  # work that uses it
         return 0
 
     @property
@@ -320,7 +314,7 @@ class Device:
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor's memory as a tensor of the CPU, which does not keep the memory from being freed."""
         address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
-        block = self._memory.at(address) or self._pinned.at(address)
+        block = self._blocks.at(address)
         if block is None:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         begin = tensor.data_ptr() - block.address

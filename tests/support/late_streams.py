@@ -17,11 +17,10 @@ The scheduler's kinds: "late" does what the host waits for, and nothing else; "e
 allow; "ahead" and "behind" treat the default stream as the former and others as the latter, and the other way round;
 "random" decides for each stream, by the seed, or lets it alternate.
 
-Not modelled: several devices; what two kernels do to each other that run at one time (each piece of work is
-indivisible), or the threads of one; the kernels' arithmetic (a step is the CPU's; tests/kernels/test_cuda_emulated.py
-has CUDA's); the legacy stream's implicit waits; NCCL, and its streams; PyTorch's backward pass; errors of CUDA, and
-memory that is too small; how PyTorch's allocator splits blocks (it models when memory is used again); captures of more
-than one stream; the host's own races for memory that is not page-locked.
+Not modelled: several devices; what two kernels do to each other that run at one time, or the threads of one; the
+kernels' arithmetic (a step is the CPU's; tests/kernels/test_cuda_emulated.py has CUDA's); the legacy stream's implicit
+waits; NCCL; PyTorch's backward pass; errors of CUDA; how PyTorch's allocator splits blocks; captures of more than one
+stream; the host's own races for memory that is not page-locked.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class LateDevice(Device):
         host = source if to.is_cuda else to
         begin = host.untyped_storage().data_ptr() if host.numel() else 0
         is_asynchronous = non_blocking and self.is_locked(begin)
-        host = self.alias(host) if self._pinned.at(begin) else host.detach()
+        host = self.alias(host) if self.of_host(begin) else host.detach()
         if to.is_cuda:
             ours, theirs = self.alias(to), host if is_asynchronous else host.clone()
         else:
@@ -82,9 +81,9 @@ class LateDevice(Device):
             self.copies_to_host += 1
         self.put(stream, lambda: ours.copy_(theirs))
         if is_asynchronous:
-            block = self._pinned.at(begin)
-            if block is not None and stream.last is not None:
-                block.users.append(stream.last)
+            block = self.of_host(begin)
+            if stream.last is not None:
+                (self._locked.at(begin) if block is None else block.users).append(stream.last)
         elif not (to.is_cuda and non_blocking):
             stream.synchronize()
         return to
@@ -131,17 +130,9 @@ class LateDevice(Device):
     # shardopt's kernels
 
     def step_cuda(self, *, gradients: int, row_count: int, stream: int, **call: Any) -> None:
-        launched = None
-        if self._memory.at(gradients) is None:  # read by the host
-            launched = bytes_at(gradients, 8 * row_count).copy() if row_count else np.zeros(0, np.uint8)
-        else:
-            assert call["kernel_rows"] <= gradients
-
-        def run() -> None:
-            table = bytes_at(gradients, 8 * row_count) if launched is None else launched
-            self._step(SimpleNamespace(**call), table.view(np.uint64), row_count)
-
-        self.put(self.streams[stream], run)
+        table = bytes_at(gradients, 8 * row_count) if row_count else np.zeros(0, np.uint8)
+        table = table.copy() if self.of_device(gradients) is None else table  # the host's is read now
+        self.put(self.streams[stream], lambda: self._step(SimpleNamespace(**call), table.view(np.uint64), row_count))
 
     def _step(self, call: SimpleNamespace, gradients: Any, row_count: int) -> None:
         kernel_rows = np.frombuffer(
@@ -153,7 +144,7 @@ class LateDevice(Device):
         fields = ("param", "gradient", "step", "low_bits", "codes", "scales", "extremes", "sums")
         used = np.concatenate([steps, tables, *(kernel_rows[field].reshape(-1) for field in fields)])
         used = used[used != 0].tolist()
-        if not self._memory.all_at(used):
+        if not all(map(self.of_device, used)):
             self.faults.append("a kernel read tables that were not there")
             return
         count = int(kernel_rows["group"].max()) + 1 if row_count else 0
@@ -176,8 +167,8 @@ class LateDevice(Device):
             self._copy_range(target, begin, size, self.streams[stream])
 
     def _copy_range(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        to_device = self._memory.at(to) is not None
-        assert to_device != (self._memory.at(source) is not None), "one side is the device"
+        to_device = self.of_device(to) is not None
+        assert to_device != (self.of_device(source) is not None), "one side is the device"
         host = source if to_device else to
         data = bytes_at(source, nbytes)
         if to_device and not self.is_locked(host):
@@ -206,7 +197,7 @@ class LateDevice(Device):
         def run() -> None:
             rows = int(bytes_at(tasks, 16 * task_count).view(np.int64)[1::2].max(initial=-1)) + 1
             table = np.frombuffer(bytes_at(kernel_rows, rows * _C.kernel_row.itemsize), _C.kernel_row).copy()
-            if not self._memory.all_at([*table["gradient"].tolist(), *table["sums"].tolist()]):
+            if not all(map(self.of_device, [*table["gradient"].tolist(), *table["sums"].tolist()])):
                 self.faults.append("a kernel read tables that were not there")
                 return
             by = float(bytes_at(factor, 4).view(np.float32)[0]) if factor else 1.0
