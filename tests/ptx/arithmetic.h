@@ -100,6 +100,7 @@ Handler comparison(const std::string& how) {
     if (how == "leu") return compare<T>([](T a, T b) { return !(a > b); });
     if (how == "gtu") return compare<T>([](T a, T b) { return !(a <= b); });
     if (how == "geu") return compare<T>([](T a, T b) { return !(a < b); });
+    if (how == "nan") return compare<T>([](T a, T b) { return a != a || b != b; });
     if (how == "num") return compare<T>([](T a, T b) { return a == a && b == b; });
   }
   return nullptr;

@@ -95,6 +95,7 @@ void shuffle(Warp& w, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](int lane) {
     const u32 other = static_cast<u32>(lane) ^ (w.read32(i.from[1])[lane] & 31);
     if (!(mask >> other & 1)) w.report("an exchange reads from a lane that does not take part", i);
+    if (w.read32(i.from[2])[lane] != kWarp - 1) w.report("an exchange within a part of a warp", i);
     values[lane] = w.read32(i.from[0])[other];
     undefined |= (w.undefined(i.from[0]) >> other & 1) << lane;
   });
@@ -125,11 +126,11 @@ void exchange(Decoding& d) {
     d.i.members = d.parser.operand(d.arg(2), false);
     return d.set(vote);
   }
-  d.demand(d.flat == "shfl.sync.bfly" && d.arg(3) == "31");  // of the whole warp
+  d.demand(d.flat == "shfl.sync.bfly");
   const size_t bar = d.arg(0).find('|');
   d.to(trimmed(d.args[0].substr(0, bar)), false);
   if (bar != std::string::npos) d.to(trimmed(d.args[0].substr(bar + 1)), false);
-  for (size_t k = 1; k <= 2; ++k) d.from(d.arg(k), false);
+  for (size_t k = 1; k <= 3; ++k) d.from(d.arg(k), false);
   d.i.members = d.parser.operand(d.arg(4), false);
   d.set(shuffle);
 }
