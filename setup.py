@@ -10,9 +10,8 @@ Environment:
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
     SHARDOPT_REPOSITORY: the project's address, such as https://github.com/OWNER/NAME, to link to.
         Default: no links.
-    SHARDOPT_KERNEL_OBJECTS: a folder that keeps objects: of kernels, which serve every Python, and of the rest for each.
-        Objects found there are linked without another look: only for builds of the same sources with the same settings,
-        as in launch/wheel.sh.
+    SHARDOPT_KERNEL_OBJECTS: a folder that keeps objects, those of kernels for every Python. Objects found there are
+        linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
 
 import contextlib
