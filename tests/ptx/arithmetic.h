@@ -224,6 +224,12 @@ T inserted_field(T field, T into, u32 at, u32 length) {
   return (into & ~mask) | (static_cast<T>(field << at) & mask);
 }
 
+inline u32 extracted_field(u32 a, u32 at, u32 length) {
+  at &= 0xff, length &= 0xff;
+  if (at > 31) return 0;
+  return a >> at & (length > 31 ? ~0u : (1u << length) - 1);
+}
+
 // prmt: each nibble of the selector chooses a byte, and with its highest bit the byte's sign, eight times.
 inline u32 permuted(u32 a, u32 b, u32 selector) {
   const u64 all = static_cast<u64>(b) << 32 | a;

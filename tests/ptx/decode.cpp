@@ -315,7 +315,10 @@ void parts(Decoding& d) {
     d.demand(d.op.size() == 2);
     return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 s) { return permuted(a, b, s); }));
   }
-  d.demand(d.op.size() == 3 && d.op[1] == "u32" && d.type == "u32");
+  d.demand(d.type == "u32");
+  if (d.base == "bfe")
+    return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 at, u32 n) { return extracted_field(a, at, n); }));
+  d.demand(d.op.size() == 3 && d.op[1] == "u32");
   d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 sum) {
     for (int k = 0; k < 32; k += 8) sum += (a >> k & 0xff) * (b >> k & 0xff);
     return sum;
@@ -416,7 +419,7 @@ const std::map<std::string, void (*)(Decoding&)>& decoders() {
     add(choice, {"setp", "selp"});
     add(logic, {"and", "or", "xor", "not"});
     add(shifts, {"shl", "shr"});
-    add(parts, {"bfi", "prmt", "dp4a"});
+    add(parts, {"bfi", "bfe", "prmt", "dp4a"});
     add(conversion, {"cvt"});
     add(arithmetic,
         {"add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt"});
