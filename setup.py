@@ -10,7 +10,7 @@ Environment:
     CUDA_HOME: the CUDA toolkit, where it is not that of the nvcc on PATH.
     SHARDOPT_REPOSITORY: the project's address, such as https://github.com/OWNER/NAME, to link to.
         Default: no links.
-    SHARDOPT_KERNEL_OBJECTS: a folder that keeps compiled kernels, which serve every Python. Objects found there are
+    SHARDOPT_KERNEL_OBJECTS: a folder that keeps objects, those of kernels for every Python. Objects found there are
         linked without another look: only for builds of the same sources with the same settings, as in launch/wheel.sh.
 """
 
@@ -198,9 +198,10 @@ class BuildExtension(build_ext):
 
         def compile_cpu(source: str) -> list[str]:
             is_kernel = len(Path(source).parts) > 2  # in a folder of csrc, where no file includes Python's headers
-            folder = kernel_objects if is_kernel else self.build_temp
+            keeps = kernel_objects != self.build_temp
+            folder = kernel_objects if is_kernel or not keeps else f"{kernel_objects}/{sys.implementation.cache_tag}"
             (name,) = self.compiler.object_filenames([source], output_dir=folder)
-            if folder != self.build_temp and Path(name).exists():
+            if keeps and Path(name).exists():
                 return [name]
             return self.compiler.compile(
                 [source],

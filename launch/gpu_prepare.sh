@@ -7,7 +7,7 @@
 #   PYTHON      of the version that the other machine has, with its headers (default: python3.12); torch is not needed
 #   ARCHS       of the GPU (default: 90)
 #
-# build/gpu_objects keeps compiled kernels: after a change only the files that it concerns are compiled. Other packages'
+# build/gpu_objects keeps compiled objects: after a change only the files that it concerns are compiled. Other packages'
 # wheels stay in build/gpu.
 set -euo pipefail
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/setup_env.sh"
@@ -30,7 +30,7 @@ rm -f "$to"/shardopt*.whl
 "$work/venv/bin/pip" install -q setuptools wheel pybind11
 # setup.py links objects without another look: those of changed sources, or with changed headers, go.
 while read -r object; do
-    source=${object#"$SHARDOPT_KERNEL_OBJECTS/"}
+    source=csrc/${object##*/csrc/}
     source=${source%.o}
     if [ ! -f "$source" ]; then source=$source.cpp; fi
     headers=$("${CXX:-c++}" -x c++ -std=c++17 -DSHARDOPT_TARGET=any -I csrc -MM -MG "$source" | tr -d '\\\n' | cut -d: -f2)

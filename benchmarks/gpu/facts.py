@@ -37,14 +37,14 @@ def facts(report: Report, left: Left, part: int, parts: int) -> None:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     report.put("versions", versions)
+    report.put("cpu", text_of("sh", "-c", "grep -m1 'model name' /proc/cpuinfo"))
+    report.put("memory", text_of("free", "-g"))
+    report.put("locked memory", text_of("sh", "-c", "ulimit -l"))
     device = {"name": "CPU in place of a GPU"}
     if not FAKE:
         p = torch.cuda.get_device_properties(0)
         device = {k: str(getattr(p, k)) for k in dir(p) if not k.startswith("_") and not callable(getattr(p, k))}
     report.put("device", device)
-    report.put("cpu", text_of("sh", "-c", "grep -m1 'model name' /proc/cpuinfo"))
-    report.put("memory", text_of("free", "-g"))
-    report.put("locked memory", text_of("sh", "-c", "ulimit -l"))
 
 
 def smoke(report: Report, left: Left, part: int, parts: int) -> None:

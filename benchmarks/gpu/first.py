@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -166,13 +167,11 @@ def main() -> int:
     chosen = [section for section in (*SECTIONS, *PLANTED) if section.name in args.only]
     children: dict[str, list[Child]] = {}
 
-    def stop(*_: object) -> None:
-        for same in children.values():
-            for child in same:
-                child.kill()
-        sys.exit(143)
+    def stop() -> None:
+        for child in itertools.chain(*children.values()):
+            child.kill()
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: (stop(), sys.exit(143)))
     for place, section in enumerate(chosen):
         for soon in chosen[place : place + AHEAD]:  # import while others have their turn
             if soon.name not in children:
@@ -190,8 +189,9 @@ def main() -> int:
             child.go(seconds)
         over = False
         while not over:
-            time.sleep(0.2 if args.fake else 0.5)
-            over = sum(child.has_ended() for child in same) == len(same) or time.monotonic() - started > seconds + GRACE
+            time.sleep(0.5)
+            ended = [child.has_ended() for child in same]  # asks each, which may start it again
+            over = all(ended) or time.monotonic() - started > seconds + GRACE
             found["sections"][section.name] = [child.found() for child in same]
             flush()
         outcomes = {child.outcome() for child in same}
@@ -205,13 +205,10 @@ def main() -> int:
         print(f"[{time.monotonic() - begin:6.1f}] {section.name}: {took} s, {found['outcomes'][section.name][-1]}")
         for line in lines_of(found, section.name):
             print(f"    {line}"[:500], flush=True)
-    for same in children.values():
-        for child in same:
-            child.kill()
-    logs = (child.log for same in children.values() for child in same)
-    (out / "first.log").write_text(
-        "\n".join(f"== {log.stem}\n{log.read_text(errors='replace')[-20000:]}" for log in logs)
-    )
+    stop()
+    logs = (child.log for child in itertools.chain(*children.values()))
+    texts = (f"== {log.stem}\n{log.read_text(errors='replace')[-20000:]}" for log in logs)
+    (out / "first.log").write_text("\n".join(texts))
     found["seconds"] = round(time.monotonic() - begin, 1)
     flush()
     print(f"results: {out}")

@@ -100,6 +100,7 @@ Handler comparison(const std::string& how) {
     if (how == "leu") return compare<T>([](T a, T b) { return !(a > b); });
     if (how == "gtu") return compare<T>([](T a, T b) { return !(a <= b); });
     if (how == "geu") return compare<T>([](T a, T b) { return !(a < b); });
+    if (how == "nan") return compare<T>([](T a, T b) { return a != a || b != b; });
     if (how == "num") return compare<T>([](T a, T b) { return a == a && b == b; });
   }
   return nullptr;
@@ -221,6 +222,12 @@ T inserted_field(T field, T into, u32 at, u32 length) {
   if (at >= kBits) return into;
   const T mask = static_cast<T>((length >= kBits ? ~T{0} : static_cast<T>((T{1} << length) - 1)) << at);
   return (into & ~mask) | (static_cast<T>(field << at) & mask);
+}
+
+inline u32 extracted_field(u32 a, u32 at, u32 length) {
+  at &= 0xff, length &= 0xff;
+  if (at > 31) return 0;
+  return a >> at & (length > 31 ? ~0u : (1u << length) - 1);
 }
 
 // prmt: each nibble of the selector chooses a byte, and with its highest bit the byte's sign, eight times.

@@ -95,6 +95,7 @@ void shuffle(Warp& w, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](int lane) {
     const u32 other = static_cast<u32>(lane) ^ (w.read32(i.from[1])[lane] & 31);
     if (!(mask >> other & 1)) w.report("an exchange reads from a lane that does not take part", i);
+    if (w.read32(i.from[2])[lane] != kWarp - 1) w.report("an exchange within a part of a warp", i);
     values[lane] = w.read32(i.from[0])[other];
     undefined |= (w.undefined(i.from[0]) >> other & 1) << lane;
   });
@@ -125,11 +126,11 @@ void exchange(Decoding& d) {
     d.i.members = d.parser.operand(d.arg(2), false);
     return d.set(vote);
   }
-  d.demand(d.flat == "shfl.sync.bfly" && d.arg(3) == "31");  // of the whole warp
+  d.demand(d.flat == "shfl.sync.bfly");
   const size_t bar = d.arg(0).find('|');
   d.to(trimmed(d.args[0].substr(0, bar)), false);
   if (bar != std::string::npos) d.to(trimmed(d.args[0].substr(bar + 1)), false);
-  for (size_t k = 1; k <= 2; ++k) d.from(d.arg(k), false);
+  for (size_t k = 1; k <= 3; ++k) d.from(d.arg(k), false);
   d.i.members = d.parser.operand(d.arg(4), false);
   d.set(shuffle);
 }
@@ -314,7 +315,10 @@ void parts(Decoding& d) {
     d.demand(d.op.size() == 2);
     return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 s) { return permuted(a, b, s); }));
   }
-  d.demand(d.op.size() == 3 && d.op[1] == "u32" && d.type == "u32");
+  d.demand(d.type == "u32");
+  if (d.base == "bfe")
+    return d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 at, u32 n) { return extracted_field(a, at, n); }));
+  d.demand(d.op.size() == 3 && d.op[1] == "u32");
   d.set(ternary<u32, u32, u32, u32>([](u32 a, u32 b, u32 sum) {
     for (int k = 0; k < 32; k += 8) sum += (a >> k & 0xff) * (b >> k & 0xff);
     return sum;
@@ -356,8 +360,10 @@ void conversion(Decoding& d) {
       {"sat.f32.f32", unary<float, float>([](float a) { return a > 0.0f ? a < 1.0f ? a : 1.0f : 0.0f; })},
       {"f64.f32", unary<double, float>([](float a) { return a; })},
       {"rn.f32.f64", unary<float, double>([](double a) { return a; })},
+      {"rn.f32.s16", unary<float, i16>([](i16 a) { return a; })},
       {"rn.f32.u16", unary<float, u16>([](u16 a) { return a; })},
       {"rn.f32.s32", unary<float, i32>([](i32 a) { return a; })},
+      {"rn.f32.u32", unary<float, u32>([](u32 a) { return a; })},
       {"rn.f64.u64", unary<double, u64>([](u64 a) { return a; })},
       {"rzi.s32.f32", to_integer<i32, float>()},
       {"rzi.u64.f32", to_integer<u64, float>()},
@@ -413,7 +419,7 @@ const std::map<std::string, void (*)(Decoding&)>& decoders() {
     add(choice, {"setp", "selp"});
     add(logic, {"and", "or", "xor", "not"});
     add(shifts, {"shl", "shr"});
-    add(parts, {"bfi", "prmt", "dp4a"});
+    add(parts, {"bfi", "bfe", "prmt", "dp4a"});
     add(conversion, {"cvt"});
     add(arithmetic,
         {"add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt"});

@@ -321,7 +321,6 @@ void Parser::body(size_t open) {
 
 void Parser::parse() {
   if (f.is_parsed) return;
-  f.is_parsed = true;
   head();
   body(f.module->text.find('{', f.begin));
   for (const auto& [at, label] : jumps) {
@@ -345,6 +344,7 @@ void Parser::parse() {
     Parser(callee->second).parse();
     f.calls[static_cast<size_t>(number)].function = &callee->second;
   }
+  f.is_parsed = true;
 }
 
 void load(const std::vector<std::string>& texts) {
