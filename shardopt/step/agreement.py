@@ -23,7 +23,8 @@ from torch import Tensor
 from shardopt.layout import Exchange
 
 _DIGEST_BYTES = 16
-_YES, _NO = 1, 2  # answers in a short roll; 0 is neither
+#: Answers in a short roll; 0 is neither.
+YES, NO = 1, 2
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
 
 
@@ -57,6 +58,7 @@ class Plan:
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
         pending: the first messages of this step to each set of ranks that this rank has not sent yet, in their order.
+        told: the listening ranks to which it has sent this step's roll.
         listening: see above, in an order that is equal on all ranks.
         single: see above.
     """
@@ -71,6 +73,7 @@ class Plan:
     ) -> None:
         self._lines, self.single = lines, single
         self.pending: list[Opening] = []
+        self.told: set[Exchange] = set()
         self._unread: dict[Exchange, Callable[[], bool]] = {}
         self.listening = sorted(listening, key=order_of)
         self.digests: dict[Exchange, bytes] = {}
@@ -102,7 +105,7 @@ class Plan:
     def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
         """The roll as one byte per answer, for messages that are not added up."""
         yes, no = self.roll(ranks, indices).unbind(1)
-        return (_YES * yes + _NO * no).to(torch.uint8)
+        return (YES * yes + NO * no).to(torch.uint8)
 
     def start(self, pending: Iterable[Opening]) -> None:
         """Takes the first messages of a step to each set of ranks, in their order."""
@@ -139,14 +142,7 @@ class Plan:
         return opening.say(changed=False)
 
     def compare(self, changed: Iterable[Exchange]) -> None:
-        """Compares the descriptions. All ranks of each set must call this.
-
-        Args:
-            changed: the ranks whose descriptions changed.
-
-        Raises:
-            RuntimeError: the descriptions differ.
-        """
+        """Raises RuntimeError if changed descriptions differ. All ranks of each set must call this."""
         if differing := self._differing(changed, ()):
             self._raise(differing)
 
@@ -270,27 +266,6 @@ class Roll:
         return bool(np.any((yes != 0) & (no != 0)))
 
 
-def differ(rolls: Tensor) -> bool:
-    """Whether the short rolls of all ranks differ: bytes, (ranks, 1 + parameters), on the host."""
-    answers = rolls.numpy()
-    return bool(np.any((answers == _YES).any(0) & (answers == _NO).any(0)))
-
-
-def say_no(message: Tensor, begins: Sequence[int]) -> None:
-    """Writes short rolls that only say that the description changed.
-
-    Args:
-        message: bytes, 1-D.
-        begins: offsets of the rolls.
-    """
-    message[list(begins)] = _NO
-
-
-def all_say_no(message: Tensor, begins: Sequence[int]) -> bool:
-    """Whether all short rolls at these offsets of a message say that the description changed."""
-    return bool((message[list(begins)] == _NO).all())
-
-
 class Opening(Protocol):
     """The shape of the first message of a step to some ranks."""
 
@@ -339,13 +314,11 @@ class Agreement:
 
     Attributes:
         opened: those of a plan that was agreed on and whose first messages are known; None if there is no such plan.
-        told: the listening ranks that :meth:`agree` has sent this step's roll.
     """
 
     def __init__(self) -> None:
         self._digests: dict[Exchange, bytes] | None = None
         self.opened: dict[Exchange, bytes] | None = None
-        self.told: set[Exchange] = set()
         self._openings: list[Opening] = []
 
     @property
@@ -369,7 +342,7 @@ class Agreement:
             # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
             for opening in self._openings:
                 if isinstance(opening, OnlyRoll):
-                    self.told.add(opening.ranks)
+                    plan.told.add(opening.ranks)
                 if opening.ranks in own and opening in plan.pending:
                     alike = plan.tell(opening)
                 elif isinstance(opening, OnlyRoll):

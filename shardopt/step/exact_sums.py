@@ -104,11 +104,6 @@ class ExactSums:
             raise no_common_mesh()
 
     @property
-    def communicates(self) -> bool:
-        """Whether other ranks take part."""
-        return any(ranks is not None for ranks in self._buffers)
-
-    @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
         of_own = (own for by_device in self._own.values() for own in by_device.values())

@@ -40,7 +40,8 @@ class GradientNorm:
     """
 
     def __init__(self, params: list[Tensor]) -> None:
-        self._shards = [shard_of(p) if _may_have_gradient(p) else None for p in params]
+        may_have_gradient = [p.dtype in DTYPES and (p.requires_grad or p.grad is not None) for p in params]
+        self._shards = [shard_of(p) if may else None for p, may in zip(params, may_have_gradient, strict=True)]
         # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
         self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
         self._devices = list(dict.fromkeys(p.device for p in params))
@@ -216,11 +217,6 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
     if part is not original:
         copied[index] = original
     return part
-
-
-def _may_have_gradient(param: Tensor) -> bool:
-    """Whether a parameter has, or may get, a gradient that the kernels can read."""
-    return param.dtype in DTYPES and (param.requires_grad or param.grad is not None)
 
 
 def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:

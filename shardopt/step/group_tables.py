@@ -80,4 +80,4 @@ class GroupTables:
             if (kernels, index) not in self._lr:
                 self._lr[kernels, index] = torch.zeros((), dtype=torch.float32, device=kernels)
             lr = self._lr[kernels, index].copy_(lr.reshape(()))
-        return group.row(lr) if isinstance(which, int) else group.apply_row(lr, which.scale)
+        return group.row(lr, None if isinstance(which, int) else which.scale)

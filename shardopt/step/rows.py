@@ -122,30 +122,20 @@ class Group(NamedTuple):
         table_format = tuple(options[name] for name in TABLE_FORMAT)
         return cls(rule, table_format, hyper, lr, -1.0 if options["maximize"] else 1.0, options["nonfinite"])
 
-    def row(self, lr: Tensor | None) -> GroupRow:
+    def row(self, lr: Tensor | None, scale: float | None = None) -> GroupRow:
         """The group as a row of ``_C.group_row``.
 
         Args:
             lr: a float32 scalar on the kernels' device that replaces the learning rate in ``hyper``; or None.
+            scale: factor of the learning rate in the pass that moves parameters by orthogonalized directions.
         """
-        return self._row(self.rule.name, self.hyper, lr, self.gradient_sign)
-
-    def apply_row(self, lr: Tensor | None, scale: float) -> GroupRow:
-        """The group as a row for the pass that moves parameters by orthogonalized directions.
-
-        Args:
-            lr: as for :meth:`row`.
-            scale: factor of the learning rate.
-        """
-        assert self.rule.orthogonalized is not None
-        return self._row(self.rule.orthogonalized.apply, {**self.hyper, "scale": scale}, lr, 1.0)
-
-    def _row(self, rule: str, hyper: Mapping[str, float], lr: Tensor | None, gradient_scale: float) -> GroupRow:
+        rule, hyper, sign = self.rule.name, self.hyper, self.gradient_sign
+        if scale is not None:
+            assert self.rule.orthogonalized is not None
+            rule, hyper, sign = self.rule.orthogonalized.apply, {**hyper, "scale": scale}, 1.0
         policy = _C.NonFinite.propagate if self.nonfinite == "propagate" else _C.NonFinite.skip
         address = 0 if lr is None else lr.data_ptr()
-        return GroupRow(
-            hyper_row(rule, hyper), address, gradient_scale, rule=int(_C.rules[rule]["index"]), nonfinite=int(policy)
-        )
+        return GroupRow(hyper_row(rule, hyper), address, sign, rule=int(_C.rules[rule]["index"]), nonfinite=int(policy))
 
 
 class SliceOfStep(NamedTuple):

@@ -99,7 +99,6 @@ class Stepper:
         if not self._residency.settled:
             self._residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
-        self._agreement.told.clear()
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked
         if tables is not None and changed:
@@ -152,7 +151,7 @@ class Stepper:
         )  # fmt: skip
 
     def _run(self, tables: StepTables) -> None:
-        tables.run(self._agreement.told)
+        tables.run()
         self._tables = tables
 
     def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import Exchange, shard_of
+from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
@@ -111,7 +111,7 @@ class StepTables:
         assert spec is not None
         seed_and_number = group["stochastic_rounding_seed"], parameter.number
         sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-        flat_cuts, waves = self._flat_cuts.get(param.device) or FlatCuts(self.plan, [], param.device), self._waves
+        flat_cuts, waves = self._flat_cuts[param.device], self._waves
         slices = [
             SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
             for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
@@ -194,13 +194,7 @@ class StepTables:
     @property
     def communicates(self) -> bool:
         """Whether the step takes collectives."""
-        waves = (wave for waves in self._wave_steps.values() for wave in waves)
-        return (
-            bool(self._listening)
-            or any(self._cut_blocks.values())
-            or any(sums.communicates for sums in self._sums.values())
-            or any(wave.communicates for wave in waves)
-        )
+        return bool(self.openings())
 
     def openings(self) -> list[Opening]:
         """The messages that are only rolls, and the shapes of the first message with data to each set of ranks."""
@@ -214,11 +208,8 @@ class StepTables:
         first = {opening.ranks: opening for opening in reversed(with_data)}
         return [opening for opening in with_data if first[opening.ranks] is opening]
 
-    def run(self, told: Container[Exchange]) -> None:
+    def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
-
-        Args:
-            told: listening ranks that were sent this step's roll already.
 
         Raises:
             torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
@@ -227,7 +218,8 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            listening = [opening for opening in self._listening if opening.ranks not in told]
+            listening = [opening for opening in self._listening if opening.ranks not in self.plan.told]
+            self.plan.told.clear()
             self.plan.start([*listening, *self._openings])
             for opening in listening:
                 if not self.plan.listen(opening):
@@ -287,10 +279,10 @@ class StepTables:
             sums.step()
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
-            d: {} for d in (*self._flat_cuts, *self._sums, *self._waves.devices)
+            device: {} for device in self._flat_cuts
         }
         for index, member in self._members.items():
-            alike = by_device.setdefault(self._inputs[index].device, {})
+            alike = by_device[self._inputs[index].device]
             if has_gradient[index]:
                 alike.setdefault((member.offload, index if strided[index] else None), []).append(index)
         self._batches, self._cut_blocks, self._wave_steps = {}, {}, {}
@@ -311,8 +303,7 @@ class StepTables:
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            flat_cuts = self._flat_cuts.get(device) or FlatCuts(self.plan, [], device)
-            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, flat_cuts) or None
+            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, self._flat_cuts[device]) or None
         spoken = {x.ranks for cut_blocks in self._cut_blocks.values() if cut_blocks for x in cut_blocks.openings()}
         self._listening = [OnlyRoll(ranks, 2, torch.int32) for ranks in self.plan.listening if ranks not in spoken]
         self._openings = self._first_with_data()
@@ -361,11 +352,10 @@ def _tables_of(group: Group) -> tuple[Any, ...]:
 
 
 def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
-    """The blocks that flat shards of no wave cut, by device; no key for a device without such blocks."""
-    by_device: dict[torch.device, list[tuple[int, SliceSpec]]] = {}
+    """The blocks that flat shards of no wave cut, by device."""
+    by_device: dict[torch.device, list[tuple[int, SliceSpec]]] = {parameter.device: [] for parameter in inputs}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):
             parts = ((index, spec) for spec in flat_slices(parameter.spec))
-            by_device.setdefault(parameter.device, []).extend(parts)
-    cuts = {device: FlatCuts(plan, parts, device) for device, parts in by_device.items()}
-    return {device: cut for device, cut in cuts.items() if cut}
+            by_device[parameter.device].extend(parts)
+    return {device: FlatCuts(plan, parts, device) for device, parts in by_device.items()}

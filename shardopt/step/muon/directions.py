@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import Ranks, Region
-from shardopt.step.agreement import Plan, all_say_no, differ, say_no
+from shardopt.step.agreement import NO, YES, Plan
 from shardopt.step.muon.matrices import BYTES, Matrix, Wave, padded
 from shardopt.step.muon.normalized import normalized
 
@@ -56,11 +56,6 @@ class Directions:
     def journey(self) -> Journey | None:
         """The message to other ranks; None without other ranks."""
         return None if self._transport is None else self._transport.form
-
-    @property
-    def communicates(self) -> bool:
-        """Whether other ranks take part."""
-        return self._transport is not None
 
     @property
     def memory(self) -> list[Tensor]:
@@ -158,7 +153,7 @@ class Journey(NamedTuple):
     def say_changed(self) -> bool:
         """See :class:`Opening`."""
         message = torch.zeros(BYTES * self.chunks[-1], dtype=torch.uint8, device="cpu")
-        say_no(message, [BYTES * begin for begin in self.chunks[:-1]])
+        message[[BYTES * begin for begin in self.chunks[:-1]]] = NO
         message = self.ranks.within_reach(message)
         parts = [slice(BYTES * begin, BYTES * end) for begin, end in pairwise(self.chunks)]
         if self.is_copied:
@@ -170,7 +165,7 @@ class Journey(NamedTuple):
             waits = [self.ranks.all_to_all(answers, message, received, sent)]
         for wait in waits:
             wait()
-        return all_say_no(answers, [BYTES * begin for begin in self.rolls])
+        return bool((answers[[BYTES * begin for begin in self.rolls]] == NO).all())
 
 
 class _Roll:
@@ -181,14 +176,15 @@ class _Roll:
         wave: the matrices.
 
     Attributes:
+        plan: see above.
         numel: elements of the roll.
         own: this rank's answers, on the device of the last message.
     """
 
     def __init__(self, plan: Plan, wave: Wave) -> None:
         assert wave.division is not None
-        self._plan, self._ranks = plan, wave.division.ranks
-        self.own = plan.short_roll(self._ranks, list(dict.fromkeys(matrix.tensor for matrix in wave.matrices)))
+        self.plan = plan
+        self.own = plan.short_roll(wave.division.ranks, list(dict.fromkeys(matrix.tensor for matrix in wave.matrices)))
         self.numel = padded(-(-len(self.own) // BYTES))
 
     def enter(self, message: Tensor, begins: Sequence[int]) -> None:
@@ -197,20 +193,14 @@ class _Roll:
         for begin in begins:
             message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] = self.own
 
-    def sent(self, differs: Callable[[], bool]) -> None:
-        """See :meth:`Plan.sent`."""
-        self._plan.sent(self._ranks, differs)
-
-    def check(self, *, differs: bool) -> None:
-        """See :meth:`Plan.check`."""
-        self._plan.check(self._ranks, differs=differs)
-
     def differs(self, message: Tensor, begins: Sequence[int]) -> bool:
         """Whether the rolls of all ranks at these offsets differ. False on a GPU, for which the host does not wait."""
         if message.is_cuda:
             return False
-        rolls = [message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] for begin in begins]
-        return differ(torch.stack(rolls))
+        answers = torch.stack(
+            [message[begin : begin + self.numel].view(torch.uint8)[: len(self.own)] for begin in begins]
+        )
+        return bool(((answers == YES).any(0) & (answers == NO).any(0)).any())
 
 
 class _Transport(ABC):
@@ -250,6 +240,17 @@ class _Transport(ABC):
             wait()
         self._waits = []
 
+    @abstractmethod
+    def _received_rolls(self) -> tuple[Tensor, Sequence[int]]:
+        """The memory with the rolls of all ranks, and their offsets."""
+
+    def _differs(self) -> bool:
+        self._wait()
+        return self._roll.differs(*self._received_rolls())
+
+    def _check(self) -> None:
+        self._roll.plan.check(self._ranks, differs=self._differs())
+
     def send(self, held: Tensor) -> None:
         """Begins to send this rank's elements."""
         self._roll.enter(held, self._chunks[:-1])
@@ -274,17 +275,16 @@ class _Copies(_Transport):
         for matrix, first in self._owned_by(self._ranks.rank):
             row_moments = matrix.row_moments(self._there, first, self._ranks.rank)
             _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
-        self._roll.sent(self._differs)
+        self._roll.plan.sent(self._ranks, self._differs)
         for owner in range(self._size):
             self._waits.append(self._ranks.broadcast(self._there[self._chunk(owner)], owner))
 
     def receive(self, held: Tensor) -> None:
-        self._roll.check(differs=self._differs())
+        self._check()
         super().receive(held)
 
-    def _differs(self) -> bool:
-        self._wait()
-        return self._roll.differs(self._there, self._chunks[:-1])
+    def _received_rolls(self) -> tuple[Tensor, Sequence[int]]:
+        return self._there, self._chunks[:-1]
 
 
 class _Piece(NamedTuple):
@@ -333,11 +333,11 @@ class _Parts(_Transport):
     def send(self, held: Tensor) -> None:
         super().send(held)
         self._gathered = self._there.new_empty(sum(self._received))
-        self._roll.sent(self._differs)
+        self._roll.plan.sent(self._ranks, self._differs)
         self._waits = [self._ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
-        self._roll.check(differs=self._differs())
+        self._check()
         for matrix, pieces in zip(self._owned, self._pieces, strict=True):
             whole = self._gathered.new_empty(matrix.numel)
             row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
@@ -356,9 +356,8 @@ class _Parts(_Transport):
         super().receive(held)
         self._gathered = torch.empty(0, device="cpu")
 
-    def _differs(self) -> bool:
-        self._wait()
-        return self._roll.differs(self._gathered, self._rolls)
+    def _received_rolls(self) -> tuple[Tensor, Sequence[int]]:
+        return self._gathered, self._rolls
 
 
 def _view(gathered: Tensor, first: int, region: Region) -> Tensor:

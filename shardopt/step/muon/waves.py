@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -90,11 +90,6 @@ class Waves:
                 self._waves.setdefault(device, []).append(planned)
                 self._cuts.update(dict.fromkeys(slices, planned.flat_cuts))
 
-    @property
-    def devices(self) -> Iterable[torch.device]:
-        """The devices that have waves."""
-        return self._waves.keys()
-
     def has(self, index: int) -> bool:
         """Whether a parameter is stepped in waves."""
         return (index, 0) in self._cuts
@@ -172,11 +167,6 @@ class WaveStep:
     def memory(self) -> list[Tensor]:
         """Tensors that live from step to step and are no state."""
         return [*self._directions.memory, *self.cuts.memory]
-
-    @property
-    def communicates(self) -> bool:
-        """Whether other ranks take part."""
-        return self._directions.communicates or bool(self.cuts)
 
     def update(
         self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
