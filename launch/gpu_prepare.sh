@@ -7,8 +7,7 @@
 #   PYTHON      of the version that the other machine has, with its headers (default: python3.12); torch is not needed
 #   ARCHS       of the GPU (default: 90)
 #
-# build/gpu_objects keeps compiled objects: after a change only the files that it concerns are compiled. Other packages'
-# wheels stay in build/gpu.
+# After a change only the files that it concerns are compiled: build/gpu_objects keeps the objects of the others.
 set -euo pipefail
 source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/setup_env.sh"
 

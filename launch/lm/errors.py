@@ -13,10 +13,6 @@ from typing import NoReturn
 EXIT_BAD_INPUT = 2
 EXIT_RANKS_LOST = 3
 
-# Seconds that ranks other than local rank 0 wait before they report an error. torchrun stops all ranks when the first
-# one fails, so the others report only errors that local rank 0 does not have.
-_OTHER_RANKS_WAIT = 10.0
-
 
 class UserError(Exception):
     """Unusable input; the message says what was got, what was expected, and the remedy."""
@@ -45,7 +41,7 @@ def report(error: UserError | RanksLost) -> int:
     torchrun adds its own report to the line, and exits with 1 whatever the ranks' exit codes.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(_OTHER_RANKS_WAIT)
+        time.sleep(10.0)  # torchrun stops all ranks when the first one fails: this one has an error of its own, then
     print(f"train.py: error: {_one_line(error)}", file=sys.stderr, flush=True)
     return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_RANKS_LOST
 

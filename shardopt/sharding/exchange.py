@@ -113,8 +113,7 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
     return joint
 
 
-#: Messages so far, by key. Process groups that are made again use the same store: their messages are counted on.
-_noted: dict[str, int] = {}
+_noted: dict[str, int] = {}  # counted on if process groups are made again, which may use the same store
 #: Messages of some ranks that wait for their readers at a time.
 _NOTES = 64
 
