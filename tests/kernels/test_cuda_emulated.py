@@ -6,7 +6,7 @@ coroutines. Neither shows what ptxas makes of the PTX, nor whatever else needs a
 
 from __future__ import annotations
 
-from itertools import cycle, product
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -27,9 +27,11 @@ from step_tables import FORMATS, HYPER, PIECES, ROWS, Piece, Problem
 from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
-SOME_DTYPES = ("bf16", "fp16-fp32")
-#: The cover, and Muon, both of whose passes are kernels; what comes between these is PyTorch's.
-IN_TURN = [(*pair, dtypes) for pair, dtypes in zip(RULES_AND_CODECS, cycle(SOME_DTYPES), strict=False)]
+SOME_DTYPES = ("fp32", "bf16", "fp16-fp32")
+#: The cover in float32, in which the last bit of an update shows, other dtypes with one rule and codec, and Muon, both
+#: of whose passes are kernels; what comes between these is PyTorch's.
+IN_TURN = [(*pair, "fp32") for pair in RULES_AND_CODECS]
+IN_TURN += [("amsgrad", "dynamic8", "bf16"), ("radam", "log8", "fp16-fp32")]
 IN_TURN += [("muon", "log8", "bf16"), ("muon", "dynamic8", "fp16-fp32"), ("muon_in_waves", "fp32", "bf16")]
 
 
