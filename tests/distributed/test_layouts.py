@@ -470,13 +470,17 @@ def scaled(run: Run, overflow: bool) -> None:
     assert run.inner.nonfinite_count == 0
 
 
+def _passes(run: Run, batches: int) -> int:
+    """Backward passes that give a parameter a gradient: layouts that reduce gradients do so in the last pass only."""
+    return batches if run.way == "tp" else 1
+
+
 def released(run: Run, rule: str = "adamw", batches: int = 1, **options: Any) -> None:
     """Steps in the backward pass; the release ends, and another one begins."""
     run.begin(rule, **options)
     for step in range(5):
         if step in (0, 4) and run.is_tested:
-            passes = batches if run.way == "tp" else 1  # others reduce gradients in the last pass only
-            release = shardopt.release_gradients(run.model, run.optimizer, micro_batches=passes)
+            release = shardopt.release_gradients(run.model, run.optimizer, micro_batches=_passes(run, batches))
         run.backward(batches)
         assert all((param.grad is None) == (run.is_tested and step != 3) for param in run.model.parameters())
         run.step()
@@ -489,7 +493,9 @@ def held(run: Run, batches: int, clip: bool = True, rule: str = "adamw", **optio
     with offload_from_cpu(), slow_steps(0.002):
         run.begin(rule, offload="step" if run.is_tested else None, **options)
         if run.is_tested:
-            shardopt.release_gradients(run.model, run.optimizer, overlap_forward=True, waiting_gradients=3)
+            shardopt.release_gradients(
+                run.model, run.optimizer, overlap_forward=True, waiting_gradients=3, micro_batches=_passes(run, batches)
+            )
         for step in range(4):
             run.backward(batches)
             if clip:
