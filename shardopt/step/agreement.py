@@ -5,7 +5,7 @@ descriptions. Every message of later steps begins with a roll, in which a rank s
 agreed one, and which parameters have a gradient. Ranks that hold column shards on the CPU and exchange no data in a
 step send a message that is only a roll. A rank whose description changed, say by an option, first sends a message of
 the agreed shape, whose roll says so. The ranks compare digests again if all descriptions changed, and raise if only
-some did. A rank that raises first sends such messages to all ranks that wait for its messages of the step.
+some did. A rank that raises first sends such messages to the sets of ranks that it has sent no message of the step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Plan:
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
         pending: the first messages of this step to each set of ranks that this rank has not sent yet, in their order.
-        told: the listening ranks to which it has sent this step's roll.
+        told: the listening ranks to which :meth:`Agreement.agree` has sent this step's roll.
         listening: see above, in an order that is equal on all ranks.
         single: see above.
     """
@@ -119,11 +119,10 @@ class Plan:
             ranks: to which ranks.
             differs: waits for the message, and says whether the ranks' answers differ.
         """
-        for opening in self.pending:
-            if opening.ranks == ranks:
-                self.pending.remove(opening)
-                self._unread[ranks] = differs
-                break
+        if ranks in self._unread:  # another rank may have raised after its first message
+            self.check(ranks, differs=self._unread[ranks]())
+        self.pending = [opening for opening in self.pending if opening.ranks != ranks]
+        self._unread[ranks] = differs
 
     def check(self, ranks: Exchange, *, differs: bool) -> None:
         """Takes what :meth:`sent` asked for. Raises RuntimeError, on all ranks, if answers differ."""
@@ -147,7 +146,7 @@ class Plan:
             self._raise(differing)
 
     def refuse(self, ranks: Exchange, changed: Iterable[Exchange] = ()) -> NoReturn:
-        """Raises the error that names the first difference, after telling all ranks that wait for this rank.
+        """Raises the error that names the first difference, after telling sets that have had no message in this step.
 
         Args:
             ranks: those that have told each other of a difference, all of which call this.

@@ -21,7 +21,7 @@ from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
-from shardopt.step.agreement import OnlyRoll, Opening, Plan
+from shardopt.step.agreement import OnlyRoll, Opening, Plan, Reduction
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
@@ -220,7 +220,8 @@ class StepTables:
         try:
             listening = [opening for opening in self._listening if opening.ranks not in self.plan.told]
             self.plan.told.clear()
-            self.plan.start([*listening, *self._openings])
+            on_gpu = any(device.type == "cuda" for device in self._batches)  # whose rolls of directions nobody reads
+            self.plan.start([*listening, *(x for x in self._openings if isinstance(x, Reduction) or not on_gpu)])
             for opening in listening:
                 if not self.plan.listen(opening):
                     self.plan.refuse(opening.ranks)

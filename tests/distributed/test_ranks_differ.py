@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import shardopt
+from helpers import limited
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
 from ranks.runs import SMALL
@@ -25,6 +26,9 @@ _RULES: dict[str, Callable[..., ShardedOptimizer]] = {
     "muon": lambda params, **options: shardopt.Muon8bit(
         [{"params": params, "algorithm": "muon", "weight_decay": 0.0}], **options
     ),
+    "muon_in_waves": lambda params, **options: limited(
+        shardopt.Muon8bit([{"params": params, "algorithm": "muon", "weight_decay": 0.0}], **options), 20_000
+    ),
 }
 
 
@@ -34,7 +38,7 @@ class _Differs:
     def __init__(self, way: str, rule: str, option: str, value: Any, first: int) -> None:
         self.model, self.first = WAYS[way](make_net()), first
         self.option, self.value = option, value
-        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or rule != "muon"]
+        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or "muon" not in rule]
         if self.differs(0) and option == "order":
             params = params[::-1]
         options = {option: value} if self.differs(0) and option in shardopt.state.options.DEFAULTS else {}
@@ -85,6 +89,8 @@ _WAYS = [
     ("fsdp", "cautious"),
     ("tp", "prodigy"),
     ("fsdp", "muon"),
+    ("fsdp", "muon_in_waves"),
+    ("ddp", "muon_in_waves"),
     ("fsdp1", "muon"),
     ("ddp", "muon"),
 ]
