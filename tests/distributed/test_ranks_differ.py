@@ -23,10 +23,7 @@ _RULES: dict[str, Callable[..., ShardedOptimizer]] = {
     "cautious": lambda params, **options: shardopt.AdamW8bit(params, cautious=True, **options),
     "lamb": shardopt.LAMB8bit,
     "prodigy": shardopt.Prodigy8bit,
-    "muon": lambda params, **options: shardopt.Muon8bit(
-        [{"params": params, "algorithm": "muon", "weight_decay": 0.0}], **options
-    ),
-    "muon_in_waves": lambda params, **options: limited(
+    "muon": lambda params, **options: limited(  # in several waves
         shardopt.Muon8bit([{"params": params, "algorithm": "muon", "weight_decay": 0.0}], **options), 20_000
     ),
 }
@@ -38,7 +35,7 @@ class _Differs:
     def __init__(self, way: str, rule: str, option: str, value: Any, first: int) -> None:
         self.model, self.first = WAYS[way](make_net()), first
         self.option, self.value = option, value
-        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or "muon" not in rule]
+        params = [p for p in self.model.parameters() if len(shard_of(p).global_shape) > 1 or rule != "muon"]
         if self.differs(0) and option == "order":
             params = params[::-1]
         options = {option: value} if self.differs(0) and option in shardopt.state.options.DEFAULTS else {}
@@ -89,8 +86,6 @@ _WAYS = [
     ("fsdp", "cautious"),
     ("tp", "prodigy"),
     ("fsdp", "muon"),
-    ("fsdp", "muon_in_waves"),
-    ("ddp", "muon_in_waves"),
     ("fsdp1", "muon"),
     ("ddp", "muon"),
 ]
