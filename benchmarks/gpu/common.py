@@ -39,7 +39,7 @@ class Report:
         self.found = self.of(path.stem)  # of a process before, whose context was broken
 
     def of(self, section: str) -> dict[str, Any]:
-        """What a section's process has found so far, if there is one."""
+        """Findings of a section's process so far, if there is one."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._path.with_name(f"{section}.json").read_text()))
         return {}

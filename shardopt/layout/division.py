@@ -113,7 +113,7 @@ class Ranks(Exchange, Protocol):
 
 
 class Notes(Protocol):
-    """Messages from some ranks to ranks that have no group with them. Those about one subject are numbered."""
+    """Messages from some ranks to ranks that have no group with them. Messages about one subject are numbered."""
 
     def write(self, subject: str, message: bytes) -> None:
         """Sends the ranks' next message, without waiting for a reader. All of the ranks call this."""

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's folder or at its URL, and which checkpoints of a run stay there.
+"""Files in a checkpoint's folder or at its URL, and which checkpoints of a run stay there.
 
 Object stores are fsspec's file system in memory.
 """
@@ -126,7 +126,7 @@ def test_only_the_newest_objects_stay(url: str, root: str) -> None:
 
 
 def test_objects_that_no_save_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go a day later: before, another run may be saving them; and never, where the store does not say when."""
+    """Strays go a day later: before, another run may be saving them; and never, where the store does not say when."""
     model = nn.Linear(3, 2)
     for step in range(2):
         shardopt.checkpoint.save(f"memory://runs/step-{step}", model)

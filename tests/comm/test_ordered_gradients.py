@@ -67,7 +67,7 @@ def assert_same(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None
             assert_same_bits(tensor, wanted[name])
 
 
-# What gradients are ---------------------------------------------------------------------------------------------------
+# Gradients ---------------------------------------------------------------------------------------------------
 
 LAST, MIXED = (8, 9, 10, 11), (1, 4, 6, 7, 8, 11)
 NEVER = tuple(range(MICRO_BATCHES))
@@ -387,7 +387,7 @@ def _released(model: nn.Module) -> object:
     return shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
 
 
-#: What is refused.
+#: Refusals.
 ACTS: dict[str, Callable[[], object]] = {
     "bare": lambda: order(make_model()),
     "fsdp1": lambda: order(FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))),

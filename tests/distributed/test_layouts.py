@@ -506,7 +506,7 @@ def held(run: Run, batches: int, clip: bool = True, rule: str = "adamw", **optio
 
 
 class Feature(NamedTuple):
-    """What is done, and under which layouts it is not to be had.
+    """Features, and under which layouts it is not to be had.
 
     Attributes:
         do: does it.
@@ -575,7 +575,7 @@ NOT_QUANTIZED = {*COLUMNS, *FSDP1, *MATRICES, *ZERO, "fsdp offload"}
 NOT_FSDP1 = {way for ways in LAYOUTS.values() for way in ways} - FSDP1
 NOT_RELEASED = {*FSDP1, *UNTRAINED, *ZERO}
 
-#: What depends on how tensors are cut, more than on what a model is.
+#: Arithmetic that depends on how tensors are cut, more than on what a model is.
 ARITHMETIC: dict[str, Feature] = {
     **{f"{rule} {codec}": Feature(partial(stepped, rule=rule, codec=codec)) for rule, codec in RULES_AND_CODECS},
     **{
@@ -732,7 +732,7 @@ def _begin(run: Run, seed: int = 0, **options: Any) -> None:
     run.begin(seed=seed, **options)
 
 
-#: What is saved under one layout and loaded under others: how a run of it begins.
+#: Features saved under one layout and loaded under others: how a run of it begins.
 MOVED: dict[str, Callable[..., None]] = {
     **{name: partial(_begin, dtype=dtype, **options) for name, (dtype, options) in FORMATS.items()},
     "stable embedding": _begin_embedded,

@@ -188,7 +188,7 @@ def advance_with_nan(optimizer: ShardedOptimizer) -> None:
 
 
 def test_one_element_harms_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its direction is zero, its momentum stays, and all others step as they would have beside a zero direction."""
+    """The direction is zero, its momentum stays, and all others step as they would have beside a zero direction."""
     broken, whole = (advance(make(shapes=TWO, codec="fp32"), range(1)) for _ in range(2))
     before = broken.state[params_of(broken)[0]]["momentum_buffer"].clone()
     advance_with_nan(broken)
@@ -344,7 +344,7 @@ def test_grad_scaler() -> None:
 
 
 def test_matrices_without_gradient_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay, have no state and are not multiplied; the others step as if alone."""
+    """Such parameters stay, have no state and are not multiplied; the others step as if alone."""
     seen: list[Shape] = []
     original = NewtonSchulz.__call__
     monkeypatch.setattr(NewtonSchulz, "__call__", lambda ns, x: seen.append(tuple(x.shape)) or original(ns, x))
@@ -481,7 +481,7 @@ def test_memory_is_kept_to(memory: int) -> None:
     assert one < least <= one + 2 * 2 * padded(100 * 130)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from test_optimizers import advance, give_gradients, make
 NAN, INF = float("nan"), float("inf")
 NUMBERS = ("lr", "eps", "weight_decay")
 
-#: What any rule refuses: by the constructor, by add_param_group, and by the step after it was put there by hand.
+#: Refusals of any rule: by the constructor, by add_param_group, and by the step after it was put there by hand.
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"codec": ["log8"]}, "codec: got ['log8'], expected one of 'log8'"),
     ({"codec": "log9"}, "codec: got 'log9', expected one of 'log8'"),

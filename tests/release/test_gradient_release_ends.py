@@ -180,7 +180,7 @@ def test_pinned_gradients_on_the_cpu_are_waited_for(monkeypatch: pytest.MonkeyPa
     assert second.grad is None
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

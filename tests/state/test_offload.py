@@ -284,7 +284,7 @@ def test_state_lies_in_one_piece_of_memory() -> None:
     assert counted == [1]
 
 
-# What else happens around a step -------------------------------------------------------------------------------------
+# Around a step -------------------------------------------------------------------------------------
 
 
 def test_state_that_cannot_be_stepped_is_told_in_the_backward_pass() -> None:

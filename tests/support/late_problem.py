@@ -374,7 +374,7 @@ def dropped(device: torch.device, sleeps: bool = False, **options: Any) -> Named
 
 
 def scenarios(folder: Path) -> dict[str, Scenario]:
-    """Those that have the same bits on the CPU. folder: for checkpoints."""
+    """Steps that have the same bits on the CPU. folder: for checkpoints."""
     return {
         "steps": partial(steps, codec="log4", master_weight_bits=24),
         "offload state": partial(steps, offload="state"),

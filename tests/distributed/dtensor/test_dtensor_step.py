@@ -114,7 +114,7 @@ def test_gradients_placed_otherwise_are_redistributed() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_scales_that_change_in_place(default: torch.dtype) -> None:
-    """Those that further pieces of a block are decoded with, too; the default dtype is not that of scales."""
+    """Scales that further pieces of a block are decoded with, too; the default dtype is not that of scales."""
     torch.set_default_dtype(default)
     try:
         both = Both(_ways(DEEP, shape=(5, 7, 40)), "lamb", min_quantized_numel=64)

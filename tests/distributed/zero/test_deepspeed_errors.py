@@ -1,4 +1,4 @@
-"""What is refused under DeepSpeed, and what is left to DeepSpeed."""
+"""Refusals under DeepSpeed, and what is left to DeepSpeed."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_native_pinning_shares_nothing_offloaded(stage: int) -> None:
 @pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(("stage", "zero"), [ZERO[0], ZERO[1], ZERO[2]])
 def test_masters_that_were_away(tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
-    """They are the parameters again, though DeepSpeed brings each back to memory of its own; files are as small."""
+    """Masters are the parameters again, though DeepSpeed brings each back to memory of its own; files are as small."""
     of = twins(_config(stage, zero))
     engine = of.engine(STEPS)
     wrapper, rank = engine.optimizer, dist.get_rank()
