@@ -23,7 +23,7 @@ def offload(report: Report, left: Left, part: int, parts: int) -> None:
 
 
 def offload_on_a_stand_in() -> int:
-    """Steps of offload_cuda.py on tests/support/late_streams.py, which stands in for a GPU but for the backward pass."""
+    """Steps of offload_cuda.py on tests/support/late_streams.py, a GPU but for its backward pass."""
     import offload_cuda
     from late_streams import late_device
 
