@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import redirect_stdout
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,15 +133,6 @@ def test_frozen_parameters_are_included() -> None:
     assert "up.weight" in groups[0]["param_names"]
     (line,) = (line for line in groups.table().splitlines() if line.startswith("up.weight "))
     assert line.endswith("0  frozen")
-
-
-def test_table_of_the_page() -> None:
-    """docs/param_groups.md shows what its example prints."""
-    page = (Path(__file__).parents[2] / "docs/param_groups.md").read_text()
-    code, table = re.findall(r"^```(?:python)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    with redirect_stdout(StringIO()) as printed:
-        exec(code, {})
-    assert printed.getvalue() == table
 
 
 def test_table() -> None:
