@@ -31,7 +31,6 @@ class RanksLost(Exception):
 
 
 def _one_line(error: BaseException) -> str:
-    """Folds a message into one line."""
     return " ".join(str(error).split())
 
 

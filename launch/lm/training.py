@@ -35,13 +35,14 @@ def run(config: Config) -> dict[str, Any]:
         RanksLost: another rank is gone.
     """
     trainer = Trainer(config)
-    alone = config.backend == "single"
-    group = nullcontext() if alone else runtime.process_group(trainer.ranks, config.timeout)
+    group = nullcontext() if config.backend == "single" else runtime.process_group(trainer.ranks, config.timeout)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
     with group:
-        return trainer.run()
+        summary = trainer.run()
+        del trainer  # DDP's last reference to a group that is destroyed would wait for gloo's threads with the GIL
+    return summary
 
 
 class Trainer:

@@ -50,7 +50,7 @@ def _os_errors() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # of a store's package
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 

@@ -150,7 +150,7 @@ def test_killed_run_resumes_from_its_last_complete_checkpoint(text: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("backend", "precision"), [("single", "bf16"), ("fsdp2", "bf16-mixed"), ("fsdp1", "bf16-mixed")]
+    ("backend", "precision"), [("single", "bf16"), ("fsdp2", "bf16-mixed"), ("fsdp1", "bf16-mixed"), ("ddp", "bf16")]
 )
 def test_precisions(backend: str, precision: str, text: Path, tmp_path: Path) -> None:
     options = [*TINY, "--data", text, "--output", tmp_path, "--backend", backend, "--precision", precision]

@@ -55,6 +55,11 @@ class Attack(NamedTuple):
     changed_by: frozenset[int]
     changed_at: int
 
+    def is_told(self, rank: int) -> bool:
+        """Whether a rank shares a parameter of which parts are exchanged in each step with one that alone changes."""
+        sharded = (p.ranks for p in self.params if isinstance(p.placement, Shard))
+        return self.rule != "adamw" and any(self.changed_by | {rank} <= set(ranks) for ranks in sharded)
+
     @classmethod
     def of(cls, seed: int, number: int) -> Attack:
         dice = Random(f"submeshes {seed} {number}")
@@ -125,6 +130,8 @@ def on_rank(attack: Attack) -> str:
             for i, param in mine.items():
                 if not torch.equal(_local(param), _local(_part(attack, i, whole[i].detach(), world))):
                     wrong.append(f"rank {rank}, step {step}: other weights in parameter {i}")
+        if len(attack.changed_by) < attack.world_size and attack.is_told(rank):
+            wrong.append(f"rank {rank}: heard of no difference")
     except (RuntimeError, ValueError) as error:
         if "got ranks that differ in" in str(error) and len(attack.changed_by) < attack.world_size:
             return wrong[0] if wrong else FOUND
