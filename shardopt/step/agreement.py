@@ -2,10 +2,12 @@
 
 Before its first step each rank describes the parameters of which others hold parts; the ranks compare a digest of the
 descriptions. Every message of later steps begins with a roll, in which a rank says whether its description is still the
-agreed one, and which parameters have a gradient. Ranks that hold column shards on the CPU and exchange no data in a
-step send a message that is only a roll. A rank whose description changed, say by an option, first sends a message of
-the agreed shape, whose roll says so. The ranks compare digests again if all descriptions changed, and raise if only
-some did. A rank that raises first sends such messages to the sets of ranks that it has sent no message of the step.
+agreed one, and which parameters have a gradient. On the CPU, a message that is only a roll comes before all others
+among ranks that orthogonalize matrices together, among ranks of which one belongs to several sets, and among holders of
+column shards that exchange no data in a step. Directions to be orthogonalized are sent without a roll.
+A rank whose description changed, say by an option, first sends a message of the agreed shape, whose roll says so. The
+ranks compare digests again if all descriptions changed, and raise if only some did. A rank that raises first sends such
+messages to the sets of ranks that it has sent no message of the step.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,8 +26,6 @@ from torch import Tensor
 from shardopt.layout import Exchange
 
 _DIGEST_BYTES = 16
-#: Answers in a short roll; 0 is neither.
-YES, NO = 1, 2
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
 
 
@@ -52,14 +53,18 @@ class Plan:
     Args:
         lines: by the ranks that must agree, in an order that is equal on all of them.
         stepped: the indices of the parameters that have a gradient on this rank.
-        listening: ranks that send a message with only a roll in a step in which they exchange no data.
+        listening: ranks that can send a message with only a roll, and whether they do so, if no one of them belongs to
+            several sets of ranks, in a step in which they exchange no data.
+        orthogonalized: by the ranks that send a message with only a roll in any case, the indices of the parameters
+            that they orthogonalize together, of which they must have gradients on all ranks or on none.
+        on_difference: called before an error is raised.
         single: whether the step is of one parameter, whose gradient is complete.
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
         pending: the first messages of this step to each set of ranks that this rank has not sent yet, in their order.
         told: the listening ranks to which :meth:`Agreement.agree` has sent this step's roll.
-        listening: see above, in an order that is equal on all ranks.
+        overlapping: the sets of ranks of which one rank belongs to several sets, as found by comparing digests.
         single: see above.
     """
 
@@ -67,15 +72,19 @@ class Plan:
         self,
         lines: Mapping[Exchange, Sequence[Line]],
         stepped: Container[int],
-        listening: Iterable[Exchange] = (),
+        listening: Mapping[Exchange, bool] = MappingProxyType({}),
+        orthogonalized: Mapping[Exchange, Sequence[int]] = MappingProxyType({}),
+        on_difference: Callable[[], object] = lambda: None,
         *,
         single: bool = False,
     ) -> None:
-        self._lines, self.single = lines, single
-        self.pending: list[Opening] = []
+        self._lines, self._on_difference, self.single = lines, on_difference, single
+        self.pending: list[Reduction] = []
         self.told: set[Exchange] = set()
         self._unread: dict[Exchange, Callable[[], bool]] = {}
-        self.listening = sorted(listening, key=order_of)
+        self.overlapping: set[Exchange] = set()
+        self._listening, self._orthogonalized = listening, orthogonalized
+        self._rolling = sorted({*listening, *orthogonalized}, key=order_of)
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
 
@@ -102,12 +111,20 @@ class Plan:
         answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
         return torch.tensor(answers, dtype=torch.int32, device="cpu")
 
-    def short_roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
-        """The roll as one byte per answer, for messages that are not added up."""
-        yes, no = self.roll(ranks, indices).unbind(1)
-        return (YES * yes + NO * no).to(torch.uint8)
+    def rolls(self, spoken: Container[Exchange]) -> list[OnlyRoll]:
+        """The messages that are only rolls, in an order that is equal on all ranks.
 
-    def start(self, pending: Iterable[Opening]) -> None:
+        Args:
+            spoken: the ranks that exchange data of blocks in this step.
+        """
+        listening = self._listening
+        return [
+            OnlyRoll(ranks, 2 * (1 + len(self._orthogonalized.get(ranks, ()))), torch.int32)
+            for ranks in self._rolling
+            if ranks in self._orthogonalized or ranks in self.overlapping or (listening[ranks] and ranks not in spoken)
+        ]
+
+    def start(self, pending: Iterable[Reduction]) -> None:
         """Takes the first messages of a step to each set of ranks, in their order."""
         self.pending = list(pending)
         self._unread.clear()
@@ -128,48 +145,61 @@ class Plan:
         """Takes what :meth:`sent` asked for. Raises RuntimeError, on all ranks, if answers differ."""
         self._unread.pop(ranks, None)
         if differs:
-            self.refuse(ranks)
+            self.refuse([ranks])
 
-    def tell(self, opening: Opening) -> bool:
-        """Sends a message that only says that the description changed; returns whether it changed on all ranks."""
+    def tell(self, opening: Reduction) -> bool:
+        """Sends a message that says only that the description changed; returns whether it changed on all ranks."""
         self.pending = [pending for pending in self.pending if pending.ranks != opening.ranks]
         return opening.say_changed()
 
     def listen(self, opening: OnlyRoll) -> bool:
-        """Sends a message that says that the description did not change; returns whether it changed on no rank."""
+        """Sends this rank's roll as agreed; returns whether all ranks gave the same answers."""
         self.pending.remove(opening)
-        return opening.say(changed=False)
+        answers = self.roll(opening.ranks, self._orthogonalized.get(opening.ranks, ()))
+        opening.ranks.all_reduce_max(answers)
+        return not bool(answers.prod(1).any())
 
     def compare(self, changed: Iterable[Exchange]) -> None:
         """Raises RuntimeError if changed descriptions differ. All ranks of each set must call this."""
         if differing := self._differing(changed, ()):
-            self._raise(differing)
+            self.refuse(differing)
 
-    def refuse(self, ranks: Exchange, changed: Iterable[Exchange] = ()) -> NoReturn:
+    def refuse(self, known: Iterable[Exchange], changed: Iterable[Exchange] = ()) -> NoReturn:
         """Raises the error that names the first difference, after telling sets that have had no message in this step.
 
         Args:
-            ranks: those that have told each other of a difference, all of which call this.
+            known: the sets of ranks that have told each other of a difference, all of which call this.
             changed: the ranks whose descriptions changed, and which this rank has told so.
         """
-        differing, compared = {ranks}, set(changed) - {ranks}
-        differing.update(others for others, differs in self._unread.items() if others != ranks and differs())
-        self.pending = [opening for opening in self.pending if opening.ranks != ranks]
-        while self.pending:
-            opening = self.pending[0]
-            (compared if self.tell(opening) else differing).add(opening.ranks)
-        self._raise(self._differing(compared - differing, differing))
+        differing, compared = set(known), set(changed)
+        differing.update(others for others, differs in self._unread.items() if others not in differing and differs())
+        self.pending = [opening for opening in self.pending if opening.ranks not in differing]
+        for sends_data in (False, True):  # other ranks compare descriptions after all rolls, and before they send data
+            for opening in self.pending:
+                if sends_data or isinstance(opening, OnlyRoll):
+                    (compared if self.tell(opening) else differing).add(opening.ranks)
+            differing, compared = self._differing(compared - differing, differing), set()
+        self._raise(sorted(differing, key=order_of))
 
-    def _differing(self, compared: Iterable[Exchange], known: Iterable[Exchange]) -> list[Exchange]:
+    def _differing(self, compared: Iterable[Exchange], known: Iterable[Exchange]) -> set[Exchange]:
         """The sets of ranks whose descriptions differ, besides those that are known to."""
-        found = list(known)
+        found = set(known)
         for ranks in sorted(compared, key=order_of):
             # A rank that has found a difference has no description in common with others, so that these raise, too.
-            if not is_common(ranks, bytes(_DIGEST_BYTES) if found else self.digests[ranks]):
-                found.append(ranks)
-        return sorted(found, key=order_of)
+            if not self._is_common(ranks, bytes(_DIGEST_BYTES) if found else self.digests[ranks]):
+                found.add(ranks)
+        return found
+
+    def _is_common(self, ranks: Exchange, digest: bytes) -> bool:
+        """Whether all ranks have the same digest; notes whether one of them belongs to several sets."""
+        words = np.frombuffer(digest, dtype="<u2").astype(np.int32)
+        message = torch.from_numpy(np.concatenate([words, 0xFFFF - words, np.array([len(self.digests) > 1], np.int32)]))
+        ranks.all_reduce_max(message)
+        (self.overlapping.add if message[-1] else self.overlapping.discard)(ranks)
+        return not bool((message[:-1].view(2, -1).sum(0) != 0xFFFF).any())
 
     def _raise(self, differing: Sequence[Exchange]) -> NoReturn:
+        self._on_difference()
         found = [self._first_difference(ranks) for ranks in differing]
         difference = next(filter(None, found), "parameters of which this rank holds no part, or that were changed back")
         raise RuntimeError(
@@ -187,14 +217,6 @@ class Plan:
 def digest_of(text: str) -> bytes:
     """The digest by which ranks compare a text."""
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def is_common(ranks: Exchange, digest: bytes) -> bool:
-    """Whether all ranks have the same digest. All of them must call this."""
-    words = torch.from_numpy(np.frombuffer(digest, dtype="<u2").astype(np.int32))
-    both = torch.stack([words, 0xFFFF - words])
-    ranks.all_reduce_max(both)
-    return not bool((both.sum(0) != 0xFFFF).any())
 
 
 def order_of(ranks: Exchange) -> tuple[object, ...]:
@@ -265,17 +287,6 @@ class Roll:
         return bool(np.any((yes != 0) & (no != 0)))
 
 
-class Opening(Protocol):
-    """The shape of the first message of a step to some ranks."""
-
-    @property
-    def ranks(self) -> Exchange:
-        """The ranks."""
-
-    def say_changed(self) -> bool:
-        """Sends a message that only says that the description changed; returns whether it changed on all ranks."""
-
-
 class Reduction(NamedTuple):
     """The shape of a message for an all-reduce.
 
@@ -290,22 +301,18 @@ class Reduction(NamedTuple):
     dtype: torch.dtype
 
     def say_changed(self) -> bool:
-        """See :class:`Opening`."""
-        return self.say(changed=True)
-
-    def say(self, *, changed: bool) -> bool:
-        """Sends a message that only says whether the description changed; returns whether all ranks say the same."""
+        """Sends a message that says only that the description changed; returns whether it changed on all ranks."""
         message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
-        message[int(changed)] = 1
+        message[1] = 1
         if self.dtype == torch.int64:
             self.ranks.all_reduce_sum(message)
         else:
             self.ranks.all_reduce_max(message)
-        return not bool(message[int(not changed)])
+        return not bool(message[0])
 
 
 class OnlyRoll(Reduction):
-    """The message of ranks that exchange no data in this step."""
+    """The shape of a message that is only a roll."""
 
 
 class Agreement:
@@ -318,7 +325,8 @@ class Agreement:
     def __init__(self) -> None:
         self._digests: dict[Exchange, bytes] | None = None
         self.opened: dict[Exchange, bytes] | None = None
-        self._openings: list[Opening] = []
+        self._openings: list[Reduction] = []
+        self._overlapping: set[Exchange] = set()
 
     @property
     def was_made(self) -> bool:
@@ -333,6 +341,7 @@ class Agreement:
         """
         if plan.digests is self._digests:
             return
+        plan.overlapping = self._overlapping
         if plan.digests != self._digests:
             agreed = self._digests or {}
             own = {ranks for ranks in {*agreed, *plan.digests} if agreed.get(ranks) != plan.digests.get(ranks)}
@@ -344,15 +353,15 @@ class Agreement:
                     plan.told.add(opening.ranks)
                 if opening.ranks in own and opening in plan.pending:
                     alike = plan.tell(opening)
-                elif isinstance(opening, OnlyRoll):
+                elif isinstance(opening, OnlyRoll) and opening in plan.pending:
                     alike = plan.listen(opening)
                 else:
                     continue
                 if not alike:
-                    plan.refuse(opening.ranks, changed)
+                    plan.refuse([opening.ranks], changed)
             plan.compare(changed)
         self._digests, self.opened = plan.digests, None
 
-    def open_by(self, plan: Plan, openings: list[Opening]) -> None:
+    def open_by(self, plan: Plan, openings: list[Reduction]) -> None:
         """Takes the shapes of the first messages of a step by a plan that was agreed on."""
         self.opened, self._openings = plan.digests, openings

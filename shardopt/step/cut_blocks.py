@@ -13,7 +13,7 @@ from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Opening, Plan, Reduction, Roll, order_of
+from shardopt.step.agreement import Plan, Reduction, Roll, order_of
 
 
 class CutParameter(NamedTuple):
@@ -127,7 +127,7 @@ class FlatCuts:
         """The tensors that are no state."""
         return [*self._buffers.values(), *(roll.own for roll in self._rolls)]
 
-    def openings(self) -> list[Opening]:
+    def openings(self) -> list[Reduction]:
         """The shapes of the messages."""
         return [Reduction(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
 
@@ -187,9 +187,9 @@ class CutBlocks:
     def __bool__(self) -> bool:
         return bool(self._parameters) or bool(self._flat)
 
-    def openings(self) -> list[Opening]:
+    def openings(self) -> list[Reduction]:
         """The shapes of the messages of :meth:`exchange_extremes`."""
-        openings: list[Opening] = self._flat.openings()
+        openings: list[Reduction] = self._flat.openings()
         for exchange, cuts in self._by_exchange.items():
             numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
             openings.append(Reduction(exchange, numel, torch.int32))

@@ -12,7 +12,7 @@ from shardopt import _C
 from shardopt.layout import Counted, Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
-from shardopt.step.agreement import Opening, Plan, Reduction, Roll
+from shardopt.step.agreement import Plan, Reduction, Roll
 from shardopt.step.over_all import OverAll, no_common_mesh, ranks_of_sums
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
@@ -116,7 +116,7 @@ class ExactSums:
         """Addresses of the sums of a tensor's slices; empty for a tensor without sums."""
         return self._addresses.get(index, [])
 
-    def openings(self) -> list[Opening]:
+    def openings(self) -> list[Reduction]:
         """The shapes of the messages."""
         first = ((ranks, next(iter(messages.values()))) for ranks, messages in self._messages.items())
         return [Reduction(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]

@@ -88,9 +88,7 @@ class OverAll:
             totals.append(words)
         self._is_new = False
         if refused:
-            self._write([b""] * len(self.messages))
-            for notes in self._readable():
-                notes.skip(self._subject)
+            self.refuse()
             raise no_common_mesh()
         totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
         is_home = bool(totals) and totals[0].device == like.device
@@ -102,8 +100,17 @@ class OverAll:
             self._write([words.cpu().numpy().tobytes() for words in totals])
         notes = [bytearray(notes.read(self._subject)) for notes in self._readable()]  # all of them: calls are numbered
         if not all(notes):
-            raise no_common_mesh()
+            raise RuntimeError(
+                "got an error on other ranks, whose parts the sum over all parameters needs, expected a sum that all "
+                "ranks can take; see the error of those ranks"
+            )
         return [torch.frombuffer(note, dtype=like.dtype).to(like.device) for note in notes]
+
+    def refuse(self) -> None:
+        """Writes and reads no totals in this call: ranks that read them raise an error. All ranks must call this."""
+        self._write([b""] * len(self.messages))
+        for notes in self._readable():
+            notes.skip(self._subject)
 
     def _readable(self) -> list[Notes]:
         return [c.notes for c in self._absent if c.notes is not None and not self.is_empty]

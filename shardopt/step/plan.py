@@ -26,8 +26,10 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     """
     lines: dict[Exchange, list[Line]] = {}
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
-    is_bridge = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices).is_bridge
+    over_all = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices)
     listening: dict[Exchange, bool] = {}
+    orthogonalized: dict[Exchange, list[int]] = {}
+    on_gpus = set()
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
@@ -37,27 +39,38 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
             line = _line(index, parameter, slice_, name, groups[parameter.group])
             if groups[parameter.group].rule.totals:
-                line.says["a mesh with all ranks that share parameters"] = not is_bridge
+                line.says["a mesh with all ranks that share parameters"] = not over_all.is_bridge
             for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
                 lines.setdefault(ranks, []).append(line)
                 is_quiet = ranks == slice_.spec.shard.row_owners and not isinstance(slice_.spec.shard, FlatShard)
-                is_quiet = is_quiet and not single and parameter.device.type == "cpu"
                 listening[ranks] = listening.get(ranks, True) and is_quiet
-    return Plan(lines, stepped, [ranks for ranks, is_quiet in listening.items() if is_quiet], single=single)
+                if parameter.device.type != "cpu":
+                    on_gpus.add(ranks)
+            division = _division(parameter, slice_, groups[parameter.group])
+            if division is not None:
+                orthogonalized.setdefault(division, []).append(index)
+    listening = {ranks: quiet for ranks, quiet in listening.items() if not single and ranks not in on_gpus}
+    orthogonalized = {ranks: list(dict.fromkeys(x)) for ranks, x in orthogonalized.items() if ranks not in on_gpus}
+    return Plan(lines, stepped, listening, orthogonalized, over_all.refuse, single=single)
 
 
 def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchange]:
     """The ranks with which a step exchanges data of a slice, or would with other options."""
     shard = slice_.spec.shard
-    candidates = [shard.row_owners]
+    candidates = [shard.row_owners, _division(parameter, slice_, group)]
     if group.rule.sums:
         candidates.append(ranks_of_sums(shard, group.rule))
-    if group.rule.orthogonalized is not None:
-        division = shard.division
-        candidates.append(division.ranks if division else parameter.copies.ranks if parameter.copies else None)
     for ranks in candidates:
         if ranks is not None:
             yield ranks
+
+
+def _division(parameter: Input, slice_: Slice, group: Group) -> Exchange | None:
+    """The ranks that share the orthogonalization of a slice."""
+    if group.rule.orthogonalized is None:
+        return None
+    division = slice_.spec.shard.division
+    return division.ranks if division else parameter.copies.ranks if parameter.copies else None
 
 
 def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: Group) -> Line:

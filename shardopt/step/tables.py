@@ -21,13 +21,13 @@ from shardopt.layout import shard_of
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
-from shardopt.step.agreement import OnlyRoll, Opening, Plan, Reduction
+from shardopt.step.agreement import Plan, Reduction
 from shardopt.step.batch import Batch, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
-from shardopt.step.muon.waves import Waves, WaveStep, openings_of, run_waves
+from shardopt.step.muon.waves import Waves, WaveStep, run_waves
 from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
 
 
@@ -196,15 +196,15 @@ class StepTables:
         """Whether the step takes collectives."""
         return bool(self.openings())
 
-    def openings(self) -> list[Opening]:
+    def openings(self) -> list[Reduction]:
         """The messages that are only rolls, and the shapes of the first message with data to each set of ranks."""
-        return [*self._listening, *self._openings]
+        return [*self.plan.rolls(self._spoken), *self._openings]
 
-    def _first_with_data(self) -> list[Opening]:
+    def _first_with_data(self) -> list[Reduction]:
         with_data = [opening for sums in self._sums.values() for opening in sums.openings()]
         for device, cut_blocks in self._cut_blocks.items():
-            with_data += cut_blocks.openings() if cut_blocks else ()
-            with_data += openings_of(self._wave_steps[device])
+            for cuts in (cut_blocks, *(wave.cuts for wave in self._wave_steps[device])):
+                with_data += cuts.openings() if cuts else ()
         first = {opening.ranks: opening for opening in reversed(with_data)}
         return [opening for opening in with_data if first[opening.ranks] is opening]
 
@@ -218,13 +218,12 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            listening = [opening for opening in self._listening if opening.ranks not in self.plan.told]
+            listening = [opening for opening in self.plan.rolls(self._spoken) if opening.ranks not in self.plan.told]
             self.plan.told.clear()
-            on_gpu = any(device.type == "cuda" for device in self._batches)  # whose rolls of directions nobody reads
-            self.plan.start([*listening, *(x for x in self._openings if isinstance(x, Reduction) or not on_gpu)])
+            self.plan.start([*listening, *self._openings])
             for opening in listening:
                 if not self.plan.listen(opening):
-                    self.plan.refuse(opening.ranks)
+                    self.plan.refuse([opening.ranks])
             for device in self._sums:
                 self._add_up(device)
             if self._has_totals:
@@ -305,8 +304,7 @@ class StepTables:
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
             self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, self._flat_cuts[device]) or None
-        spoken = {x.ranks for cut_blocks in self._cut_blocks.values() if cut_blocks for x in cut_blocks.openings()}
-        self._listening = [OnlyRoll(ranks, 2, torch.int32) for ranks in self.plan.listening if ranks not in spoken]
+        self._spoken = {x.ranks for cuts in self._cut_blocks.values() if cuts for x in cuts.openings()}
         self._openings = self._first_with_data()
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:

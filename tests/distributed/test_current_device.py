@@ -54,12 +54,11 @@ def test_ddp(monkeypatch: pytest.MonkeyPatch, reduced: list[torch.device]) -> No
 def test_muon_sends_from_the_parameters_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         of_ddp = _in_ddp(monkeypatch, nn.LayerNorm(4, device=SECOND))
-        wave = SimpleNamespace(division=SimpleNamespace(ranks=of_ddp, regions=(0, 1)))
-        roll = SimpleNamespace(enter=lambda *message: None)
-        journey = _Copies(wave, [], [0, 0, 3], roll)  # type: ignore[arg-type]
+        wave = SimpleNamespace(division=SimpleNamespace(ranks=of_ddp, regions=(0, 1)), matrices=[], owners=[])
+        copies = _Copies(wave, [])  # type: ignore[arg-type]
         for held in (torch.zeros(3, device=SECOND), torch.zeros(3)):
-            journey.send(held)
-            assert journey._there.device == SECOND
+            copies.send(held)
+            assert copies._there.device == SECOND
 
 
 @pytest.mark.parametrize(("local", "expected"), [(SECOND, 1), ("cpu", 0)])

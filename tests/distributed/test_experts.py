@@ -333,7 +333,7 @@ def test_an_expert_without_gradient(width: int) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("width", [200, 512])
 def test_a_change_of_one_rank_raises_on_the_ranks_of_its_expert(width: int) -> None:
-    """Also where its blocks are not cut, and on all ranks if the shared parameter's blocks are: no rank waits."""
+    """Also where no blocks are cut, and on all ranks, which share the other parameter: no rank waits."""
     rank = dist.get_rank()
     shared = nn.Parameter(distribute(values((8, width), 0), mesh_of((4,)), (Shard(1),)))
     expert = nn.Parameter(distribute(values((8, 202 if width == 512 else 512), 1), _meshes()[rank // 2], (Shard(1),)))
@@ -344,7 +344,7 @@ def test_a_change_of_one_rank_raises_on_the_ranks_of_its_expert(width: int) -> N
             param.grad = distribute(values(tuple(param.shape), 9 + step), param.device_mesh, param.placements)
         if step == 1 and rank == 1:
             optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
-        if step == 0 or (rank >= 2 and width == 512):
+        if step == 0:
             optimizer.step()
         else:
             named = "stochastic_rounding_seed" if rank < 2 else "parameters of which this rank holds no part"
@@ -393,6 +393,46 @@ def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
         norm = shardopt.clip_grad_norm_([experts[0], plain], 1e9)
         whole = torch.cat([values((4, 8), 0).flatten(), values((3,), step)]) * (step + 1)
         torch.testing.assert_close(norm, whole.norm())
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_a_change_reaches_ranks_that_compare_descriptions() -> None:
+    """The gradient of two ranks' columns comes back in the step in which one of them changes an option.
+
+    The others have that change to compare, while this one first speaks to all ranks.
+    """
+    rank = dist.get_rank()
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 2, 3], [0, 1, 2, 3])]
+    params = [nn.Parameter(distribute(values((5, 200), i), mesh, (Shard(1),))) for i, mesh in enumerate(meshes)]
+    optimizer = shardopt.StableAdamW8bit([param for param in params if local(param).numel()], min_quantized_numel=0)
+    for step in range(3):
+        for param in params[step % 2 :]:
+            param.grad = distribute(values((5, 200), 9 + step), param.device_mesh, param.placements)
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    if rank == 1:
+        optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
+    with pytest.raises(RuntimeError, match="got ranks that differ in"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_a_change_reaches_ranks_that_share_only_a_sum() -> None:
+    """Rank 2 has no part of the experts and no group with their ranks: it would wait for the sum of all parameters."""
+    params = [
+        nn.Parameter(distribute(values((4, 8), 0), DeviceMesh("cpu", [0, 1]), (Shard(0),))),
+        nn.Parameter(values((3,), 1)),
+    ]
+    optimizer = shardopt.Prodigy8bit(params)
+    for param in params:
+        param.grad = param.detach().clone()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
+    said = "ranks that differ in stochastic_rounding_seed" if dist.get_rank() < 2 else "an error on other ranks"
+    with pytest.raises(RuntimeError, match=f"got {said}"):
+        optimizer.step()
 
 
 @pytest.mark.ranks(3, timeout=60)

@@ -15,12 +15,12 @@ from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import Transfers
 from shardopt.layout import FlatShard
 from shardopt.state.residency import StateResidency
-from shardopt.step.agreement import Opening, Plan
+from shardopt.step.agreement import Plan
 from shardopt.step.batch import run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
-from shardopt.step.muon.directions import Directions, Journey, RowMoments
+from shardopt.step.muon.directions import Directions, RowMoments
 from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
 from shardopt.step.muon.passes import Alike, Operands, Passes
 from shardopt.step.rows import ROW, Group
@@ -148,7 +148,7 @@ class WaveStep:
         self._found_inf: Tensor | None = None
         self._device = device
         self._transfers: Transfers | None = None  # of the second moments of rows, where they are offloaded
-        self._directions = Directions(wave, device, plan)
+        self._directions = Directions(wave, device)
         self.cuts = cuts
         self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
         self._stepped = {index for passes in self._passes for index in passes.tensors}
@@ -159,14 +159,9 @@ class WaveStep:
         return [call for passes in self._passes for call in passes.calls]
 
     @property
-    def journey(self) -> Journey | None:
-        """The message of directions to other ranks; None without other ranks."""
-        return self._directions.journey
-
-    @property
     def memory(self) -> list[Tensor]:
         """Tensors that live from step to step and are no state."""
-        return [*self._directions.memory, *self.cuts.memory]
+        return list(self.cuts.memory)
 
     def update(
         self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
@@ -199,21 +194,6 @@ class WaveStep:
         if self._transfers is not None:
             self._transfers.follow()
         self._row_moments, self._found_inf, self._transfers = {}, None, None
-
-
-def openings_of(waves: Sequence[WaveStep]) -> list[Opening]:
-    """The shapes of the messages with rolls that :func:`run_waves` sends, in their order."""
-    openings: list[Opening] = []
-    for number in range(len(waves) + 1):
-        arriving = waves[number].journey if number < len(waves) else None
-        computed = waves[number - 1].journey if number else None
-        if number < len(waves) and waves[number].cuts:
-            openings += waves[number].cuts.openings()
-        if arriving is not None and not arriving.is_copied:
-            openings.append(arriving)
-        if computed is not None and computed.is_copied:
-            openings.append(computed)
-    return openings
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:

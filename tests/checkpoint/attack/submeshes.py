@@ -133,7 +133,8 @@ def on_rank(attack: Attack) -> str:
         if len(attack.changed_by) < attack.world_size and attack.is_told(rank):
             wrong.append(f"rank {rank}: heard of no difference")
     except (RuntimeError, ValueError) as error:
-        if "got ranks that differ in" in str(error) and len(attack.changed_by) < attack.world_size:
+        heard = "got ranks that differ in", "see the error of those ranks"
+        if any(text in str(error) for text in heard) and len(attack.changed_by) < attack.world_size:
             return wrong[0] if wrong else FOUND
         wrong.append(f"rank {rank}: {type(error).__name__}: {error}")
     return wrong[0] if wrong else ""

@@ -20,10 +20,7 @@ from ranks.muon import MATRICES, of_groups
 from ranks.pool import Pool
 from ranks.runs import SMALL
 from shardopt.optim import ShardedOptimizer
-from shardopt.step.muon.matrices import BYTES, padded
-
-#: Bytes in front of a message for an owner, or by one, that say whether the ranks still agree.
-ROLL = BYTES * padded(1)
+from shardopt.step.muon.matrices import padded
 
 
 def _of_step(model: nn.Module, optimizer: ShardedOptimizer) -> tuple[Counter[str], dict[str, int]]:
@@ -51,11 +48,14 @@ def _equal_matrices(memory: int | None, mesh: bool) -> tuple[Counter[str], dict[
     ("world_size", "hybrid", "memory", "waves"), [(2, False, None, 1), (2, False, 1, 8), (4, True, None, 1)]
 )
 def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool, memory: int | None, waves: int) -> None:
-    """By two exchanges per wave, 4 bytes in all, and nothing else: also where other ranks have copies of the shards."""
+    """By two exchanges per wave, 4 bytes in all: also where other ranks have copies of the shards.
+
+    Before that the ranks exchange two answers of 4 bytes, and two for each matrix.
+    """
     shards = world_size // 2 if hybrid else world_size
     for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, memory, hybrid):
-        assert counts == {"alltoall_base": 2 * waves}
-        assert nbytes == {"alltoall_base": 4 * numel // shards + 2 * waves * shards * ROLL}
+        assert counts == {"allreduce": 1, "alltoall_base": 2 * waves}
+        assert nbytes == {"allreduce": 8 * (1 + 8), "alltoall_base": 4 * numel // shards}
 
 
 def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
@@ -76,16 +76,15 @@ def _padded_bytes(ranks_of: int, shapes: Counter[Shape]) -> int:
 def test_bytes_of_a_model(ranks: Pool) -> None:
     """Uneven and empty shards: there and back over all ranks, rounded up; AdamW's parameters take no part."""
     found = ranks.run(3, _net, "fsdp")
-    assert all(counts == {"alltoall_base": 2} for counts, _ in found)
-    nbytes = sum(nbytes["alltoall_base"] for _, nbytes in found)
-    assert nbytes == 2 * (_padded_bytes(3, MATRICES) + 3**2 * ROLL)
+    assert all(counts == {"allreduce": 1, "alltoall_base": 2} for counts, _ in found)
+    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * _padded_bytes(3, MATRICES)
 
 
 def test_bytes_of_ddp(ranks: Pool) -> None:
     """Each owner sends its matrices to the others once."""
     for counts, nbytes in ranks.run(2, _net, "ddp"):
-        assert counts == {"broadcast": 2}
-        assert nbytes == {"broadcast": _padded_bytes(1, MATRICES) + 2 * ROLL}
+        assert counts == {"allreduce": 1, "broadcast": 2}
+        assert nbytes["broadcast"] == _padded_bytes(1, MATRICES)
 
 
 def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
