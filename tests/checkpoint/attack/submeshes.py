@@ -89,7 +89,7 @@ def judged(told: list[str]) -> Outcome:
     wrong = {text for text in told if text and text != FOUND}
     if FOUND in told and not wrong:
         return ok(FOUND)
-    if all("expected" in text for text in told):
+    if all("expected" in text or text == FOUND for text in told):  # ranks that read a note hear only of an error
         return ok("refused", shown(told[0]))
     return fault("wrong", shown(sorted(wrong))) if wrong else ok("right bits")
 
