@@ -278,7 +278,8 @@ class _CheckForward:
         released = self._released()
         if released is None:
             return
-        released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
+        if isinstance(released, HeldParameters):
+            released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
         if replica._join_config.enable:
             raise RuntimeError(
                 "got join() of DistributedDataParallel while gradients are released, expected the same number of "
