@@ -159,10 +159,10 @@ class ReleasedParameters:
         parameter.stepped = True
 
     def _defer(self, param: Tensor, parameter: _Parameter, step: Callable[[], None], *, keeps_gradient: bool) -> None:
-        """Has a step taken in the other thread: gradients go as they come, parameters in their order."""
-        order = 0 if keeps_gradient else parameter.index
+        """Has a step taken in the other thread, after those that it was given before."""
+        number = 0 if keeps_gradient else parameter.index
         keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
-        parameter.pending = self._deferred.submit(param.device, order, step, keeps, keeps_gradient=keeps_gradient)
+        parameter.pending = self._deferred.submit(param.device, number, step, keeps, keeps_gradient=keeps_gradient)
         increment_version(param)  # now, too: a backward pass that goes on may still need the old value
 
     def _prepare(
