@@ -47,7 +47,7 @@ class Quickstart:
         ranks = min(self.gpus or 2, 2)
         runs = {
             "32-bit": self._train("32-bit", ranks, "--optimizer", "adamw", "--checkpoint-interval", "0"),
-            "8-bit": self._train("8-bit", ranks, "--verify"),
+            "8-bit": self._train("8-bit", ranks),
         }
         saved = str(checkpoint.complete(self.output / "8-bit" / "checkpoints")[0])
         if not self.gpus or self.gpus >= 3:
@@ -71,13 +71,13 @@ class Quickstart:
 
     def _repeat(self, name: str, ranks: int, *arguments: str) -> None:
         """Trains a half of the 8-bit run on another number of ranks, and compares all losses and tensors."""
-        self._train(name, ranks, "--verify", *arguments)
+        self._train(name, ranks, *arguments)
         losses, of_run = self._losses(name), self._losses("8-bit")
         last = checkpoint.complete(self.output / name / "checkpoints")[-1].name
         paths = (self.output / run / "checkpoints" / last for run in (name, "8-bit"))
-        digests, wanted = (checkpoint.read_header(path)["digests"] for path in paths)
+        found, wanted = (checkpoint.contents(path) for path in paths)
         same = sum(loss == of_run[step] for step, loss in losses.items())
-        equal = sum(digests.get(tensor) == digest for tensor, digest in wanted.items())
+        equal = sum(found.get(tensor) == data for tensor, data in wanted.items())
         said = (
             f"{name}, steps {min(losses)} to {max(losses)}: {same} of {len(losses)} losses and {equal} of "
             f"{len(wanted)} tensors of weights and state equal those of the run on 2 ranks, bit for bit"

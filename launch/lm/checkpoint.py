@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import shardopt.checkpoint
 from lm.backends import Learner
 from lm.errors import RanksLost, UserError
+from lm.model import build
+from lm.options import Config
+from lm.runtime import Ranks
 from shardopt.checkpoint import CheckpointError
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
@@ -76,6 +82,25 @@ def load(path: Path, learner: Learner) -> None:
         shardopt.checkpoint.load(path, learner.module, learner.optimizer)
     for group, options in zip(learner.optimizer.param_groups, kept, strict=True):
         group.update(options)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The bytes of every parameter and tensor of optimizer state, as one process without sharding loads them.
+
+    All ranks take part, and each loads all of the checkpoint into the host's memory.
+
+    Raises:
+        UserError: the checkpoint cannot be loaded.
+        RanksLost: another rank is gone.
+    """
+    config = replace(Config(**read_header(path)["options"]), backend="single", device="cpu", ordered=False)
+    network = build(config.model, config.context, config.seed, config.stored)
+    bare = Learner(network, Ranks(0, 1, 0, torch.device("cpu")), config)
+    load(path, bare)
+    found = {f"model.{name}": param.detach() for name, param in network.named_parameters()}
+    for name, param in network.named_parameters():
+        found.update((f"optimizer.{name}.{key}", x) for key, x in bare.optimizer.state[param].items())
+    return {name: x.flatten().view(torch.uint8).numpy().tobytes() for name, x in found.items()}
 
 
 def _is_complete(path: Path) -> bool:

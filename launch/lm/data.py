@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,9 +61,9 @@ def load(source: str | None, heldout: float) -> Corpus:
             cut = len(text) - int(len(text) * heldout)
             return Corpus.of(text[:cut], text[cut:], f"{path}: the bytes from {cut} on are held out of {len(text)}")
         if path.is_dir():
-            names = sorted(file.relative_to(path).as_posix() for file in _files(path))
-            if source is None:
-                names = [name for name in names if _is_library_source(Path(name))]
+            is_wanted = _is_library_source if source is None else _is_shown
+            files = [file.relative_to(path) for file in path.rglob("*")]
+            names = sorted(file.as_posix() for file in files if is_wanted(file) and (path / file).is_file())
             return _of_files(path, {name: (path / name).read_bytes() for name in names}, heldout)
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -87,17 +85,13 @@ def _of_files(folder: Path, texts: dict[str, bytes], heldout: float) -> Corpus:
     return Corpus.of(train, held, f"{folder}: {said}")
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder, but hidden ones."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(parent, name) for name in files if not name.startswith(".")]
-        yield from (path for path in paths if path.is_file())
+def _is_shown(path: Path) -> bool:
+    return not any(part.startswith(".") for part in path.parts)
 
 
 def _is_library_source(path: Path) -> bool:
     foreign = {"site-packages", "dist-packages", "__pycache__"}
-    return path.suffix == ".py" and not foreign.intersection(path.parts)
+    return _is_shown(path) and path.suffix == ".py" and not foreign.intersection(path.parts)
 
 
 def _draw(name: str) -> float:

@@ -16,7 +16,7 @@ import yaml
 
 import shardopt
 from lm.errors import UserError
-from lm.model import SIZES
+from lm.model import SIZES, ModelConfig
 
 BACKENDS = ("fsdp2", "fsdp1", "ddp", "deepspeed", "single")
 PRECISIONS = {"fp32": torch.float32, "bf16-mixed": torch.float32, "bf16": torch.bfloat16}  # dtypes of the parameters
@@ -75,7 +75,7 @@ class Config:
     checkpoint_interval: int = opt(200, "steps between checkpoints, besides one at the end; 0 writes none")
     keep_checkpoints: int = opt(0, "newest checkpoints to keep; 0 keeps all")
     resume: str | None = opt(None, "checkpoint, or folder whose latest one to resume; auto: of --output, if any")
-    verify: bool = opt(False, "save digests of all tensors with a checkpoint, and compare them on --resume")
+    verify: bool = opt(False, "with --resume, save what was loaded again, and compare all tensors' bits")
     eval_interval: int = opt(200, "steps between held-out losses, besides one at the end; 0: at the end only")
     eval_windows: int = opt(64, "held-out windows, the same for every run", low=1)
     log_interval: int = opt(10, "steps between lines of metrics", low=1)
@@ -84,6 +84,12 @@ class Config:
     def stored(self) -> torch.dtype:
         """The dtype of the parameters."""
         return PRECISIONS[self.precision]
+
+    @property
+    def model(self) -> ModelConfig:
+        """The dimensions of the model: those of its size, but for those that were given."""
+        given = (self.dim, self.layers, self.heads)
+        return ModelConfig(*(mine or named for mine, named in zip(given, SIZES[self.size], strict=True)))
 
     @property
     def checkpoints(self) -> Path:

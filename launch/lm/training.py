@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import statistics
 import time
 from contextlib import nullcontext
@@ -16,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardopt
-from lm import checkpoint, data, digests, metrics, model, runtime
+from lm import checkpoint, data, metrics, model, runtime
 from lm.backends import Engine, Learner
 from lm.errors import UserError
 from lm.options import Config
-from shardopt.checkpoint.contents import held_tensors
 
 # Optimizer steps at the start of a run that are not timed.
 _UNTIMED_STEPS = 3
@@ -61,9 +61,7 @@ class Trainer:
             )
         if config.backend == "single" and ranks.world_size > 1:
             raise UserError(f"backend single runs one process, not {ranks.world_size}")
-        sizes = (config.dim, config.layers, config.heads)
-        dim, layers, heads = (given or named for given, named in zip(sizes, model.SIZES[config.size], strict=True))
-        self.model_config = model.ModelConfig(dim, layers, heads)
+        self.model_config = config.model
         self.corpus = data.load(config.data, config.heldout)
         for name, text in (("training", self.corpus.train), ("held-out", self.corpus.heldout)):
             if len(text) <= config.context:
@@ -71,7 +69,12 @@ class Trainer:
         self.resumed = checkpoint.find(config.resume, config.checkpoints) if config.resume else None
         self.header = checkpoint.read_header(self.resumed) if self.resumed else {}
         self.start: int = self.header.get("step", 0)
-        self._check_steps()
+        if self.start > config.last_step:
+            raise UserError(f"checkpoint {self.resumed} is beyond the last step {config.last_step}")
+        existing = checkpoint.complete(config.checkpoints) if config.checkpoint_interval else []
+        if existing and int(existing[-1].name.removeprefix("step-")) > self.start:
+            later = f"{existing[-1].name}, later than this run's start at step {self.start}"
+            raise UserError(f"{config.checkpoints} holds {later}: --resume it, or choose another --output")
         try:
             config.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -80,17 +83,6 @@ class Trainer:
         self.optimizer_seconds: list[float] = []
         self.saved: Path | None = self.resumed
         self.verified: dict[str, int] | None = None
-
-    def _check_steps(self) -> None:
-        config = self.config
-        if self.start > config.last_step:
-            raise UserError(f"checkpoint {self.resumed} is beyond the last step {config.last_step}")
-        if config.verify and self.resumed and "digests" not in self.header:
-            raise UserError(f"checkpoint {self.resumed} has no digests: it was saved without --verify")
-        existing = checkpoint.complete(config.checkpoints) if config.checkpoint_interval else []
-        if existing and int(existing[-1].name.removeprefix("step-")) > self.start:
-            later = f"{existing[-1].name}, later than this run's start at step {self.start}"
-            raise UserError(f"{config.checkpoints} holds {later}: --resume it, or choose another --output")
 
     def run(self) -> dict[str, Any]:
         """Resumes, trains, evaluates and saves."""
@@ -141,19 +133,19 @@ class Trainer:
         checkpoint.load(self.resumed, self.learner)
         saved_by, note = self.header["world_size"], ""
         if self.config.verify:
-            found = self.verified = {"world_size": saved_by, **self._verify(self.resumed, self.header["digests"])}
+            found = self.verified = {"world_size": saved_by, **self._verify(self.resumed)}
             note = f"; all {found['tensors']} tensors are bit for bit as saved, {found['codes']} of codes among them"
         self._say(f"resumed {self.resumed}: saved by {saved_by} ranks, now {self.ranks.world_size}{note}")
         if self.header["data"] != self.corpus.fingerprint:
             self._say("note: the text is not the one that the checkpoint was trained on")
 
-    def _digests(self) -> dict[str, str]:
-        """Digests of every parameter, buffer and tensor of the optimizer's live state."""
-        with self.learner.held() as (module, optimizer):
-            return digests.of_tensors(held_tensors(module, optimizer))
-
-    def _verify(self, path: Path, saved: dict[str, str]) -> dict[str, int]:
-        loaded = self._digests()
+    def _verify(self, path: Path) -> dict[str, int]:
+        """Saves what was loaded again, and compares the two checkpoints; counts the tensors."""
+        again = checkpoint.save(Path(self.config.output, "verify"), self.header, self.learner, keep=1)
+        saved, loaded = checkpoint.contents(path), checkpoint.contents(again)
+        runtime.all_sum([0.0])  # all ranks have read it
+        if self.ranks.rank == 0:
+            shutil.rmtree(again.parent)
         wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
         if wrong:
             raise UserError(
@@ -222,8 +214,6 @@ class Trainer:
             "data": self.corpus.fingerprint,
             "world_size": self.ranks.world_size,
         }
-        if config.verify:
-            header["digests"] = self._digests()
         self.saved = checkpoint.save(config.checkpoints, header, self.learner, config.keep_checkpoints)
 
     def _summary(self, heldout: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
@@ -151,21 +150,3 @@ def chunks_to_save(model: Module, owner: Owner | None, items: Sequence[Item]) ->
             chunks.is_assumed = is_assumed
             tensors[state_key(item.name, entry)] = chunks
     return tensors
-
-
-def held_tensors(model: Module, optimizer: Optimizer) -> dict[str, Chunks]:
-    """The parameters, buffers and optimizer state that this rank holds, by their names in a checkpoint.
-
-    Semipublic: for tools that compare or digest a run's tensors without saving them, as ``launch/lm/digests.py`` does.
-    Nothing is copied: ``Chunks.written`` has this rank's rectangles of a tensor as they are.
-
-    Args:
-        model: the model, in any wrapping but DeepSpeed's.
-        optimizer: its optimizer.
-
-    Raises:
-        TypeError: the optimizer is none of shardopt's, nor of quantize_state.
-        CheckpointError: the optimizer has parameters that the model does not have.
-    """
-    owner = Owner(optimizer)
-    return chunks_to_save(model, owner, items_of(model, owner))

@@ -34,7 +34,7 @@ from shardopt.sharding.in_model import replaced_parameters
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The options that Megatron's Adam and shardopt's have in common.
 _COMMON = ("lr", "weight_decay", "betas", "eps")
-#: By model chunk, and by the models in its wrappers: Megatron's optimizer, and the DistributedOptimizers in it.
+#: By model chunk, and by the models in Megatron's wrappers of it: the DistributedOptimizers, for checkpoints.
 _optimizers: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
 
 
@@ -58,16 +58,21 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
             rule has sums over parameters, or treats them as matrices, of which each rank has a part only. In this last
             case make Megatron's optimizer anew.
     """
-    wrappers = [
-        w for w in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(w, "is_stub_optimizer", False)
-    ]
+    wrappers = [wrapper for wrapper in _parts(optimizer) if not getattr(wrapper, "is_stub_optimizer", False)]
     for wrapper in wrappers:
         _check(wrapper)
     for wrapper in wrappers:
         wrapper.__class__ = DistributedOptimizer
         wrapper.replace(optimizer_class, options, is_alone=len(wrappers) == 1)
-    adopt([chunk for wrapper in wrappers for chunk in wrapper.model_chunks], [optimizer, *wrappers])
+    for model in (model for wrapper in wrappers for chunk in wrapper.model_chunks for model in _unwrapped(chunk)):
+        _optimizers[model] = tuple(map(weakref.ref, wrappers))
     return optimizer
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers in a chain of Megatron's, or the optimizer itself."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts
 
 
 def _check(wrapper: Any) -> None:
@@ -319,13 +324,6 @@ def stepped_by_group(
     return stepped
 
 
-def adopt(chunks: Sequence[Module], optimizers: Sequence[Any]) -> None:
-    """Lets checkpoints find the optimizers of a model by its chunks, or by the models in Megatron's wrappers."""
-    for chunk in chunks:
-        for model in _unwrapped(chunk):
-            _optimizers[model] = tuple(weakref.ref(optimizer) for optimizer in dict.fromkeys(optimizers))
-
-
 def _unwrapped(model: Module) -> Iterator[Module]:
     """A model, and the models in its wrappers: DistributedDataParallel, Float16Module."""
     yield model
@@ -334,18 +332,13 @@ def _unwrapped(model: Module) -> Iterator[Module]:
         yield model
 
 
-def _alive(model: Module) -> list[Any]:
-    return [optimizer for reference in _optimizers.get(model, ()) if (optimizer := reference()) is not None]
-
-
 def _wrappers(model: Module) -> list[Any]:
     """The DistributedOptimizers of a model."""
-    return [optimizer for optimizer in _alive(model) if hasattr(optimizer, "stepped")]
+    return [wrapper for reference in _optimizers.get(model, ()) if (wrapper := reference()) is not None]
 
 
 def _has_optimizer(model: Module, optimizer: Optimizer) -> bool:
-    known = (*_alive(model), *(wrapper.optimizer for wrapper in _wrappers(model)))
-    return any(optimizer is one for one in known)
+    return any(part in (known, known.optimizer) for part in _parts(optimizer) for known in _wrappers(model))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """torchtitan: configs of its ``OptimizersContainer`` that name shardopt's optimizers, and clipping by the exact norm.
 
-torchtitan 0.3 selects an optimizer by its name in a ``ParamGroupConfig``, later ones by the type of a config
-(``BaseOptimizer.Config``): :func:`param_group` and :func:`container_config` write either.
+torchtitan 0.3 selects an optimizer by its name in a ``ParamGroupConfig``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +15,6 @@ from torchtitan.components import optimizer as _theirs
 
 import shardopt
 from shardopt.optim import ShardedOptimizer
-
-#: torchtitan selects optimizers by the type of their config, not by name (after 0.3).
-SELECTS_BY_CONFIG = hasattr(_theirs, "BaseOptimizer")
 
 
 def _optimizer_class(name: str) -> type[ShardedOptimizer]:
@@ -31,76 +27,47 @@ def _optimizer_class(name: str) -> type[ShardedOptimizer]:
     )
 
 
-if SELECTS_BY_CONFIG:
+class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
+    """torchtitan's container, which knows the names of shardopt's optimizers as well.
+
+    A name that both have (``AdamW``) is torchtitan's: write ``shardopt.AdamW``.
+    """
 
     @dataclass(kw_only=True, slots=True)
-    class OptimizerConfig(_theirs.BaseOptimizer.Config):  # type: ignore[misc]
-        """One of shardopt's optimizers in ``OptimizersContainer.Config(optimizers=[...])``.
+    class Config(_theirs.OptimizersContainer.Config):  # type: ignore[misc]
+        """The fields of torchtitan's config."""
 
-        ``pattern`` is torchtitan's: a regular expression, searched in the parameters' names.
-        """
-
-        name: str
-        """The class: ``"AdamW8bit"``."""
-
-        options: dict[str, Any] = field(default_factory=dict)
-        """The arguments of the class."""
-
-        def build(self, *, params: Any) -> Optimizer:
-            return _optimizer_class(self.name)(params, **self.options)
-
-    OptimizersContainer = _theirs.OptimizersContainer
-
-else:
-
-    class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc, no-redef]
-        """torchtitan's container, which knows the names of shardopt's optimizers as well.
-
-        A name that both have (``AdamW``) is torchtitan's: write ``shardopt.AdamW``.
-        """
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(_theirs.OptimizersContainer.Config):  # type: ignore[misc]
-            """The fields of torchtitan's config."""
-
-        @staticmethod
-        def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-            try:
-                theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
-            except NotImplementedError:  # torchtitan's way to say that it does not know the name
-                return _optimizer_class(name.removeprefix("shardopt."))
-            return theirs
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        try:
+            theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
+        except NotImplementedError:  # torchtitan's way to say that it does not know the name
+            return _optimizer_class(name.removeprefix("shardopt."))
+        return theirs
 
 
 def param_group(pattern: str, name: str, **options: Any) -> Any:
-    """The config of the parameters whose names match a pattern, for :func:`container_config`.
+    """The config of the parameters whose names match a pattern, for :func:`container_config`: a ``ParamGroupConfig``.
 
     Args:
         pattern: a regular expression, searched in the parameters' names; the first group that matches takes it.
         name: an optimizer of shardopt: ``"AdamW8bit"``.
         **options: its arguments.
 
-    Returns:
-        The form of the torchtitan that is installed: a ``ParamGroupConfig`` (0.3) or an :class:`OptimizerConfig`.
-
     Raises:
         ValueError: shardopt has no such optimizer.
     """
     _optimizer_class(name)
-    if SELECTS_BY_CONFIG:
-        return OptimizerConfig(pattern=pattern, name=name, options=options)
     return _theirs.ParamGroupConfig(pattern=pattern, optimizer_name=f"shardopt.{name}", optimizer_kwargs=options)
 
 
 def container_config(*groups: Any) -> Any:
-    """``OptimizersContainer.Config`` of these groups, in the form of the torchtitan that is installed.
+    """``OptimizersContainer.Config`` of these groups.
 
     Args:
         *groups: of :func:`param_group`, and torchtitan's own. State dicts are flat, by the parameters' names, and load
             on any number of ranks.
     """
-    if SELECTS_BY_CONFIG:
-        return OptimizersContainer.Config(optimizers=list(groups))
     return OptimizersContainer.Config(param_groups=list(groups))
 
 

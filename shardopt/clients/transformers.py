@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,25 +142,20 @@ def _by_deepspeed() -> bool:
     return getattr(AcceleratorState(), "deepspeed_plugin", None) is not None
 
 
-def _load_deepspeed(load: Callable[..., None]) -> Callable[..., None]:
-    """Has Trainer load the portable checkpoint into a DeepSpeed engine where it would load DeepSpeed's own.
-
-    Args:
-        load: ``transformers.trainer.deepspeed_load_checkpoint``, still used for folders without a portable checkpoint.
-    """
-
-    def deepspeed_load_checkpoint(engine: Any, path: str, **kwargs: Any) -> None:
-        if not (Path(path) / FOLDER).is_dir():
-            load(engine, path, **kwargs)
-            return
-        loaded = checkpoint.load(Path(path) / FOLDER, engine)
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
-
-    return deepspeed_load_checkpoint
+_load_by_deepspeed = _trainer.deepspeed_load_checkpoint
 
 
-_trainer.deepspeed_load_checkpoint = _load_deepspeed(_trainer.deepspeed_load_checkpoint)
+def _load_deepspeed(engine: Any, path: str, **kwargs: Any) -> None:
+    """Loads the portable checkpoint into an engine where Trainer would load DeepSpeed's, if the folder has one."""
+    if not (Path(path) / FOLDER).is_dir():
+        _load_by_deepspeed(engine, path, **kwargs)
+        return
+    loaded = checkpoint.load(Path(path) / FOLDER, engine)
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
+
+
+_trainer.deepspeed_load_checkpoint = _load_deepspeed
 
 
 def _folder(args: TrainingArguments, state: Any) -> Path:

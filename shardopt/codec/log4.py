@@ -41,19 +41,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, units_in
-from shardopt.codec.logarithmic import are_sound_roots, measure_roots
+from shardopt.codec.base import units_in
+from shardopt.codec.logarithmic import Logarithmic
 from shardopt.kernels.numeric import bits, float_from_bits, fma, reciprocal, round_fma, round_to_int
 
 _LEVELS = 17
 _MAGNITUDES = 7
 _SIGNED = 2 * _MAGNITUDES + 1
-_MAX_RANGE = 8 << 23  # 8 octaves
 _HALF = 0x80008000  # random bits that make h = 1 / 2 for both moments
 
 
-class Log4(Codec):
+class Log4(Logarithmic):
     name = "log4"
+    steps = _LEVELS - 1
+    most = 8 << 23  # 8 octaves
 
     @cached_property
     def table(self) -> Tensor:
@@ -61,12 +62,6 @@ class Log4(Codec):
         c = np.arange(_MAGNITUDES + 1, dtype=np.float64)
         y = c / (2 * _MAGNITUDES - c)
         return torch.from_numpy(np.concatenate([y, -y[:0:-1], [0.0]]).astype(np.float32))
-
-    def measure(self, x: Tensor, *, signed: bool) -> Tensor:
-        """Signed: the largest magnitude. Unsigned: the largest root ``M`` and the whole number ``step``."""
-        if signed:
-            return super().measure(x, signed=True)
-        return measure_roots(x, _LEVELS - 1, _MAX_RANGE)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """The part of the byte that stands for the moment, with ``h = 1 / 2``."""
@@ -100,11 +95,6 @@ class Log4(Codec):
             return self.table.to(codes.device)[c] * scales
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         return float_from_bits(torch.where(q > 0, top - (_LEVELS - q) * step, 0))
-
-    def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        if signed:
-            return super().is_sound(codes, scales, signed=True)
-        return are_sound_roots(codes, scales, _LEVELS - 1, _MAX_RANGE)
 
 
 def _split(codes: Tensor) -> tuple[Tensor, Tensor]:

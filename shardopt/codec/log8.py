@@ -29,16 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
-from shardopt.codec.logarithmic import are_sound_roots, measure_roots
+from shardopt.codec.base import int8_codes, signed_lookup, units_in
+from shardopt.codec.logarithmic import Logarithmic
 from shardopt.kernels.numeric import bits, float32, float_from_bits, fma, reciprocal, round_fma
 
-_LEVELS = 254
-_MAX_RANGE = 32 << 23  # 32 octaves
 
-
-class Log8(Codec):
+class Log8(Logarithmic):
     name = "log8"
+    steps = 254
+    most = 32 << 23  # 32 octaves
 
     @cached_property
     def table(self) -> Tensor:
@@ -47,12 +46,6 @@ class Log8(Codec):
         y = (1.7 - np.sqrt(1.7 * 1.7 - 2.8 * z)) / 1.4
         y[127:] = 1.0
         return torch.from_numpy(y.astype(np.float32))
-
-    def measure(self, x: Tensor, *, signed: bool) -> Tensor:
-        """Signed: the largest magnitude. Unsigned: the largest root ``M`` and the whole number ``step``."""
-        if signed:
-            return super().measure(x, signed=True)
-        return measure_roots(x, _LEVELS, _MAX_RANGE)
 
     def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:
@@ -68,8 +61,3 @@ class Log8(Codec):
         top, step = bits(scales[..., :1]), scales[..., 1:].int()
         q = codes.int()
         return float_from_bits(torch.where(q > 0, top - (255 - q) * step, 0))
-
-    def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        if signed:
-            return super().is_sound(codes, scales, signed=True)
-        return are_sound_roots(codes, scales, _LEVELS, _MAX_RANGE)

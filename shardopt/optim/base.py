@@ -250,13 +250,13 @@ class ShardedOptimizer(OptimizerInterface):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if internals.is_paused:
+        if internals.pauses:
             return loss
         if internals.may_make_state and internals.make_state(scaling):
             return loss
         internals.warn_of_skipped()
         scaling = internals.clipped(scaling)
-        take_held = None if released is None else released.prepare_steps(scaling)
+        take_held = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
         left = released is None or any(param.grad is not None for _, param in self._all_params())
         if released is not None and (left or not released.overlaps_forward):
             released.wait()
@@ -267,8 +267,9 @@ class ShardedOptimizer(OptimizerInterface):
             stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
             if released is None:
                 internals.untrained.look(changed=stepper.gradients_changed)
-        if released is not None and take_held is not None:
+        if take_held is not None:
             take_held()
+        if released is not None:
             released.next_step()
         internals.coefficient = None  # not after an exception: the step may be tried again
         internals.skipped.publish()

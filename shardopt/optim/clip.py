@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.internals import Released, releases
+from shardopt.optim.internals import releases
 from shardopt.step.gradient_norm import GradientNorm
 
 #: The tables of the last call, by the first of its parameters.
@@ -75,7 +76,7 @@ def clip_grad_norm_(
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
     optimizers = _optimizers(optimizer)
-    released = [of_one for scaled in optimizers if (of_one := scaled._internals.released) is not None]
+    released = [of_one for scaled in optimizers if (of_one := scaled._internals.held_release) is not None]
     _demand_held(params, released)
     for of_one in released:
         of_one.take_rest()
@@ -123,9 +124,9 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
     return optimizers
 
 
-def _demand_held(params: Iterable[Tensor], given: Sequence[Released]) -> None:
+def _demand_held(params: Iterable[Tensor], given: Sequence[Any]) -> None:
     """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
-    others = [released for released in releases if released not in given]
+    others: list[Any] = [each for each in releases if each.overlaps_forward and each not in given]
     held = {param for released in others for param in released.held}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(

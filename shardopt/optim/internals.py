@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
@@ -26,7 +26,6 @@ from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
-from shardopt.step.gradient_norm import Shares
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
 
@@ -41,7 +40,7 @@ class Released(Protocol):
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether they are stepped during the next forward pass."""
+        """Whether they are stepped during the next forward pass: whether gradients are held until ``step()``."""
 
     @property
     def params(self) -> Collection[Tensor]:
@@ -52,9 +51,6 @@ class Released(Protocol):
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Raises RuntimeError if ``step()`` gets a closure or a loss scale, which come too late for released steps."""
-
-    def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
-        """Prepares the steps that ``step()`` is to take; gives the function that takes them."""
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
@@ -67,25 +63,6 @@ class Released(Protocol):
 
     def end(self) -> None:
         """Ends the release."""
-
-    @property
-    def held(self) -> Collection[Tensor]:
-        """The parameters whose gradients are held in the host's memory until ``step()``, instead of ``.grad``."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host's memory for such gradients, held now or not."""
-
-    def take_rest(self) -> None:
-        """Takes to the host what ``.grad`` has of gradients that are partly there, before their norm, or a factor."""
-
-    def norm_shares(self, *, largest: bool) -> Shares:
-        """The shares of the norm of these gradients; see :meth:`shardopt.step.gradient_norm.GradientNorm.clip`."""
-
-    def unscale(
-        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
-    ) -> None:
-        """Multiplies these gradients by a factor; adds to ``found``, per device, whether some are not finite."""
 
 
 #: All releases that have begun and not ended.
@@ -113,6 +90,7 @@ class Internals:
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        pauses: while it is not 0, ``step()`` does nothing.
         may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
 
@@ -127,12 +105,17 @@ class Internals:
         self.coefficient: Tensor | None = None
         self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
         self.may_make_state = True
-        self._pauses = 0
+        self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self.is_numbered = False  # whether some of the parameters had numbers in the model
         self._captured: list[object] = []  # objects that CUDA graphs keep using
         self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
+
+    @property
+    def held_release(self) -> Any:
+        """The release, if it holds gradients until ``step()``: :class:`shardopt.release.held.HeldParameters`."""
+        return self.released if self.released is not None and self.released.overlaps_forward else None
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
@@ -257,30 +240,25 @@ class Internals:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, ``step()`` does nothing, for a framework that takes one without gradients to see state appear."""
-        self._pauses += 1
+        self.pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether ``step()`` does nothing now."""
-        return self._pauses > 0
+            self.pauses -= 1
 
     def make_state(self, scaling: LossScaling) -> bool:
         """Makes the parameters' first state if a step is only there for that; returns whether it was."""
-        groups, state, released = self.optimizer.param_groups, self.optimizer.state, self.released
+        groups, state = self.optimizer.param_groups, self.optimizer.state
 
         def has_begun() -> bool:
-            holds = released is not None and bool(released.held)
+            holds = self.held_release is not None and bool(self.held_release.held)
             taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
             return holds or any(map(float, taken))
 
         is_plain = self.coefficient is None and all(x is None for x in scaling)
         if is_plain and only_makes_state(groups, has_begun, self.peers):
             params = [param for group in groups for param in group["params"]]
-            if released is None or any(param.grad is not None for param in params):
+            if self.released is None or any(param.grad is not None for param in params):
                 self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
             for param in params:
                 if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from itertools import count
-from queue import Empty, PriorityQueue
 from threading import Lock
 from weakref import WeakSet
 
@@ -37,25 +34,18 @@ class DeferredStep:
     """A step on its way.
 
     Args:
-        order: the least of those that wait goes first; of several, the one that came first.
         work: takes the step.
         keeps: what is not to be freed before.
         stream: what copies in it; None on the CPU.
     """
 
-    def __init__(
-        self, order: tuple[int, int], work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
         self.taken: Future[None] = Future()
-        self._order = order
         self._work = work
         self._keeps = keeps
         self._stream = stream
         self._ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._back: torch.cuda.Event | None = None
-
-    def __lt__(self, other: DeferredStep) -> bool:
-        return self._order < other._order
 
     def take(self) -> None:
         """Takes it, once what the device was told before is done."""
@@ -97,14 +87,12 @@ class DeferredSteps:
         self._most_waiting = most_waiting
         self._unfinished: list[DeferredStep] = []
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}  # two per device
-        self._submitted = count()
         self._restart()
         _all.add(self)
 
     def _restart(self) -> None:
         self._lock = Lock()  # the backward pass has a thread per device
         self._thread: ThreadPoolExecutor | None = None
-        self._waiting: PriorityQueue[DeferredStep] = PriorityQueue()
 
     def before_fork(self) -> None:
         """Waits until no step is in flight: a forked child gets the parameters, and not the thread that steps them."""
@@ -123,7 +111,7 @@ class DeferredSteps:
     def submit(
         self,
         device: torch.device,
-        order: int,
+        number: int,
         work: Callable[[], None],
         keeps: object,
         *,
@@ -133,7 +121,7 @@ class DeferredSteps:
 
         Args:
             device: of what is stepped.
-            order: the least of those that wait goes first; of several, the one that came first.
+            number: the parameter's, or -1 for the arrival of a gradient: odd and even ones have a stream each.
             work: takes the step, in the other thread where there is one.
             keeps: what is not to be freed before.
             keeps_gradient: whether a gradient on the device is among it: waits, first, while too many are under way.
@@ -149,17 +137,16 @@ class DeferredSteps:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
             # A step waits in its stream for its copies back, which the next one in the other stream need not wait for.
-            place = device, order % 2
+            place = device, number % 2
             if device.type == "cuda" and place not in self._streams:
                 self._streams[place] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            step = DeferredStep((order, next(self._submitted)), work, keeps, self._streams.get(place))
-            self._waiting.put(step)
+            step = DeferredStep(work, keeps, self._streams.get(place))
             self._unfinished.append(step)
             try:
-                self._thread.submit(self._take_all)
+                self._thread.submit(step.take)
             except (RuntimeError, MemoryError):  # no thread could be started, or the interpreter ends
                 self._thread = None
-                self._take_all()
+                step.take()
             return step
 
     def wait(self) -> None:
@@ -173,11 +160,6 @@ class DeferredSteps:
             for (device, _), stream in self._streams.items():
                 torch.cuda.current_stream(device).wait_stream(stream)
             self._let_go()
-
-    def _take_all(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._waiting.get_nowait().take()
 
     def _let_go(self, *, raises: bool = True) -> None:
         """Forgets steps that are done; unless it ``raises``, those that raised stay for the next call that does."""

@@ -216,7 +216,7 @@ def release_gradients(
             hook = param.register_post_accumulate_grad_hook(hooks.step)  # type: ignore[no-untyped-call]
             undo.append(hook.remove)
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(_CheckForward(hooks)).remove)
+        undo.append(replica.register_forward_pre_hook(partial(_check_forward, hooks)).remove)
     if direct:
         undo.append(model.register_forward_pre_hook(_RefuseReplica(hooks, direct)).remove)
     if overlap_forward:
@@ -268,22 +268,16 @@ def _refuse_fsdp1(model: Module) -> None:
         )
 
 
-class _CheckForward:
+def _check_forward(hooks: Weakly, replica: Any, args: Any) -> None:
     """A forward pre-hook of DDP, which decides there what the backward pass does."""
-
-    def __init__(self, released: Weakly) -> None:
-        self._released = released
-
-    def __call__(self, replica: Any, args: Any) -> None:
-        released = self._released()
-        if released is None:
-            return
+    released = hooks()
+    if isinstance(released, HeldParameters):
         released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
-        if replica._join_config.enable:
-            raise RuntimeError(
-                "got join() of DistributedDataParallel while gradients are released, expected the same number of "
-                "batches on all ranks; leave join() out, or remove() the release"
-            )
+    if released is not None and replica._join_config.enable:
+        raise RuntimeError(
+            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
+            "on all ranks; leave join() out, or remove() the release"
+        )
 
 
 class _RefuseReplica:

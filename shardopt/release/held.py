@@ -31,8 +31,6 @@ from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
 from shardopt.step.over_all import OverAll
 
-_ARRIVAL = -1  # goes before all steps
-
 
 class HeldParameters(ReleasedParameters):
     """The parameters of an optimizer that are stepped by themselves, during the next forward pass.
@@ -140,7 +138,7 @@ class HeldParameters(ReleasedParameters):
         source = part.resolve_neg().contiguous()
         # Refers to no object that keeps the release, which may be dropped while this waits in the other thread.
         take = partial(held.take, source, first=first, staging=self._staging, shares=shares)
-        held.arrival = self._deferred.submit(param.device, _ARRIVAL, take, (source, gradient)).taken
+        held.arrival = self._deferred.submit(param.device, -1, take, (source, gradient)).taken
         param.grad = None
 
     def _fit(self, held: HostGradient, shard: Shard, part: Tensor) -> None:

@@ -37,16 +37,16 @@ def _following(unscale: Callable[..., _Found]) -> Callable[..., _Found]:
         def of_scaler() -> _Found:
             return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
 
-        released = optimizer._internals.released if isinstance(optimizer, ShardedOptimizer) else None
-        if released is None or optimizer in _unscaling:
+        held = optimizer._internals.held_release if isinstance(optimizer, ShardedOptimizer) else None
+        if held is None or optimizer in _unscaling:
             return of_scaler()
-        released.take_rest()
+        held.take_rest()
         _unscaling.add(optimizer)
         try:
             found = of_scaler()
         finally:
             _unscaling.remove(optimizer)
-        released.unscale(inv_scale, found, found_inf.shape, allow_fp16=allow_fp16)
+        held.unscale(inv_scale, found, found_inf.shape, allow_fp16=allow_fp16)
         return found
 
     unscale_all.follows_held_gradients = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -19,13 +20,13 @@ from shardopt.release.deferred import DeferredStep, DeferredSteps
 from shardopt.release.parts import GradientParts
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
-from shardopt.step.gradient_norm import Shares
 from shardopt.step.inputs import KeptGradients
 from shardopt.step.stepper import Stepper
 
 _NO_SCALING = LossScaling(None, None)
 
 
+@dataclass
 class _Parameter:
     """A parameter that is stepped by itself.
 
@@ -41,16 +42,15 @@ class _Parameter:
         read_early: whether a forward pass ended without having waited.
     """
 
-    def __init__(self, name: str, group: int, position: int, index: int, stepper: Stepper) -> None:
-        self.name = name
-        self.group = group
-        self.position = position
-        self.index = index
-        self.stepper = stepper
-        self.gradients = 0
-        self.stepped = False
-        self.pending: DeferredStep | None = None
-        self.read_early = False
+    name: str
+    group: int
+    position: int
+    index: int
+    stepper: Stepper
+    gradients: int = 0
+    stepped: bool = False
+    pending: DeferredStep | None = None
+    read_early: bool = False
 
 
 @contextmanager
@@ -159,10 +159,10 @@ class ReleasedParameters:
         parameter.stepped = True
 
     def _defer(self, param: Tensor, parameter: _Parameter, step: Callable[[], None], *, keeps_gradient: bool) -> None:
-        """Has a step taken in the other thread: gradients go as they come, parameters in their order."""
-        order = 0 if keeps_gradient else parameter.index
+        """Has a step taken in the other thread, after those that it was given before."""
+        number = 0 if keeps_gradient else parameter.index
         keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
-        parameter.pending = self._deferred.submit(param.device, order, step, keeps, keeps_gradient=keeps_gradient)
+        parameter.pending = self._deferred.submit(param.device, number, step, keeps, keeps_gradient=keeps_gradient)
         increment_version(param)  # now, too: a backward pass that goes on may still need the old value
 
     def _prepare(
@@ -223,10 +223,6 @@ class ReleasedParameters:
                 "train in bfloat16 without a scaler, or remove() the release"
             )
 
-    def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
-        """Prepares the steps that the optimizer's ``step()`` is to take: none; gives the function that takes them."""
-        return lambda: None
-
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
         self._begin_anew(complete=self._has_gradients)
@@ -251,9 +247,6 @@ class ReleasedParameters:
             parameter.stepped = parameter.read_early = False
             parameter.gradients = 0
 
-    def wait_for_gradients(self) -> None:
-        """Waits for what reads gradients, before DDP overwrites its buckets: nothing, as ``step()`` has waited."""
-
     def end(self) -> None:
         """Ends the release."""
         self.wait()
@@ -262,28 +255,6 @@ class ReleasedParameters:
     def params(self) -> Collection[Tensor]:
         """The parameters."""
         return self._parameters.keys()
-
-    @property
-    def held(self) -> Collection[Tensor]:
-        """The parameters whose gradients are held in the host's memory now: none."""
-        return ()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host's memory for such gradients: none."""
-        return 0
-
-    def take_rest(self) -> None:
-        """Takes to the host what ``.grad`` has of gradients that are partly there: none."""
-
-    def norm_shares(self, *, largest: bool) -> Shares:
-        """The shares of the norm of these gradients."""
-        return {}
-
-    def unscale(
-        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
-    ) -> None:
-        """Multiplies these gradients by a factor."""
 
     def forget(self, *, anew: bool) -> None:
         """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""

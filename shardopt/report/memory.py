@@ -118,8 +118,8 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
         report.host.state += owner._internals.residency.padding_bytes
         for device, nbytes in owner._internals.residency.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
-        if owner._internals.released is not None:
-            report.host.gradients += owner._internals.released.host_bytes
+        if owner._internals.held_release is not None:
+            report.host.gradients += owner._internals.held_release.host_bytes
     return report
 
 

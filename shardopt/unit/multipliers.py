@@ -17,19 +17,15 @@ def _between(share: float, low: float, high: float) -> float:
     return exp(share * log(high) + (1 - share) * log(low))
 
 
-def _many(tokens: float) -> float:
-    return tokens if tokens > 0 else 1.0
-
-
 def linear(inputs: int, outputs: int, tokens: float, constrained: bool = True) -> tuple[float, float, float]:
     """Output, input, parameters; of a weight ``(outputs, inputs)`` and ``tokens`` rows of input."""
     output = inputs**-0.5
-    return output, output if constrained else outputs**-0.5, 1 / sqrt(_many(tokens))
+    return output, output if constrained else outputs**-0.5, 1 / sqrt(tokens or 1)
 
 
 def readout(inputs: int, outputs: int, tokens: float) -> tuple[float, float, float]:
     """Output, input, parameters; of the last layer, whose outputs have std ``inputs ** -0.5`` at first (muP)."""
-    return 1 / inputs, outputs**-0.5, 1 / sqrt(_many(tokens))
+    return 1 / inputs, outputs**-0.5, 1 / sqrt(tokens or 1)
 
 
 def matmul(rows: int, inner: int, columns: int, constrained: bool = True) -> tuple[float, float, float]:
@@ -81,12 +77,12 @@ def query(head_dim: int, mult: float = 1.0) -> float:
 
 def norm(tokens: float) -> float:
     """Gains and biases; of norms of ``tokens`` rows."""
-    return 1 / sqrt(_many(tokens))
+    return 1 / sqrt(tokens or 1)
 
 
 def embedding(entries: int, tokens: float) -> float:
     """Entries; of an embedding."""
-    return sqrt(entries / _many(tokens))
+    return sqrt(entries / (tokens or 1))
 
 
 def add(left: int, right: int, constrained: bool = True) -> tuple[float, float, float]:

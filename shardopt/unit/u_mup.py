@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -30,13 +29,6 @@ _PACKAGE_KINDS = {
     "RMSNorm": _NORM,
 }
 _PACKAGE_STACKS = ("DepthModuleList", "DepthSequential")
-
-
-class _Known(NamedTuple):
-    """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""
-
-    kind: str | None
-    depth: int | None
 
 
 class UMup:
@@ -79,21 +71,23 @@ class UMup:
         """
         distinct = {self._known(param, name) for name in names}
         if len(distinct) > 1:
-            shown = ", ".join(f"{name} ({self._known(param, name).kind})" for name in names)
+            shown = ", ".join(f"{name} ({self._known(param, name)[0]})" for name in names)
             raise ValueError(
                 f"got one parameter with the names {shown}, expected one kind for all names; give it by kinds=..., "
                 "with a pattern for each name, or do not share the parameter"
             )
-        (known,) = distinct
-        if known.kind is None:
+        ((kind, depth),) = distinct
+        if kind is None:
             raise ValueError(
                 f"got parameter {names[0]} of unknown kind, expected a parameter of a module of shardopt.unit or "
                 f'unit_scaling; give its kind, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
             )
-        depth = 1.0 if known.depth is None else known.depth**-0.5
-        return depth * fan_in(shape) ** -0.5 if known.kind == "weight" else depth
+        of_stack = 1.0 if depth is None else depth**-0.5
+        fan_in = math.prod(shape[1:] or shape)  # inputs of each output; of an embedding (entries, width) its width
+        return of_stack * fan_in**-0.5 if kind == "weight" else of_stack
 
-    def _known(self, param: Tensor, name: str) -> _Known:
+    def _known(self, param: Tensor, name: str) -> tuple[str | None, int | None]:
+        """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""
         inside = [prefix for prefix in self._depths if name.startswith(prefix)]
         depth = self._depths[max(inside, key=len)] if inside else None
         kind = self._kinds.get(name)
@@ -102,12 +96,7 @@ class UMup:
         for pattern, (given, *deep) in self._patterns.items():
             if fnmatchcase(name, pattern):
                 kind, depth = given, *(deep or [depth])
-        return _Known(kind, depth)
-
-
-def fan_in(shape: tuple[int, ...]) -> int:
-    """Inputs of each output of a weight ``(out, in, ...)``; of an embedding ``(entries, width)`` its width."""
-    return math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
+        return kind, depth
 
 
 def _of_module(module: Module) -> tuple[Mapping[str, str], int | None]:

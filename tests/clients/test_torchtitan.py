@@ -82,14 +82,10 @@ def test_flat_state_is_resharded(client_ranks: Pool, tmp_path: Path) -> None:
 def build_theirs_and_refuse() -> None:
     from torchtitan.components.optimizer import optimizer as theirs
 
-    from shardopt.clients.torchtitan import SELECTS_BY_CONFIG, container_config, param_group
+    from shardopt.clients.torchtitan import container_config, param_group
 
-    their_group = (
-        theirs.AdamW.Config(pattern="bias", lr=1e-3, fused=False)
-        if SELECTS_BY_CONFIG
-        else theirs.ParamGroupConfig(
-            pattern="bias", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "fused": False}
-        )
+    their_group = theirs.ParamGroupConfig(
+        pattern="bias", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "fused": False}
     )
     container = container_config(their_group, param_group(".*", "AdamW", lr=1e-3)).build(model_parts=[make_net()])
     assert isinstance(container.optimizers[0], torch.optim.AdamW)
@@ -124,16 +120,8 @@ def build_by_plain_names() -> None:
     ]
 
 
-def selects_by_config() -> bool:
-    from shardopt.clients.torchtitan import SELECTS_BY_CONFIG
-
-    return SELECTS_BY_CONFIG
-
-
 def test_plain_names(client_ranks: Pool) -> None:
     """``ParamGroupConfig`` of torchtitan 0.3, as its users write it: a name that both have is torchtitan's."""
-    if client_ranks.run(1, selects_by_config)[0]:
-        pytest.skip("this torchtitan selects optimizers by the type of their config")
     client_ranks.run(1, build_by_plain_names)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardopt
-from attack.index_file import INDEX, file_name, read_index
+from attack.index_file import INDEX, file_name, read_index, strict_tensors
 from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.items import Chunks
@@ -33,6 +35,26 @@ def values_of(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, shape and bytes of each tensor in a checkpoint, by the tests' own reader."""
+    found = strict_tensors(folder, read_index(folder))
+    assert not isinstance(found, str), found
+    return found
+
+
+def contents(model: nn.Module, optimizer: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, shape and bytes of each tensor of a run, however it is sharded. All ranks must call this."""
+    with TemporaryDirectory() as folder:
+        shared = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        shardopt.checkpoint.save(shared[0], model, optimizer)
+        found = tensors_in(Path(shared[0]))
+        if dist.is_initialized():
+            dist.barrier()
+    return found
 
 
 def save(path: Path, tensors: Mapping[str, Chunks], header: dict[str, Any] | None = None) -> None:

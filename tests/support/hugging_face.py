@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 import shardopt
-from lm.digests import of_tensors
+from checkpoint_folder import contents
 from ranks.deepspeed import import_deepspeed
-from shardopt.checkpoint.contents import held_tensors
-from shardopt.layout import engines_of
 
 VOCABULARY, LENGTH = 64, 16
 LAYER = "LlamaDecoderLayer"
@@ -205,33 +203,17 @@ def make_trainer(
     )
 
 
-def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """SHA-256 of every parameter and entry of the state by name, however they are sharded. All ranks must call this."""
-    with engine_or(model, optimizer) as (bare, own):
-        return of_tensors(held_tensors(bare, own))
-
-
-@contextmanager
-def engine_or(model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
-    engines = engines_of(model)
-    if engines is None:
-        yield model, optimizer
-        return
-    with engines.opened(model) as pair:
-        yield pair
-
-
-def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> dict[str, str]:
-    """Trains, from a checkpoint on where one is named, and returns digests of the end."""
+def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> dict[str, Any]:
+    """Trains, from a checkpoint on where one is named, and returns the tensors of the end."""
     trainer = make_trainer(mode, output, **more)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == 6
-    return digests(trainer.model_wrapped, trainer.optimizer)
+    return contents(trainer.model_wrapped, trainer.optimizer)
 
 
 def accelerated(
     mode: str, folder: Path, way: str = "state", resume: bool = False, max_norm: float | None = None
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Trains by a loop of one's own with Accelerate: 6 steps, of which the first 3 are saved, or resumed from.
 
     Args:
@@ -284,11 +266,11 @@ def accelerated(
             accelerator.save_state(str(folder))
         elif step == 2:
             shardopt.checkpoint.save(folder, model, optimizer)
-    return digests(model, optimizer)
+    return contents(model, optimizer)
 
 
-def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, str]]:
-    """Trains by TRL's SFTTrainer; returns the losses and digests of the end."""
+def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, Any]]:
+    """Trains by TRL's SFTTrainer; returns the losses and the tensors of the end."""
     fresh(mode)
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -324,4 +306,4 @@ def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, str]]:
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, digests(trainer.model_wrapped, trainer.optimizer)
+    return losses, contents(trainer.model_wrapped, trainer.optimizer)

@@ -17,8 +17,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardopt
-from lm.digests import of_tensors
-from shardopt.checkpoint.contents import held_tensors
+from checkpoint_folder import contents
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
 
@@ -129,10 +128,10 @@ def validated(mode: str, folder: Path) -> float:
     return found["loss"]
 
 
-def trained(mode: str, folder: Path, resume: bool = False, max_norm: float | None = None) -> dict[str, str]:
-    """Trains 6 steps, saving after the third, or from there on; returns digests of the end. All ranks call this."""
+def trained(mode: str, folder: Path, resume: bool = False, max_norm: float | None = None) -> dict[str, Any]:
+    """Trains 6 steps, saving after the third, or from there on; returns the tensors of the end. All ranks call this."""
     trainer = make_trainer(mode, folder)
     module = make_module(max_norm)
     trainer.fit(module, one_batch(), ckpt_path=folder / "step=3.ckpt" if resume else None)
     assert trainer.global_step == 6
-    return of_tensors(held_tensors(trainer.strategy.model, trainer.optimizers[0]))
+    return contents(trainer.strategy.model, trainer.optimizers[0])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import train
+from checkpoint_folder import tensors_in
 from lm import checkpoint
 from ranks.pool import Pool
 from shardopt.checkpoint.index import INDEX_NAME, dump_index, load_index
@@ -72,10 +73,9 @@ def losses(output: Path) -> list[float]:
     return [row["train_loss"] for row in rows if "train_loss" in row]
 
 
-def digests(output: Path, step: int) -> dict[str, str]:
-    """The digests that a checkpoint holds."""
-    found: dict[str, str] = checkpoint.read_header(output / "checkpoints" / f"step-{step:08d}")["digests"]
-    return found
+def contents(output: Path, step: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The tensors that a checkpoint holds: dtype, shape and bytes."""
+    return tensors_in(output / "checkpoints" / f"step-{step:08d}")
 
 
 def assert_same_run(output: Path, other: Path, steps: Iterable[int] = (4, 8)) -> None:
@@ -83,7 +83,7 @@ def assert_same_run(output: Path, other: Path, steps: Iterable[int] = (4, 8)) ->
     assert losses(output) == losses(other)
     assert summary(output)["heldout_loss"] == summary(other)["heldout_loss"]
     for step in steps:
-        assert digests(output, step) == digests(other, step)
+        assert contents(output, step) == contents(other, step)
 
 
 def steps_saved(output: Path) -> list[int]:

@@ -16,7 +16,7 @@ import torch.utils.cpp_extension
 
 import train
 from ranks.pool import Pool
-from train_job import ROOT, TINY, assert_same_run, digests, losses, run_on, summary, write_text
+from train_job import ROOT, TINY, assert_same_run, contents, losses, run_on, summary, write_text
 
 CONFIGS = ROOT / "configs"
 UNCLIPPED = (*TINY, "--clip", 0)  # a norm is summed in another order elsewhere
@@ -110,10 +110,10 @@ def test_a_checkpoint_of_fsdp2_resumes(
     saved = fsdp2 / "checkpoints" / "step-00000004"
     options = (*UNCLIPPED, "--data", text, "--output", tmp_path, "--resume", saved)
     found = run_deepspeed(deepspeed_ranks, CONFIGS / f"{name}.json", *options)
-    assert found["verified"]["tensors"] == len(digests(fsdp2, 4))
+    assert found["verified"]["tensors"] == len(contents(fsdp2, 4))
     assert found["verified"]["codes"] == found["verified"]["scales"] > 0
     if name == "zero2":
-        assert digests(tmp_path, 8) == digests(fsdp2, 8)
+        assert contents(tmp_path, 8) == contents(fsdp2, 8)
     assert losses(tmp_path) == pytest.approx(losses(fsdp2)[4:], rel=1e-4)
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_zero_3_resumes_elsewhere(
 ) -> None:
     options = (*UNCLIPPED, "--data", text, "--output", tmp_path, "--backend", backend, "--stop-at-step", 5)
     found = run_on(ranks, world_size, *options, "--resume", zero3 / "checkpoints" / "step-00000004")
-    assert found["verified"]["tensors"] == len(digests(zero3, 4))
+    assert found["verified"]["tensors"] == len(contents(zero3, 4))
     assert found["verified"]["codes"] > 0
     assert losses(tmp_path) == pytest.approx(losses(zero3)[4:5], rel=1e-4)
 
@@ -135,7 +135,7 @@ def test_zero_3_resumes_as_if_it_had_never_stopped(
     resume = ("--resume", zero3 / "checkpoints" / "step-00000004")
     run_deepspeed(deepspeed_ranks, CONFIGS / "zero3.json", *options, *resume)
     assert losses(tmp_path) == losses(zero3)[4:]
-    assert digests(tmp_path, 8) == digests(zero3, 8)
+    assert contents(tmp_path, 8) == contents(zero3, 8)
 
 
 def test_the_jobs_options_complete_the_config(deepspeed_ranks: Pool, text: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_bfloat16_without_masters(deepspeed_ranks: Pool, text: Path, tmp_path: P
     options = (*options, "--options", "master_weight_bits=24")
     run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--stop-at-step", 4)
     found = run_deepspeed(deepspeed_ranks, CONFIGS / "zero2.json", *options, "--resume", "auto")
-    assert found["verified"]["tensors"] == len(digests(tmp_path, 4))
+    assert found["verified"]["tensors"] == len(contents(tmp_path, 4))
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
 
 

@@ -105,21 +105,21 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 
 @contextmanager
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
-    """Inside, something is called in the other thread before each step there, with the ``order`` of its submission.
+    """Inside, something is called in the other thread before each step there, with the ``number`` of its submission.
 
     Arrivals of gradients are left out.
     """
     original = DeferredSteps.submit
 
     def submit(
-        self: DeferredSteps, device: torch.device, order: int, work: Callable[[], None], keeps: object, **more: Any
+        self: DeferredSteps, device: torch.device, number: int, work: Callable[[], None], keeps: object, **more: Any
     ) -> Any:
         def late() -> None:
-            if order >= 0:
-                call(order)
+            if number >= 0:
+                call(number)
             work()
 
-        return original(self, device, order, late, keeps, **more)
+        return original(self, device, number, late, keeps, **more)
 
     DeferredSteps.submit = submit
     try:
