@@ -1,8 +1,8 @@
 """Checks of torch over its database of optimizers (``OptimizerInfo``, test/test_optim.py), for every rule.
 
 The wheels of torch have the database, which needs another package, but not the checks: test_torch_optim_suite.py runs
-torch's own file where there is one. Those here, by torch's names, need each class as it is: what its constructor, its
-param groups and its state hold. Others are tests/optim, tests/state and tests/step.
+torch's own file where there is one. Checks whose code is common to all rules stand in tests/optim, tests/state and
+tests/step.
 """
 
 from __future__ import annotations
