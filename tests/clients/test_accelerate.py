@@ -40,12 +40,14 @@ def test_sharded(client_ranks: Pool, plain: tuple[dict[str, str], Path], mode: s
 
 #: Mode on 2 ranks before, ranks and mode after, and what saves: "state" by Accelerate, "portable" by shardopt.
 LOADS: list[Any] = [
-    *((mode, 1, mode, "state") for mode in ("fsdp1", "fsdp2", "fsdp2 sharded")),
     ("fsdp1", 4, "fsdp1", "state"),
-    *((before, *after, "portable") for before in ("fsdp1", "fsdp2") for after in ((1, "plain"), (2, "fsdp1"))),
+    ("fsdp2", 1, "fsdp2", "state"),
+    ("fsdp2 sharded", 1, "fsdp2 sharded", "state"),
+    ("fsdp1", 1, "plain", "portable"),
+    ("fsdp2", 2, "fsdp1", "portable"),
     *(
         pytest.param(before, size, after, "portable", marks=needs("deepspeed"))
-        for before, size, after in (("zero2", 1, "zero2"), ("zero2 offload", 4, "zero2"), ("zero2", 2, "fsdp1"))
+        for before, size, after in (("zero2 offload", 4, "zero2"), ("zero2", 2, "fsdp1"))
     ),
 ]
 
@@ -63,13 +65,6 @@ def test_loads_elsewhere(
     """On another number of ranks; by shardopt.checkpoint, which takes what was prepared, in any other mode, too."""
     assert client_ranks.run(2, accelerated, before, tmp_path, way) == [plain[0]] * 2
     assert client_ranks.run(world_size, accelerated, after, tmp_path, way, True) == [plain[0]] * world_size
-
-
-@needs("deepspeed")
-def test_zero3_goes_on_on_another_number_of_ranks(client_ranks: Pool, tmp_path: Path) -> None:
-    """ZeRO 3 multiplies matrices in an order of its own: its bits are compared with its own."""
-    found = client_ranks.run(2, accelerated, "zero3 offload", tmp_path, "portable")
-    assert client_ranks.run(4, accelerated, "zero3", tmp_path, "portable", True) == found[:1] * 4
 
 
 def test_clipped_by_the_exact_norm(client_ranks: Pool, plain: tuple[dict[str, str], Path], tmp_path: Path) -> None:

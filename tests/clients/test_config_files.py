@@ -19,6 +19,7 @@ import torch
 import yaml
 
 import shardopt
+from hugging_face import save_model
 from needed import needs
 from ranks.pool import Pool
 
@@ -83,27 +84,10 @@ CLIENTS = {
     "swift": (SWIFT, ["-m", "swift.cli.main", "sft", "config.yml"]),
     "axolotl": (AXOLOTL, ["-m", "axolotl.cli.train", "config.yml"]),
 }
-#: Saves a tokenizer and a model of 90 thousand parameters.
-MODEL = """
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number + 3 for number in range(10)}
-bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
-PreTrainedTokenizerFast(tokenizer_object=bare, **special).save_pretrained("llama")
-LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=1, pad_token_id=0,
-    )
-).save_pretrained("llama")
-"""
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_two_steps(client: str, tmp_path: Path) -> None:
+def test_two_steps(client_ranks: Pool, client: str, tmp_path: Path) -> None:
     if find_spec(client) is None:
         extra = {"swift": "ms-swift"}.get(client, client)
         pytest.skip(f"{extra} not installed: pip install 'shardopt[{extra}]'")
@@ -115,11 +99,11 @@ def test_two_steps(client: str, tmp_path: Path) -> None:
     (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": "1 2", "input": "", "output": "3 4"}] * 8))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"alpaca": {"file_name": "alpaca.json"}}))
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for arguments in (["-c", MODEL], command):
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    client_ranks.run(1, save_model, tmp_path / "llama")
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (saved,) = tmp_path.glob("run/**/checkpoint-2/optimizer.pt")
     state = torch.load(saved, weights_only=True)
     assert any("exp_avg_sq_codes" in entries for entries in state["state"].values())

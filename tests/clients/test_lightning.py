@@ -99,15 +99,3 @@ def test_clips_in_mixed_precision(client_ranks: Pool, precision: str, exactly: b
     assert (found[0] == found[1]) == (precision == "16-mixed")
     lengths = torch.tensor([torch.linspace(-2, 2, 8).tolist(), *found]).diff(dim=0).norm(dim=1)
     torch.testing.assert_close(lengths, torch.tensor([0.125, 0.0 if precision == "16-mixed" else 0.125, 0.125]))
-
-
-def refused_deepspeed(folder: Path) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        trained("deepspeed", folder)
-    return str(caught.value)
-
-
-@needs("deepspeed")
-def test_deepspeed_needs_a_gpu(client_ranks: Pool, tmp_path: Path) -> None:
-    """The reason why docs/clients.md has no result for it: to be replaced by one as soon as this fails."""
-    assert "only supported on CUDA GPUs" in client_ranks.run(1, refused_deepspeed, tmp_path)[0]

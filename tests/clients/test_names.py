@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from enum import Enum
 from functools import partial
@@ -23,10 +24,6 @@ from shardopt.clients import names
 from shardopt.clients.names import NAMES, add_names, find_by_name, parse_options
 
 NAMED = {"optim": "shardopt_adamw_8bit", "optim_args": "min_quantized_numel=64"}
-
-
-class OptimizerNames(str, Enum):
-    SGD = "sgd"
 
 
 class Args(SimpleNamespace):
@@ -71,21 +68,6 @@ def test_every_optimizer_has_a_name() -> None:
     }
 
 
-def test_members_are_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "installed_version", lambda: "5.24.0")
-    for _ in range(2):
-        add_names(SimpleNamespace(OptimizerNames=OptimizerNames))  # type: ignore[arg-type]
-    assert [member.value for member in OptimizerNames] == ["sgd", *NAMES]
-    for value in NAMES:
-        member = OptimizerNames(value)
-        assert member is OptimizerNames[value.upper()] is getattr(OptimizerNames, value.upper())
-        assert member == value
-        assert isinstance(member, OptimizerNames)
-        constructor, arguments = member.__reduce_ex__(2)[:2]
-        assert constructor(*arguments) is member
-        assert {member: 1}[member] == 1
-
-
 @pytest.mark.parametrize("version", ["4.56.2", "6.0.0"])
 def test_other_versions_are_left_alone_and_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Left(str, Enum):
@@ -116,6 +98,13 @@ def test_register_installs_hooks_that_are_left_out(monkeypatch: pytest.MonkeyPat
     assert installed == [["transformers"]]
 
 
+def test_every_optimizer_is_made_by_its_name(find: Any) -> None:
+    model = Model()
+    for name, kind in NAMES.items():
+        found, options = find(Args(name), model)
+        assert type(kind(options.pop("params", model.parameters()), **options)) is found is kind
+
+
 def test_other_names_stay_theirs(find: Any) -> None:
     assert find(Args("sgd", "momentum=0.9")) == (torch.optim.SGD, {"lr": 1e-3})
 
@@ -125,18 +114,13 @@ def test_other_names_stay_theirs(find: Any) -> None:
     [
         (None, {}),
         ("", {}),
-        ("codec=log8", {"codec": "log8"}),
         (
             "codec=dynamic8, block_size=64,betas=(0.9,0.95),lr=1e-4",
             {"codec": "dynamic8", "block_size": 64, "betas": (0.9, 0.95), "lr": 1e-4},
         ),
         (
-            "ns_coefficients=((1, 2, 3), (4, 5, 6)), split=each",
-            {"ns_coefficients": ((1, 2, 3), (4, 5, 6)), "split": "each"},
-        ),
-        (
-            "stochastic_rounding=True, offload=None, device_state_budget=2GiB",
-            {"stochastic_rounding": True, "offload": None, "device_state_budget": "2GiB"},
+            "ns_coefficients=((1, 2, 3), (4, 5, 6)), offload=None, device_state_budget=2GiB",
+            {"ns_coefficients": ((1, 2, 3), (4, 5, 6)), "offload": None, "device_state_budget": "2GiB"},
         ),
     ],
 )
@@ -160,12 +144,7 @@ def test_refused_options(text: str, message: str) -> None:
     ("args", "expected"),
     [
         (Args("shardopt_adamw_8bit"), {"lr": 1e-3}),
-        (Args("shardopt_lion_8bit"), {"lr": 1e-3}),
         (Args("shardopt_sgd", "momentum=0.9", adam_beta1=0.8, adam_epsilon=1e-6), {"lr": 1e-3, "momentum": 0.9}),
-        (
-            Args("shardopt_adamw", adam_beta2=0.95, adam_epsilon=1e-6),
-            {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6},
-        ),
         (Args("shardopt_lion", adam_beta2=0.95, adam_epsilon=1e-6), {"lr": 1e-3, "betas": (0.9, 0.95)}),
         (Args("shardopt_ademamix", adam_beta1=0.8), {"lr": 1e-3, "betas": (0.8, 0.999, 0.9999)}),
         (
@@ -232,6 +211,7 @@ def parsed() -> dict[str, Any]:
     for name in NAMES:
         (args,) = parser.parse_args_into_dataclasses(["--optim", name, "--output_dir", "x", "--use_cpu"])
         assert args.to_dict()["optim"] == name
+        assert pickle.loads(pickle.dumps(args.optim)) is args.optim is type(args.optim)[name.upper()]
         found[name] = args.optim.value
     with pytest.raises(TypeError, match="blocksize"):
         hugging_face.make_trainer(
@@ -252,7 +232,7 @@ def plain(client_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @transformers
-@pytest.mark.parametrize("mode", ["plain", "ddp", "fsdp2", pytest.param("zero2 offload", marks=needs("deepspeed"))])
+@pytest.mark.parametrize("mode", ["plain", "fsdp2", pytest.param("zero2 offload", marks=needs("deepspeed"))])
 def test_named_is_the_class(client_ranks: Pool, plain: dict[str, str], mode: str, tmp_path: Path) -> None:
     """With the same bits, at the end and after a resume."""
     world_size = 1 if mode == "plain" else 2
@@ -262,7 +242,7 @@ def test_named_is_the_class(client_ranks: Pool, plain: dict[str, str], mode: str
 
 
 @transformers
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero2", marks=needs("deepspeed"))])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "fsdp1", pytest.param("zero2", marks=needs("deepspeed"))])
 def test_muon_by_name(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
     options = "adamw_lr=3e-3, min_quantized_numel=64"
     muon = partial(trained, optim="shardopt_muon_8bit", optim_args=options, weight_decay=0.1)
@@ -270,18 +250,3 @@ def test_muon_by_name(client_ranks: Pool, mode: str, tmp_path: Path) -> None:
     assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer_codes" in expected[0]
     assert client_ranks.run(2, muon, mode, tmp_path) == expected * 2
     assert client_ranks.run(2, muon, mode, tmp_path, str(tmp_path / "checkpoint-3")) == expected * 2
-
-
-def every_name(output: Path) -> dict[str, str]:
-    found = {}
-    for name in NAMES:
-        trainer = hugging_face.make_trainer("plain", output, optim=name)
-        trainer.args.max_steps = 2
-        trainer.train()
-        found[name] = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
-    return found
-
-
-@transformers
-def test_two_steps_by_every_name(client_ranks: Pool, tmp_path: Path) -> None:
-    assert client_ranks.run(1, every_name, tmp_path) == [{name: kind.__name__ for name, kind in NAMES.items()}]

@@ -6,7 +6,6 @@ with ``--no-deps`` on a machine without CUDA). NeMo-RL, which is on no package i
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,16 +21,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import shardopt
-from hugging_face import tiny_llama
+from hugging_face import save_model
 from needed import needs
 from ranks.models import WAYS, make_frozen, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, snapshot
 
 verl = needs("verl")
-OPTIONS = {"lr": 1e-2, "min_quantized_numel": 64}
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "reinforcement_learning.md"
 
 
@@ -64,53 +60,36 @@ def move(optimizer: Optimizer, device: str) -> None:
                     state[key] = value.to(device, non_blocking=True)
 
 
-def moved(way: str, options: dict[str, Any], moves: list[Callable[[Optimizer], None]]) -> Snapshot:
+def moved(way: str, options: dict[str, Any], moves: int) -> Snapshot:
     """Weights and state after three steps, with moves before each."""
-    dtype = torch.bfloat16 if "master_weight_bits" in options else torch.float32
-    model = WAYS[way](make_frozen(0).to(dtype))
-    optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS, **options)
+    model = WAYS[way](make_frozen(0).to(torch.bfloat16 if options else torch.float32))
+    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, **options)
     for step in range(3):
         set_gradients(model, step)
         with Copying():
-            for act in moves:
-                act(optimizer)
+            for _ in range(moves):
+                move(optimizer, "cpu")
         optimizer.step()
     return snapshot(named_parameters(model), optimizer)
 
 
-def same_after_moves(way: str, options: dict[str, Any], moves: list[Callable[[Optimizer], None]]) -> None:
-    assert_same(moved(way, options, moves), moved(way, options, []))
+def same_after_moves(way: str, options: dict[str, Any]) -> None:
+    assert_same(moved(way, options, 2), moved(way, options, 0))
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}], ids=str)
-@pytest.mark.parametrize(("way", "size"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("way", "size", "options"), [("single", 1, {}), ("fsdp", 2, {"master_weight_bits": 24})])
 def test_state_moved_by_hand(ranks: Pool, way: str, size: int, options: dict[str, Any]) -> None:
-    ranks.run(size, same_after_moves, way, options, [partial(move, device="cpu")] * 2)
+    ranks.run(size, same_after_moves, way, options)
 
 
-def get_class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit", "ADOPT8bit"])
-def test_nemo_rl_calls(name: str) -> None:
+def test_nemo_rl_calls() -> None:
     """``policy.optimizer.name`` and ``kwargs`` of its recipes; the trainable parameters come as a generator."""
     model = make_frozen(0)
     kwargs = {"lr": 5e-6, "weight_decay": 0.01, "foreach": False, "fused": False}
-    optimizer = get_class(f"shardopt.{name}")((p for p in model.parameters() if p.requires_grad), **kwargs)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, end_factor=1.0, total_iters=50),
-            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=10**10),
-        ],
-        milestones=[50],
-    )
+    optimizer = shardopt.AdamW8bit((p for p in model.parameters() if p.requires_grad), **kwargs)
     set_gradients(model, 0)
     optimizer.step()
-    scheduler.step()
-    assert 0.5e-6 < optimizer.param_groups[0]["lr"] < 5e-6
+    assert len(optimizer.state) == sum(param.requires_grad for param in model.parameters())
 
 
 def test_muon_by_shape() -> None:
@@ -150,8 +129,6 @@ def built(name: str, override: dict[str, Any] | None, module: str = "shardopt") 
     [
         ("AdamW8bit", {"codec": "log8", "master_weight_bits": 24}, (0.9, 0.98)),
         ("Lion8bit", None, (0.9, 0.99)),
-        ("ADOPT8bit", None, (0.9, 0.9999)),
-        ("ADOPT8bit", {"betas": (0.9, 0.98)}, (0.9, 0.98)),
         ("AdEMAMix8bit", {"betas": [0.9, 0.999, 0.9999]}, [0.9, 0.999, 0.9999]),
     ],
 )
@@ -162,39 +139,10 @@ def test_verl_builds(client_ranks: Pool, name: str, override: dict[str, Any] | N
     assert (group["lr"], group["betas"]) == (1e-6, betas)
 
 
-def refused(name: str) -> str:
-    with pytest.raises(ValueError, match="got") as caught:
-        built(name, None)
-    return str(caught.value)
-
-
-@verl
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("AdEMAMix8bit", "betas: got (0.9, 0.98), expected 3 numbers"), ("Muon8bit", "expected two dimensions or more")],
-)
-def test_verl_is_told_what_is_missing(client_ranks: Pool, name: str, message: str) -> None:
-    (text,) = client_ranks.run(1, refused, name)
-    assert message in text
-
-
 @verl
 def test_verl_builds_muon(client_ranks: Pool) -> None:
     (group,) = client_ranks.run(1, built, "muon", {"vocabulary": 97, "adamw_lr": 1e-6}, __name__)
     assert (group["class"], group["algorithm"]) == ("Muon8bit", "muon")
-
-
-def verls_moves(way: str, options: dict[str, Any]) -> None:
-    from verl.utils.fsdp_utils import load_fsdp_optimizer, offload_fsdp_optimizer
-
-    same_after_moves(way, options, [offload_fsdp_optimizer, partial(load_fsdp_optimizer, device_id="cpu")])
-
-
-@verl
-@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}], ids=str)
-@pytest.mark.parametrize(("way", "size"), [("single", 1), ("fsdp", 2)])
-def test_verls_offload(client_ranks: Pool, way: str, size: int, options: dict[str, Any]) -> None:
-    client_ranks.run(size, verls_moves, way, options)
 
 
 def use_cpu() -> None:
@@ -315,22 +263,12 @@ def resumed(folder: Path, strategy: str, dtype: str) -> None:
 
 
 @verl
-@pytest.mark.parametrize(("strategy", "dtype"), [("fsdp2", "fp32"), ("fsdp2", "bf16"), ("fsdp", "fp32")])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "strategy", "dtype"), [(1, "fsdp2", "fp32"), (2, "fsdp2", "bf16"), (2, "fsdp", "fp32")]
+)
 def test_verls_engine_resumes(client_ranks: Pool, tmp_path: Path, size: int, strategy: str, dtype: str) -> None:
-    save_model(tmp_path / "model")
+    client_ranks.run(1, save_model, tmp_path / "model")
     client_ranks.run(size, resumed, tmp_path, strategy, dtype, timeout=300)
-
-
-def save_model(folder: Path) -> None:
-    """A model of 90 thousand parameters and its tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tiny_llama().save_pretrained(folder)
-    bare = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=bare, **special).save_pretrained(folder)
 
 
 def automodels(name: str, options: dict[str, Any]) -> list[str]:
@@ -348,7 +286,6 @@ def automodels(name: str, options: dict[str, Any]) -> list[str]:
     ("name", "options", "expected"),
     [
         ("shardopt.AdamW8bit", {"lr": 1e-5, "betas": [0.9, 0.999]}, ["AdamW8bit", "log8"]),
-        ("shardopt.Lion8bit", {"lr": 1e-5, "codec": "companded8"}, ["Lion8bit", "companded8"]),
         (f"{__name__}.muon", {"vocabulary": 97, "adamw_lr": 1e-5}, ["Muon8bit", "log8", "log8"]),
     ],
 )

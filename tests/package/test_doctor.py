@@ -36,40 +36,29 @@ def test_what_is_sound(findings: list[Finding], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("findings", "remedy"),
+    ("is_fault", "findings", "remedy"),
     [
-        (of_torch("2.5.1", None), "install PyTorch 2.6 to before 2.16"),
-        (of_cpu(("avx2", "portable"), "avx2", ("portable",)), "no -ffast-math"),
-        (of_gpus([H100], with_cuda=False), "SHARDOPT_CUDA=1"),
-        (of_gpus([H100._replace(failure="no kernel image")], with_cuda=True), "SHARDOPT_CUDA_ARCHS=90 "),
-        (of_gpus([Gpu("Tesla P100", (6, 0), "no")], with_cuda=True), "begin at compute capability 7.5"),
-        (of_packages({"deepspeed": "0.18.2"}), "pip install 'deepspeed>=0.19.8,<0.20'"),
+        (True, of_torch("2.5.1", None), "install PyTorch 2.6 to before 2.16"),
+        (True, of_cpu(("avx2", "portable"), "avx2", ("portable",)), "no -ffast-math"),
+        (True, of_gpus([H100], with_cuda=False), "SHARDOPT_CUDA=1"),
+        (True, of_gpus([H100._replace(failure="no kernel image")], with_cuda=True), "SHARDOPT_CUDA_ARCHS=90 "),
+        (True, of_gpus([Gpu("Tesla P100", (6, 0), "no")], with_cuda=True), "begin at compute capability 7.5"),
+        (True, of_packages({"deepspeed": "0.18.2"}), "pip install 'deepspeed>=0.19.8,<0.20'"),
+        (False, of_torch("2.16.0", None), "not tried"),
+        (False, of_torch("2.14.0", None, "got a storage of another layout"), "read tensors through Python"),
+        (False, of_cpu(("portable",), "portable", ()), "AVX2 or NEON"),
+        (False, of_gpus([], with_cuda=True), "names the reason"),
+        (False, of_packages({"transformers": "6.0.0"}), "optim= takes no names of ours in this version"),
+        (False, of_packages({"transformers": "4.56"}), "pass optimizer_cls_and_kwargs to Trainer"),
+        (False, [of_hooks(("torch",))], "unset SHARDOPT_HOOKS"),
     ],
 )
-def test_a_fault_has_a_remedy(findings: list[Finding], remedy: str) -> None:
-    assert [finding.is_fault for finding in findings if remedy in finding.remedy] == [True]
+def test_faults_and_advice_have_a_remedy(is_fault: bool, findings: list[Finding], remedy: str) -> None:
+    assert [finding.is_fault for finding in findings if remedy in finding.remedy] == [is_fault]
     said = report(findings)
-    assert f"-> {remedy}" in said or remedy in said
-    assert said.endswith("1 fault found")
-    assert "FAULT" in said
-
-
-@pytest.mark.parametrize(
-    ("findings", "remedy"),
-    [
-        (of_torch("2.16.0", None), "not tried"),
-        (of_torch("2.14.0", None, "got a storage of another layout"), "read tensors through Python"),
-        (of_cpu(("portable",), "portable", ()), "AVX2 or NEON"),
-        (of_gpus([], with_cuda=True), "names the reason"),
-        (of_packages({"transformers": "6.0.0"}), "optim= takes no names of ours in this version"),
-        (of_packages({"transformers": "4.56"}), "pass optimizer_cls_and_kwargs to Trainer"),
-        ([of_hooks(("torch",))], "unset SHARDOPT_HOOKS"),
-        ([of_hooks(())], "unset SHARDOPT_HOOKS"),
-    ],
-)
-def test_advice_is_no_fault(findings: list[Finding], remedy: str) -> None:
-    assert [finding.is_fault for finding in findings if remedy in finding.remedy] == [False]
-    assert report(findings).endswith("no faults found")
+    assert remedy in said
+    assert said.endswith("1 fault found" if is_fault else "no faults found")
+    assert ("FAULT" in said) == is_fault
 
 
 def test_a_trial_step_notices_other_bits_and_failures() -> None:

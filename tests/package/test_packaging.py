@@ -135,31 +135,3 @@ def test_cuda_kernels_by_default_where_a_gpu_is(
         (tmp_path / "bin/nvcc").unlink()
         with pytest.raises(SystemExit, match="SHARDOPT_CUDA=1, but no nvcc was found; set CUDA_HOME"):
             runpy.run_path(str(ROOT / "setup.py"))
-
-
-@pytest.mark.parametrize("nvcc", [True, False])
-def test_the_tests_environment_has_cuda_kernels_where_nvcc_is(tmp_path: Path, nvcc: bool) -> None:
-    """Their PTX is tested without a GPU, too."""
-    script(tmp_path / "nvidia-smi", "exit 9")
-    if nvcc:
-        script(tmp_path / "nvcc")
-    # Stops where setup_env has set its variables: make_venv is what it calls next.
-    program = 'make_venv() { echo "${SHARDOPT_CUDA:-}" "$SHARDOPT_CUDA_ARCHS"; exit; }; setup_env test'
-    command = ["/bin/bash", "-c", f"PATH={tmp_path}:/usr/bin:/bin; . launch/setup_env.sh; PATH={tmp_path}; {program}"]
-    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{1 if nvcc else ''} 90-virtual\n"
-
-
-@pytest.mark.parametrize("repository", [None, "https://example.org/shardopt"])
-def test_the_package_links_to_the_repository_that_is_named(
-    monkeypatch: pytest.MonkeyPatch, repository: str | None
-) -> None:
-    monkeypatch.setenv("SHARDOPT_CUDA", "0")
-    monkeypatch.delenv("SHARDOPT_REPOSITORY", raising=False)
-    if repository is not None:
-        monkeypatch.setenv("SHARDOPT_REPOSITORY", repository)
-    given: dict[str, object] = {}
-    monkeypatch.setattr("setuptools.setup", given.update)
-    runpy.run_path(str(ROOT / "setup.py"))
-    expected = {} if repository is None else {"Source": repository, "Issues": f"{repository}/issues"}
-    assert given["project_urls"] == expected

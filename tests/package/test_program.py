@@ -72,13 +72,6 @@ def output_of(programs: Programs, folder: Path, *arguments: str, **environment: 
     return (folder / "command" / "output.txt").read_text()
 
 
-def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    write_programs(folder)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    command = [sys.executable, *launcher, "-m", "shardopt", "run", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -102,10 +95,12 @@ def test_a_program_runs_as_main(
 
 def test_under_torchrun(tmp_path: Path) -> None:
     """A command on PATH, whose shebang does not count."""
-    (tmp_path / "beside.py").touch()
+    write_programs(tmp_path)
     (tmp_path / "a-command").write_text(f"#!{sys.executable}\n{PROGRAM}")
     (tmp_path / "a-command").chmod(0o755)
-    done = run(tmp_path, "--replace", "AdamW=AdamW8bit", "a-command", "a", launcher=TORCHRUN)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, *TORCHRUN, "-m", "shardopt", "run", "--replace", "AdamW=AdamW8bit", "a-command", "a"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [json.loads((tmp_path / f"facts{rank}").read_text())[2:4] for rank in (0, 1)] == [[["a"], OURS]] * 2
 
@@ -139,8 +134,7 @@ def test_mistakes(
     assert ended.value.code != 0
 
 
-@pytest.mark.parametrize("before", [(), ("--",)])
-@pytest.mark.parametrize("own", [("--", "-x"), ("a", "--", "--", "-m")])
+@pytest.mark.parametrize(("before", "own"), [((), ("--", "-x")), (("--",), ("a", "--", "--", "-m"))])
 def test_dashes_are_the_programs_own(
     before: tuple[str, ...], own: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +153,15 @@ def test_errors_of_programs_are_their_own(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "broken.py").write_text("raise BrokenPipeError('the worker is gone')\n")
     with pytest.raises(BrokenPipeError, match="the worker is gone"):
         main(["run", str(tmp_path / "broken.py")])
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["estimate", "7B"]) == 141
+        monkeypatch.undo()
 
 
 DEEPSPEED = """

@@ -72,19 +72,3 @@ def test_no_sentence_begins_with_a_pronoun(folder: str) -> None:
     }
     assert found
     assert not {path: sentences for path, sentences in found.items() if sentences}
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "count"),
-    [
-        (".py", '"""What a step needs."""', 1),
-        (".py", 'def f():\n    """Takes one.\n\n    It is small.\n    """', 1),
-        (".py", "x = 1\n# Those of others\n", 1),
-        (".h", "int x = 0;  // rows\n// Those of others.\n", 1),
-        (".h", 'auto url = "https://host";  // It is read first.\n', 1),
-        (".h", "/* Takes one.\n * Its size is n. */\n", 1),
-        (".h", 'auto text = "// It is a text";\n// Takes rows\n// It has given back.\nauto It = 1;  // a number\n', 0),
-    ],
-)
-def test_riddles_are_found(kind: str, source: str, count: int) -> None:
-    assert len(riddles(READERS[kind](source))) == count

@@ -1,4 +1,4 @@
-"""Runs of Hugging Face's Trainer, Accelerate, PEFT and TRL on ranks of a pool: a tiny Llama on the CPU.
+"""Runs of Hugging Face's Trainer, Accelerate and PEFT on ranks of a pool: a tiny Llama on the CPU.
 
 Accelerate shards on accelerators only, FSDP and DeepSpeed alike: :func:`as_accelerators` tells it that the ranks have
 one. All else is theirs.
@@ -104,11 +104,6 @@ def tiny_lora(dropout: float = 0.5) -> nn.Module:
 
     model = tiny_llama()
     return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "v_proj"], lora_dropout=dropout))
-
-
-def muon() -> Callable[..., Any]:
-    """A function for Trainer in place of an optimizer's class, where param groups need the whole model."""
-    return lambda model, **options: shardopt.Muon8bit(shardopt.muon_groups(model, **options), min_quantized_numel=64)
 
 
 class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -269,41 +264,16 @@ def accelerated(
     return contents(model, optimizer)
 
 
-def fine_tuned(mode: str, output: Path) -> tuple[list[float], dict[str, Any]]:
-    """Trains by TRL's SFTTrainer; returns the losses and the tensors of the end."""
-    fresh(mode)
-    from datasets import Dataset
+def save_model(folder: Path) -> None:
+    """Saves the Llama and a tokenizer of digits."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
+    model = tiny_llama()
+    model.config.update({"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0})
+    model.save_pretrained(folder)
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number + 3 for number in range(10)}
     bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    arguments = SFTConfig(
-        output_dir=str(output),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=OPTIONS["lr"],
-        max_grad_norm=0.0,
-        max_length=LENGTH,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        **deepcopy(MODES[mode]),
-    )
-    as_accelerators(mode)
-    trainer = SFTTrainer(
-        model=tiny_llama(),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"text": ["1 2 3 4 5 6 7 8 9 0"] * 8}),
-        processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(shardopt.AdamW8bit, dict(OPTIONS)),
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, contents(trainer.model_wrapped, trainer.optimizer)
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=bare, **special).save_pretrained(folder)

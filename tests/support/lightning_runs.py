@@ -75,7 +75,7 @@ def strategy_of(mode: str) -> Any:
             save_distributed_checkpoint=mode == "fsdp2",
             process_group_backend="gloo",
         )
-    return "deepspeed" if mode == "deepspeed" else "auto"
+    return "auto"
 
 
 def fsdp1_on_the_cpu(mode: str) -> Any:
