@@ -1,4 +1,7 @@
-"""Properties that every codec promises of its codes, each for all scales that can occur."""
+"""Properties that every codec promises of its codes, each for all scales that can occur.
+
+Which states are refused: tests/state/test_damaged_state.py.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,6 @@ from codec_cases import EPS, KINDS, Kind, M, V, block, largest, reciprocal, seed
 from shardopt.codec import CODECS, Coded, decode_moments, encode_moments, get_codec
 from shardopt.codec.dynamic8 import dynamic_map, edges
 from shardopt.kernels.numeric import bits, float_from_bits, square_root
-
-ALL_CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-
 
 #: The least root of a float32 above zero, 2^-74.5.
 LEAST_ROOT = square_root(torch.tensor(2.0**-149))
@@ -47,7 +46,7 @@ def canonical(kind: Kind) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_block(kind: Kind, seed: int, spread: float, size: int, largest: float) -> None:
     """The scale is the largest magnitude or the least scale; codes and values rise with numbers and their signs."""
     x = block(kind, seed, spread, size, largest).sort().values
@@ -78,28 +77,6 @@ def test_a_decoded_value_is_coded_as_itself(kind: Kind) -> None:
     assert torch.equal(kind.decode(again, scales), values)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_decoded_moments_do_not_tell_their_scales(codec: str) -> None:
-    """Only fp32 and bf16 survive decoding and encoding, which is why FSDP1 is given codes and scales, packed."""
-    generator = torch.Generator().manual_seed(0)
-    m, v = (torch.randn((4096, 128), generator=generator) for _ in range(2))
-    once = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], [m, v * v])).values
-    twice = decode_moments(get_codec(codec), [M, V], encode_moments(get_codec(codec), [M, V], once)).values
-    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)) is (codec in ("fp32", "bf16"))
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_all_codes_of_16_bits(signed: bool) -> None:
-    """Each stands for a number of its own, which is coded as itself; the largest one is the scale."""
-    kind, scale = Kind("companded16", signed), torch.tensor([1.7])
-    ranks = torch.arange(1 - 2**15, 2**15) if signed else torch.arange(2**16)
-    codes = ranks.int().to(torch.int16)
-    values = kind.decode(codes, scale)
-    assert (values.diff() > 0).all()
-    assert values[-1] == scale
-    assert torch.equal(kind.encode(values, scale), codes)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_values_rise_with_the_codes(kind: Kind) -> None:
     codes = kind.some_codes[kind.rank(kind.some_codes).argsort()]
@@ -126,7 +103,7 @@ def at_powers_of_two(kind: Kind, x: Tensor, low: int, high: int) -> tuple[Tensor
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @given(data=st.data(), seed=seeds, spread=st.sampled_from([0.0, 1.0, 4.0]), mantissa=st.floats(1, 2, width=32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_powers_of_two_change_no_code(
     kind: Kind, data: st.DataObject, seed: int, spread: float, mantissa: float
 ) -> None:
@@ -142,7 +119,7 @@ def test_powers_of_two_change_no_code(
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest | st.sampled_from([2.0**-149, 2.0**-148, 2.0**-126]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_zero_is_zero_and_nothing_else_is(codec: str, seed: int, spread: float, size: int, largest: float) -> None:
     v = block(Kind("fp32", signed=False), seed, spread, size, largest)
     (coded,) = encode_moments(get_codec(codec), [V], [v])
@@ -180,11 +157,11 @@ def test_zeros_are_the_zero_code(codec: str) -> None:
         assert (decode_moments(coder, [moment], [fresh]).values[0] == 0).all()
 
 
-# Moments together, and the plain codecs.
+# Moments together.
 
 
 @given(seed=seeds, spread=spreads, exponent=st.sampled_from([-40, -20, 0, 20, 40]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_log8_first_moment_is_near_in_units_of_the_root(seed: int, spread: float, exponent: int) -> None:
     """|m' - m| <= u s / 76: z is 127 codes long and at its flattest 0.3 steep."""
     codec = get_codec("log8")
@@ -202,26 +179,12 @@ def test_log8_first_moment_is_near_in_units_of_the_root(seed: int, spread: float
     assert (decoded[v == 0] == 0).all()
 
 
-@given(seed=seeds, spread=spreads)
-@settings(max_examples=30, deadline=None)
-def test_plain_codecs(seed: int, spread: float) -> None:
-    x = block(Kind("fp32", signed=True), seed, spread, 128)
-    for moment, values in ((M, x), (V, x * x)):
-        (coded,) = encode_moments(get_codec("fp32"), [moment], [values])
-        assert torch.equal(decode_moments(get_codec("fp32"), [moment], [coded]).values[0], values)
-        (coded,) = encode_moments(get_codec("bf16"), [moment], [values])
-        (decoded,), _ = decode_moments(get_codec("bf16"), [moment], [coded])
-        assert torch.equal(decoded[values == 0], values[values == 0])
-        normal = values.abs() >= SMALLEST_NORMAL
-        assert ((decoded - values).abs() <= values.abs() * 2.0**-8)[normal].all()
-
-
 # States that are fit to be loaded.
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(seed=seeds, spread=spreads, exponent=st.integers(-149, 120), zeros=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent: int, zeros: bool) -> None:
     """Moments as Adam's are, alone and together: at any scale, in blocks of zeros, and of fresh state."""
     coder = get_codec(codec)
@@ -235,36 +198,6 @@ def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent:
 
 
 NAN, INF = math.nan, math.inf
-ROOT = float(square_root(torch.tensor(torch.finfo(torch.float32).max)))
-
-#: Scales of a block whose codes all have a value that is finite and above zero, and scales of one that has not.
-SOUND = [(1.0, 1.0), (1.0, 1056833.0), (ROOT, 1.0), (2.0**-126, 100.0)]
-UNSOUND = [
-    *((1.0, step) for step in (1056834.0, 0.0, 1.5, -1.0, NAN, INF)),
-    *((top, 1.0) for top in (NAN, INF, -1.0, -0.0, 2 * ROOT, 2.0**-149)),
-    (2.0**-126, 40000.0),
-    (0.0, 2.0),
-]
-
-
-@pytest.mark.parametrize("scales", [*SOUND, *UNSOUND], ids=str)
-def test_sound_scales_of_log8(scales: tuple[float, float]) -> None:
-    codec, found = get_codec("log8"), torch.tensor([scales])
-    beside = torch.cat([torch.tensor([[1.0, 1.0]]), found])
-    assert codec.is_sound(ALL_CODES.expand(2, -1), beside, signed=False) == (scales in SOUND)
-    if scales in SOUND:
-        values, (root,) = decode_moments(codec, [V], [Coded(ALL_CODES[None], found)])
-        assert values[0].isfinite().all()
-        assert (root[0, 1:] > 0).all()
-
-
-def test_a_block_of_zeros_of_log8_has_no_other_code() -> None:
-    codec, scales = get_codec("log8"), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    codes = torch.zeros(2, 128, dtype=torch.uint8)
-    codes[0] = 7
-    assert codec.is_sound(codes, scales, signed=False)
-    codes[1, 3] = 200
-    assert not codec.is_sound(codes, scales, signed=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != Kind("log8", signed=False)], ids=str)
@@ -274,15 +207,3 @@ def test_sound_scales(kind: Kind) -> None:
     for scale in (0.0, 2.0**-149, 1.0, 1e18, 1e30, 3.4e38, -1.0, NAN, INF, -INF):
         sound = math.isfinite(scale) and scale >= 0 and not (squared and scale > 2e19)
         assert codec.is_sound(codes, torch.tensor([[1.0], [scale]]), signed=kind.signed) == sound, scale
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_sound_floats(dtype: torch.dtype) -> None:
-    for codec in (get_codec("fp32"), get_codec("bf16")):
-        for signed in (True, False):
-            for value in (0.0, -0.0, 1.0, 6e4, NAN, INF, -INF, -1.0):
-                x = torch.tensor([1.0, value], dtype=dtype)
-                assert codec.is_sound(x, x, signed=signed) == (math.isfinite(value) and (signed or value >= 0)), value
-            assert codec.is_sound(torch.zeros(0, dtype=dtype), torch.zeros(0), signed=signed)
-    beyond = torch.tensor([1e39], dtype=torch.float64)
-    assert not get_codec("fp32").is_sound(beyond, beyond, signed=True), "infinite in float32"

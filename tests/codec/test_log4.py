@@ -73,15 +73,6 @@ def test_means_are_exact() -> None:
     assert ((decoded.mean(0) - r[0].double()).abs() <= (decoded.amax(0) - decoded.amin(0)) * 2.0**-15 + 2.0**-24).all()
 
 
-def test_roots_below_the_range_are_raised_to_its_end() -> None:
-    u = torch.tensor([1.0, 2.0**-20, 1e-30])
-    scales = LOG4.measure(u, signed=False)
-    random = torch.zeros(3, dtype=torch.int64)
-    assert LOG4.decode(LOG4.encode_at_random(u, scales, random, signed=False), scales, signed=False).tolist() == [
-        1.0, 2.0**-8, 2.0**-8,
-    ]  # fmt: skip
-
-
 def test_moments_share_the_byte() -> None:
     m, v = blocks()
     random = noise(7, 1, torch.arange(m.numel()).view_as(m))
@@ -99,23 +90,23 @@ def test_moments_share_the_byte() -> None:
     assert ((got_m - m).double().abs() <= widest * (1 + 2.0**-20)).all()
 
 
-def state_of(**options: Any) -> tuple[Parameter, dict[str, Tensor], shardopt.ShardedOptimizer]:
-    param = Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128).to(options.pop("dtype", torch.float32)))
+def state_of(**options: Any) -> dict[str, Tensor]:
+    param = Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128))
     optimizer = shardopt.AdamW4bit([param], **options)
-    with_gradient(param, blocks()[0].to(param.dtype))
+    with_gradient(param, blocks()[0])
     optimizer.step()
-    return param, optimizer.state[param], optimizer
+    return optimizer.state[param]
 
 
 def test_bytes_of_state() -> None:
-    _, state, _ = state_of()
+    state = state_of()
     assert set(state) == {"step", "moment_codes", "exp_avg_scales", "exp_avg_sq_scales"}
     nbytes = sum(entry.nbytes for entry in state.values()) - state["step"].nbytes
     assert nbytes / (64 * 128) == 1 + 12 / 128
 
 
 def test_the_seed_decides() -> None:
-    codes = [state_of(stochastic_rounding_seed=seed)[1]["moment_codes"] for seed in (0, 0, 1)]
+    codes = [state_of(stochastic_rounding_seed=seed)["moment_codes"] for seed in (0, 0, 1)]
     assert torch.equal(codes[0], codes[1])
     assert not torch.equal(codes[0], codes[2])
 
@@ -162,7 +153,6 @@ def test_refused(make: Any, message: str) -> None:
     ("dtype", "options", "own_dtype", "own"),
     [
         (torch.float32, {}, BF16, {"repay": False}),
-        (torch.float32, {"codec": "log8", "repay": True}, BF16, {"codec": "log8"}),
         (BF16, {"codec": "log8"}, torch.float32, {"codec": "log8", "repay": True}),
     ],
     ids=str,
@@ -173,13 +163,9 @@ def test_a_converted_checkpoint_leaves_repay_as_it_is(
     """Codec and weights decide whether it is possible, and those are the loading optimizer's."""
     models = [torch.nn.Linear(128, 64).to(each) for each in (dtype, own_dtype)]
     saved, fresh = (shardopt.AdamW4bit(m.parameters(), **o) for m, o in zip(models, (options, own), strict=True))
-    for param in models[0].parameters():
-        with_gradient(param, torch.ones_like(param))
-    saved.step()
     shardopt.checkpoint.save(tmp_path, models[0], saved)
     shardopt.checkpoint.load(tmp_path, models[1], fresh, convert=True)
     assert fresh.param_groups[0]["repay"] == own.get("repay")
     for param in models[1].parameters():
-        assert fresh.state[param]["step"] == 1
         with_gradient(param, torch.ones_like(param))
     fresh.step()

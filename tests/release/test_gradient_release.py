@@ -1,8 +1,12 @@
-"""Steps during the backward pass: the bits of ordinary steps, few gradients at once, errors for what excludes it."""
+"""Steps during the backward pass: the bits of ordinary steps, few gradients at once, how it ends, what is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from helpers import RULES, everything
+from live_bytes import LiveBytes
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -39,10 +44,10 @@ class Pair:
         self.schedules = [ExponentialLR(o, 0.8) for o in (self.released, self.ordinary)]
         self.release = shardopt.release_gradients(self.models[0], self.released)
 
-    def step(self, number: int, loss: Any = loss_of, left: tuple[str, ...] | None = ()) -> None:
+    def step(self, number: int, left: tuple[str, ...] | None = ()) -> None:
         """One turn of the usual loop for each. Gradients of parameters in ``left``, if known, live until ``step()``."""
         for model, optimizer, schedule in zip(self.models, (self.released, self.ordinary), self.schedules, strict=True):
-            loss(model, make_batch(number)).backward()
+            loss_of(model, make_batch(number)).backward()
             if optimizer is self.released and left is not None:
                 assert tuple(name for name, param in model.named_parameters() if param.grad is not None) == left
             optimizer.step()
@@ -145,13 +150,11 @@ def test_parameters_used_several_times_are_stepped_once(recompute: bool | None) 
     assert not any(module._forward_pre_hooks for module in pair.models[0].children()), "counted in the first step only"
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_gradients_in_parts_are_stepped_once_complete(evaluated: bool) -> None:
+def test_gradients_in_parts_are_stepped_once_complete() -> None:
     """A reentrant checkpoint accumulates a shared parameter's gradient in several inner backward passes."""
     pair = Pair(Tied(recompute=True))
-    if evaluated:
-        with torch.no_grad():
-            pair.models[0](make_batch(0))
+    with torch.no_grad():
+        pair.models[0](make_batch(0))  # an evaluation, which does not count
     pair.run(left=("weight", "mix.weight", "mix.bias"))
 
 
@@ -173,40 +176,24 @@ class Dropped(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize(
-    ("times", "is_called"), [((0, 2, 1, 3), True), ((1, 2, 0, 2), True), ((2, 1, 3, 3), True), ((1, 2, 0, 2), False)]
-)
+@pytest.mark.parametrize(("times", "is_called"), [((0, 2, 1, 3), True), ((2, 1, 3, 3), True), ((1, 2, 0, 2), False)])
 def test_checkpoints_whose_number_changes(times: tuple[int, ...], is_called: bool) -> None:
     """Also if the first step has none, or one."""
     Pair(Dropped(times, is_called=is_called)).run(left=None)
 
 
-class Layers(nn.Module):
-    """Layers in a reentrant checkpoint each, one of which is also called without gradients, as a teacher is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            teacher = self.layers[1](x)
-        for layer in self.layers:
-            x = x + checkpoint(layer, torch.tanh(x), use_reentrant=True)
-        return x - teacher
-
-
 def test_whole_gradients_of_reentrant_checkpoints_are_stepped_at_once() -> None:
-    """From the second step on, such gradients are stepped at once; the first step counts their parts."""
-    pair = Pair(Layers())
+    """From the second step on, though passes call the layer without gradients, too; the first step counts the parts."""
+    pair = Pair(Dropped((1,)))
+    model = pair.models[0]
 
-    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        x = torch.sin(tokens.sum() + torch.arange(64.0)).requires_grad_()
-        return torch.as_tensor(model(x)).square().mean()
+    def call_without_gradients(*_: Any) -> None:
+        with torch.no_grad():
+            model.layer(torch.ones(64))
 
+    model.first.register_forward_hook(call_without_gradients)
     for number in range(STEPS):
-        pair.step(number, loss, () if number else ("layers.1.weight",))
+        pair.step(number, left=() if number else ("layer.weight", "layer.bias"))
         pair.compare()
 
 
@@ -279,21 +266,191 @@ def test_other_parameters_are_left_alone() -> None:
     assert [int(optimizer.state[param]["step"]) for param in (*frozen, model.up.weight)] == [1, 1, 2]
 
 
-def test_state_dicts() -> None:
-    """Saved and loaded between steps; loading does not end the release."""
-    pair = Pair(make_net())
-    pair.step(0)
-    for optimizer in (pair.released, pair.ordinary):
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(saved)
-    pair.run()
+# Ends, failures and refusals --------------------------------------------------------------------------------
 
 
-def test_a_copy_is_not_released() -> None:
-    pair = Pair(make_net())
-    other = copy.deepcopy(pair.released)
-    param = other.param_groups[0]["params"][0]
+def _released(overlap_forward: bool) -> list[weakref.ref[Any]]:
+    model = nn.Sequential(make_net(), nn.Linear(97, 5))
+    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
+    shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)
+    for number in range(2):
+        loss_of(model, make_batch(number) % 5).backward()
+        optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    loss_of(model, make_batch(0) % 5).backward()  # of a model that nothing steps any more
+    assert all(param.grad is not None for param in model.parameters())
+    return [weakref.ref(x) for x in (model, *model.parameters())]
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_nothing_outlives_model_and_optimizer(overlap_forward: bool) -> None:
+    """A release ends with its optimizer, whose state is freed though the model lives."""
+    _released(overlap_forward)  # what is made once
+    gc.collect()
+    with LiveBytes() as live:
+        refs = _released(overlap_forward)
+        gc.collect()
+    assert not any(ref() is not None for ref in refs)
+    assert live.now == 0
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_copies_are_not_released(overlap_forward: bool) -> None:
+    """Of models, copied or pickled, and of optimizers."""
+    model = make_net()
+    optimizer = optimizer_of(model)
+    shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(other, make_batch(0)).backward()
+        assert all(param.grad is not None for param in other.parameters())
+    assert not optimizer.state
+    copied = copy.deepcopy(optimizer)
+    param = copied.param_groups[0]["params"][0]
     before = param.detach().clone()
     param.grad = torch.ones_like(param)
-    other.step()
+    copied.step()
     assert not torch.equal(param, before)
+
+
+class Interrupted(nn.Module):
+    """Fails in the backward pass, when half of the parameters were stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.fails = make_net(), False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.net.embed(tokens)
+        if self.fails:
+            x.register_hook(self._fail)
+        x = self.net.up(x)
+        return x @ self.net.head.weight.new_ones(192, 97)
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("failed")
+
+
+@pytest.mark.parametrize("discards", ["zero_grad", "load_state_dict", "checkpoint"])
+def test_a_backward_pass_that_failed_can_be_discarded(discards: str, tmp_path: Path) -> None:
+    """Parameters that it has stepped stay stepped, with a warning; a checkpoint brings them back."""
+    pair = Pair(Interrupted())
+    model, optimizer = pair.models[0], pair.released
+    pair.step(0)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
+    for _ in range(2):
+        model.fails = True
+        with pytest.raises(ArithmeticError, match="failed"):
+            loss_of(model, make_batch(1)).backward()
+        model.fails = False
+        assert [int(optimizer.state[p]["step"]) for p in (model.net.up.weight, model.net.embed.weight)] == [2, 1]
+        if discards == "zero_grad":
+            with pytest.warns(RuntimeWarning, match="in which 2 of 13 parameters were stepped already") as caught:
+                optimizer.zero_grad()
+            assert caught[0].filename == __file__
+        if discards == "checkpoint":
+            shardopt.checkpoint.load(tmp_path, model, optimizer)
+        else:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            model.load_state_dict(weights)
+    for number in range(1, STEPS):
+        pair.step(number)
+        pair.compare()
+
+
+def test_pinned_gradients_on_the_cpu_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of fully_shard's CPUOffloadPolicy is queued in the current stream."""
+    late: list[tuple[Tensor, Tensor]] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            for gradient, value in late:
+                gradient.copy_(value)
+
+    def offload(param: Tensor) -> None:
+        assert param.grad is not None
+        late[:] = [(param.grad, param.grad.clone())]
+        param.grad.fill_(torch.nan)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self, *_: any(self is gradient for gradient, _ in late))
+    pair = Pair(make_net())
+    pair.release.remove()
+    pair.models[0].up.weight.register_post_accumulate_grad_hook(offload)
+    pair.release = shardopt.release_gradients(pair.models[0], pair.released)
+    pair.run(1)
+    assert late
+
+
+# Refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_released_optimizer_are_refused() -> None:
+    pair = Pair(make_net())
+    model, optimizer = pair.models[0], pair.released
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # one that is off is let pass
+    scaler.scale(loss_of(model, make_batch(0))).backward()
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"got gradient 2 .* stepped after 1, expected as many"):
+        loss_of(model, make_batch(1)).backward()
+    assert_same(everything(optimizer), before)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="got a closure while gradients are released"):
+        optimizer.step(lambda: 0.0)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="released already"):
+        shardopt.release_gradients(model, optimizer)
+    optimizer.param_groups[0]["params"].reverse()
+    with pytest.raises(RuntimeError, match="no longer where it was when gradients were released"):
+        loss_of(model, make_batch(0)).backward()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_loss_scaling_is_refused(unscale: bool) -> None:
+    pair = Pair(make_net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
+    if unscale:
+        scaler.unscale_(pair.released)
+    with pytest.raises(RuntimeError, match=r"got torch\.amp\.GradScaler while gradients are released"):
+        scaler.step(pair.released)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Nothing is hooked in then."""
+    model = make_net()
+    optimizer, release = optimizer_of(model), shardopt.release_gradients
+    for option, wrong in (("waiting_gradients", 0), ("micro_batches", 1.5), ("micro_batches", True)):
+        with pytest.raises(ValueError, match=f"{option}: got {wrong!r}, expected at least 1, a whole number"):
+            release(model, optimizer, **{option: wrong})
+    with pytest.raises(TypeError, match="got AdamW, expected an optimizer of shardopt"):
+        release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no trained parameter of the model"):
+        release(make_net(), optimizer)
+    prodigy = shardopt.Prodigy8bit(model.parameters())
+    with pytest.raises(ValueError, match="got Prodigy8bit, whose step needs sums over all gradients"):
+        release(model, prodigy)
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        release(model, optimizer_of(model, nonfinite="raise"))
+    loss_of(model, make_batch(0)).backward()
+    with pytest.raises(RuntimeError, match="got 13 parameters that have a gradient"):
+        release(model, optimizer)
+    prodigy.step()
+    prodigy.zero_grad()
+    release(model, optimizer)
+    optimizer.param_groups[1]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="got a param group with nonfinite='raise'"):
+        loss_of(model, make_batch(0)).backward()
+
+
+def test_errors_name_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4, sparse=True))
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"parameter 2 of param group 0 \(3, 4\): got a sparse gradient"):
+        model[1](torch.tensor([1])).sum().backward()
+    assert not optimizer.state

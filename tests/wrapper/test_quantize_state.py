@@ -1,9 +1,11 @@
-"""quantize_state: steps are the bare optimizer's, what is quantized and refused, and torch's optimizer protocol."""
+"""quantize_state: steps are the bare optimizer's, what is quantized and refused, torch's protocol, and state dicts."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,325 +61,464 @@ def equal(x: Any, y: Any) -> bool:
     return bool(x == y)
 
 
-class TestSteps:
-    @pytest.mark.parametrize("name", SEPARABLE)
-    def test_are_those_of_the_bare_optimizer(self, name: str) -> None:
-        """Bit for bit, where no state is quantized; param groups stay the same objects; copies of weights are known."""
-        skip_unless_installed(name)
-        bare_params, params = parameters(), parameters()
-        bare = SEPARABLE[name](bare_params)
-        optimizer = quantize_state(SEPARABLE[name](params), min_quantized_numel=NEVER)
-        before = [(id(group), id(group["params"])) for group in optimizer.param_groups]
-        old = parameters()
-        for each, own in ((bare, bare_params), (optimizer, params)):
-            train_mode(each)
-            torch.manual_seed(0)
-            trained(each, own, range(1))
-            for param, first in zip(own, old, strict=True):
-                state = each.state.get(param, {})
-                copies = {key for key, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
-                copies = {key for key in copies if torch.equal(state[key], first) or torch.equal(state[key], param)}
-                assert copies <= WEIGHT_COPIES
-            trained(each, own, range(1, 7))
-        assert equal(params, bare_params)
-        assert equal(optimizer.state_dict(dequantize=True), bare.state_dict())
-        assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == before
+# Steps.
 
-    @pytest.mark.parametrize("name", ELEMENTWISE)
-    def test_of_parts_are_parts_of_steps(self, name: str) -> None:
-        """Rows of a parameter step as parameters of their own do, which stepping local shards relies on."""
-        skip_unless_installed(name)
-        whole = parameters()
-        parts = [Parameter(x.detach().clone()) for p in whole for x in p.detach().chunk(3)]
-        optimizers = [ELEMENTWISE[name](own) for own in (whole, parts)]
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_steps_are_those_of_the_bare_optimizer(name: str) -> None:
+    """Bit for bit, where no state is quantized; param groups stay the same objects; copies of weights are known."""
+    skip_unless_installed(name)
+    bare_params, params = parameters(), parameters()
+    bare = SEPARABLE[name](bare_params)
+    optimizer = quantize_state(SEPARABLE[name](params), min_quantized_numel=NEVER)
+    before = [(id(group), id(group["params"])) for group in optimizer.param_groups]
+    old = parameters()
+    for each, own in ((bare, bare_params), (optimizer, params)):
+        train_mode(each)
+        torch.manual_seed(0)
+        trained(each, own, range(1))
+        for param, first in zip(own, old, strict=True):
+            state = each.state.get(param, {})
+            copies = {key for key, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
+            copies = {key for key in copies if torch.equal(state[key], first) or torch.equal(state[key], param)}
+            assert copies <= WEIGHT_COPIES
+        trained(each, own, range(1, 7))
+    assert equal(params, bare_params)
+    assert equal(optimizer.state_dict(dequantize=True), bare.state_dict())
+    assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == before
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_steps_of_parts_are_parts_of_steps(name: str) -> None:
+    """Rows of a parameter step as parameters of their own do, which stepping local shards relies on."""
+    skip_unless_installed(name)
+    whole = parameters()
+    parts = [Parameter(x.detach().clone()) for p in whole for x in p.detach().chunk(3)]
+    optimizers = [ELEMENTWISE[name](own) for own in (whole, parts)]
+    for optimizer in optimizers:
+        train_mode(optimizer)
+    for step in range(7):
+        set_gradients(whole, step)
+        gradients = [g for p in whole for g in ([None] * 3 if p.grad is None else p.grad.chunk(3))]
+        for part, gradient in zip(parts, gradients, strict=False):
+            part.grad = None if gradient is None else gradient.clone()
         for optimizer in optimizers:
-            train_mode(optimizer)
-        for step in range(7):
-            set_gradients(whole, step)
-            gradients = [g for p in whole for g in ([None] * 3 if p.grad is None else p.grad.chunk(3))]
-            for part, gradient in zip(parts, gradients, strict=False):
-                part.grad = None if gradient is None else gradient.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-        assert torch.equal(*(torch.cat([p.detach().reshape(-1) for p in own]) for own in (parts, whole)))
-
-    def test_the_tables_have_what_is_tested(self) -> None:
-        """Of packages that are installed: each class in the tables is tested, and each tested one is in them."""
-        for makes, listed in ((ELEMENTWISE, LISTED_ELEMENTWISE), (BY_PARAMETER, LISTED_BY_PARAMETER)):
-            installed = {package for package in ("torch", "pytorch_optimizer", "schedulefree") if find_spec(package)}
-            made = [makes[name](parameters()) for name in makes if name.split()[0] in installed]
-            names = {full_name(optimizer) for optimizer in made}
-            own = {name for name in listed if name.split(".")[0] in installed}
-            assert names <= own
-            assert {name.split(".")[-1] for name in own} == {name.split(".")[-1] for name in names}
-
-    def test_counters_advance_once_per_step(self) -> None:
-        class Counts(torch.optim.SGD):
-            number = 0
-
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                self.number += 1
-                for group in self.param_groups:
-                    group["k"] = group.get("k", 0) + 1
-                    group["tensor"] += 1
-                    group.setdefault("history", []).append(group["k"])
-                super().step()
-
-        params = parameters()
-        counter = torch.zeros(())
-        inner = Counts([{"params": params[:2], "tensor": counter}, {"params": params[2:], "tensor": torch.ones(())}])
-        inner.number = 0
-        trained(quietly(inner), params, range(3))
-        assert inner.number == 3
-        assert [(group["k"], float(group["tensor"])) for group in inner.param_groups] == [(3, 3.0), (3, 4.0)]
-        assert inner.param_groups[0]["history"] == [1, 2, 3]
-        assert inner.param_groups[0]["tensor"] is counter
-
-    @pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused", "torch NAdam"])
-    def test_strided_parameters(self, name: str) -> None:
-        """A parameter in another order of memory has the bits of a contiguous one."""
-        results = []
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            torch.manual_seed(0)
-            param = Parameter(torch.randn(16, 8, 6, 6).to(memory_format=memory_format))
-            optimizer = quantize_state(ELEMENTWISE[name]([param]))
-            for _ in range(3):
-                param.grad = torch.randn(16, 8, 6, 6).to(memory_format=memory_format)
-                optimizer.step()
-            results.append(bits([param], optimizer))
-        assert same(*results)
-
-    def test_a_failed_step_leaves_the_state(self) -> None:
-        class Failing(torch.optim.AdamW):
-            fails = False
-
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                super().step()
-                if self.fails:
-                    raise RuntimeError("no more")
-
-        params = parameters()
-        inner = Failing(params)
-        optimizer = trained(quietly(inner), params)
-        before = copy.deepcopy(bits([], optimizer))
-        groups = [(id(group), id(group["params"])) for group in optimizer.param_groups]
-        inner.fails = True
-        with pytest.raises(RuntimeError, match="no more"):
-            trained(optimizer, params, range(1))
-        codes = [x for x in bits([], optimizer) if x.dtype == torch.uint8]
-        assert same(codes, [x for x in before if x.dtype == torch.uint8])
-        assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == groups
-        inner.fails = False
-        trained(optimizer, params, range(1))
-
-    def test_memory(self) -> None:
-        """State in full exists for one parameter at a time, and codes stay where they are."""
-        params, optimizer = trained_adamw()
-        addresses = [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8]
-        trained(optimizer, params)
-        assert [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8] == addresses
-        report = shardopt.memory_report(optimizer)
-        assert report.host.scales > 0
-        assert report.host.state < 2.2 * sum(param.numel() for param in params)
-
-
-class TestEntries:
-    def test_names_and_shapes(self) -> None:
-        params, optimizer = trained_adamw()
-        big, cut, *small = params
-        ends = ("_codes", "_scales", "_sq_codes", "_sq_scales")
-        assert set(optimizer.state[big]) == {"step", *(f"exp_avg{end}" for end in ends)}
-        assert optimizer.state[cut]["exp_avg_codes"].shape == cut.shape
-        assert optimizer.state[cut]["exp_avg_codes"].dtype == torch.uint8
-        assert optimizer.state[cut]["exp_avg_scales"].shape == (40, 2)
-        assert optimizer.state[cut]["exp_avg_sq_scales"].shape == (40, 2, 2)
-        assert all(optimizer.state[param]["exp_avg"].dtype == torch.float32 for param in small)
-        assert optimizer.state[big]["step"] == 3  # one step was without a gradient
-
-    def test_state_from_before_is_quantized(self) -> None:
-        params, others = parameters(), parameters()
-        bare = trained(AdamW(others), others)
-        optimizer = quantize_state(trained(AdamW(params), params))
-        again = quantize_state(AdamW(parameters()))
-        again.load_state_dict(bare.state_dict())
-        assert same(bits([], optimizer), bits([], again))
-        assert "exp_avg_codes" in optimizer.state[params[0]]
-
-    def test_what_is_kept(self) -> None:
-        params = parameters()
-        optimizer = trained(quietly(Custom(params), unsigned=("squares",), keep=("start",)), params)
-        state = optimizer.state[params[0]]
-        assert {"start", "count", "rows", "squares_codes", "moment_codes"} <= set(state)
-        assert state["squares_scales"].shape == (64, 1, 2)  # unsigned
-        assert state["moment_scales"].shape == (64, 1)
-        assert torch.equal(state["start"], parameters()[0])
-        for name, kept in (("torch ASGD", {"ax"}), ("torch Rprop", {"step_size"})):
-            assert kept <= set(trained(quantize_state(ELEMENTWISE[name](params)), params).state[params[0]])
-        centered = trained(quantize_state(ELEMENTWISE["torch RMSprop centered momentum"](params)), params)
-        assert {"grad_avg", "square_avg", "momentum_buffer_codes"} <= set(centered.state[params[0]])
-
-    def test_negative_values_in_an_unsigned_entry(self) -> None:
-        params = parameters()
-        optimizer = quietly(Custom(params, square=-1.0), unsigned=("squares",))
-        set_gradients(params, 0)
-        with pytest.raises(ValueError, match=r"squares: got -\d.* expected numbers >= 0"):
             optimizer.step()
-        assert params[0] not in optimizer.state
-
-    def test_dtypes(self) -> None:
-        """Entries keep their dtypes: the parameter's, or another."""
-        params = parameters(torch.bfloat16)
-        optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
-        again = quietly(Custom(parameters(torch.bfloat16)), unsigned=("squares",))
-        again.load_state_dict(optimizer.state_dict())
-        for each in (optimizer, again):
-            state = each.state_dict(dequantize=True)["state"][0]
-            assert (state["moment"].dtype, state["squares"].dtype) == (torch.bfloat16, torch.float32)
-        assert same(bits([], again), bits([], optimizer))
+    assert torch.equal(*(torch.cat([p.detach().reshape(-1) for p in own]) for own in (parts, whole)))
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("make", "error", "message"),
-        [
-            (of("torch.optim", "LBFGS"), TypeError, "closure several times"),
-            (of("torch.optim", "SparseAdam"), TypeError, "sparse"),
-            (of("torch.optim", "AdamW", differentiable=True), ValueError, "differentiable"),
-            (of("shardopt", "AdamW8bit"), TypeError, "quantized already"),
-            (lambda params: quantize_state(AdamW(params)), TypeError, "quantized already"),
-            (lambda params: params, TypeError, "torch.optim.Optimizer"),
-        ],
-    )
-    def test_optimizers(self, make: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            quantize_state(make(parameters()))
-
-    @pytest.mark.parametrize("name", TOGETHER)
-    def test_optimizers_of_all_parameters_together(self, name: str) -> None:
-        skip_unless_installed(name)
-        with pytest.raises(TypeError, match="looks at all parameters together"):
-            quantize_state(TOGETHER[name](parameters()))
-
-    def test_an_optimizer_around_another(self) -> None:
-        outer = Custom(parameters())
-        outer.base = AdamW(parameters())  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match="put Custom around the result"):
-            quantize_state(outer)
-
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        [
-            ({"codec": "fp32"}, ValueError, "codec: got 'fp32'"),
-            ({"codec": "log7"}, ValueError, "codec: got 'log7'"),
-            ({"block_size": 100}, ValueError, "block_size"),
-            ({"min_quantized_numel": -1}, ValueError, "min_quantized_numel"),
-            ({"keep": "exp_avg"}, TypeError, "keep: got 'exp_avg'"),
-            ({"unsigned": "exp_avg"}, TypeError, "unsigned: got 'exp_avg'"),
-        ],
-    )
-    def test_options(self, options: dict[str, Any], error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            quantize_state(AdamW(parameters()), **options)
-
-    def test_untested_optimizers_warn_once(self) -> None:
-        params = parameters()
-        with pytest.warns(UserWarning, match=r"Custom, untested .* copies of weights in keep=") as caught:
-            trained(quantize_state(Custom(params)), params)
-        assert len(caught) == 1
-        assert caught[0].filename == __file__
+def test_the_tables_have_what_is_tested() -> None:
+    """Of packages that are installed: each class in the tables is tested, and each tested one is in them."""
+    for makes, listed in ((ELEMENTWISE, LISTED_ELEMENTWISE), (BY_PARAMETER, LISTED_BY_PARAMETER)):
+        installed = {package for package in ("torch", "pytorch_optimizer", "schedulefree") if find_spec(package)}
+        made = [makes[name](parameters()) for name in makes if name.split()[0] in installed]
+        names = {full_name(optimizer) for optimizer in made}
+        own = {name for name in listed if name.split(".")[0] in installed}
+        assert names <= own
+        assert {name.split(".")[-1] for name in own} == {name.split(".")[-1] for name in names}
 
 
-class TestProtocol:
-    def test_hooks_run_once(self) -> None:
-        params, seen = parameters(), []
-        optimizer = quantize_state(AdamW(params))
-        optimizer.register_step_pre_hook(lambda o, *_: seen.append("pre"))
-        optimizer.register_step_post_hook(lambda o, *_: seen.append("post"))
-        trained(optimizer, params, range(2))
-        optimizer.register_state_dict_pre_hook(lambda o: seen.append(o))
-        optimizer.register_state_dict_post_hook(lambda o, d: {**d, "more": 1})
-        optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(d["more"]))
-        optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert seen == [*["pre", "post"] * 2, optimizer, 1, "loaded"]
+def test_counters_advance_once_per_step() -> None:
+    """In the optimizer and its groups; a step that fails leaves the state and the groups."""
 
-    @pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused"])
-    def test_grad_scaler(self, name: str) -> None:
-        """Gradients are unscaled once, and a step with an infinite one is left out."""
-        params, scaled = parameters(), parameters()
-        optimizer, again = (quantize_state(ELEMENTWISE[name](own)) for own in (params, scaled))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(torch.zeros(()))
+    class Counts(torch.optim.AdamW):
+        number: int
+        fails = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.number += 1
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+                group["tensor"] += 1
+                group.setdefault("history", []).append(group["k"])
+            super().step()
+            if self.fails:
+                raise RuntimeError("no more")
+
+    params, counter = parameters(), torch.zeros(())
+    inner = Counts([{"params": params[:2], "tensor": counter}, {"params": params[2:], "tensor": torch.ones(())}])
+    inner.number = 0
+    optimizer = trained(quietly(inner), params, range(3))
+    assert inner.number == 3
+    assert [(group["k"], float(group["tensor"])) for group in inner.param_groups] == [(3, 3.0), (3, 4.0)]
+    assert inner.param_groups[0]["history"] == [1, 2, 3]
+    assert inner.param_groups[0]["tensor"] is counter
+    groups = [(id(group), id(group["params"])) for group in optimizer.param_groups]
+    before = [x.clone() for x in bits([], optimizer) if x.dtype == torch.uint8]
+    inner.fails = True
+    with pytest.raises(RuntimeError, match="no more"):
         trained(optimizer, params, range(1))
-        for step, last in ((0, 8.0), (1, torch.inf)):
-            set_gradients(scaled, step)
-            for param in scaled:
-                assert param.grad is not None
-                param.grad *= last
-            scaler.step(again)
-            scaler.update()
-            assert same(bits(scaled, again), bits(params, optimizer))
+    assert same([x for x in bits([], optimizer) if x.dtype == torch.uint8], before)
+    assert [(id(group), id(group["params"])) for group in optimizer.param_groups] == groups
+    inner.fails = False
+    trained(optimizer, params, range(1))
 
-    def test_closure_and_param_groups(self) -> None:
-        params, calls = parameters(), []
-        inner = AdamW(params[:2])
-        optimizer = quantize_state(inner)
-        optimizer.add_param_group({"params": params[2:], "lr": 0.5})
 
-        def closure() -> float:
-            calls.append(torch.is_grad_enabled())
-            set_gradients(params, 0)
-            return 2.5
+@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused"])
+def test_strided_parameters(name: str) -> None:
+    """A parameter in another order of memory has the bits of a contiguous one."""
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        param = Parameter(torch.randn(16, 8, 6, 6).to(memory_format=memory_format))
+        optimizer = quantize_state(ELEMENTWISE[name]([param]))
+        for _ in range(3):
+            param.grad = torch.randn(16, 8, 6, 6).to(memory_format=memory_format)
+            optimizer.step()
+        results.append(bits([param], optimizer))
+    assert same(*results)
 
-        assert optimizer.step(closure) == 2.5
-        assert calls == [True]
-        assert optimizer.param_groups is inner.param_groups
-        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5]
-        assert set(optimizer.state) == set(params)
-        optimizer.zero_grad()
-        before = bits(params, optimizer)
-        optimizer.step()  # without gradients
-        assert same(bits(params, optimizer), before)
 
-    @pytest.mark.parametrize("options", [{"differentiable": True}, {"max_grad_norm": 1.0}])
-    def test_added_and_loaded_groups_are_checked(self, options: dict[str, Any]) -> None:
-        params = parameters()
-        optimizer = trained(quantize_state(AdamW(params[:2])), params)
-        before = [x.clone() for x in bits(params, optimizer)]
-        (error,) = options
-        with pytest.raises(ValueError, match=error):
-            optimizer.add_param_group({"params": params[2:], **options})
-        saved = optimizer.state_dict()
-        with pytest.raises(ValueError, match=error):
-            optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], **options}]})
-        assert len(optimizer.param_groups) == 1
-        assert same(bits(params, optimizer), before)
+def test_memory() -> None:
+    """State in full exists for one parameter at a time, and codes stay where they are."""
+    params, optimizer = trained_adamw()
+    addresses = [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8]
+    trained(optimizer, params)
+    assert [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8] == addresses
+    report = shardopt.memory_report(optimizer)
+    assert report.host.scales > 0
+    assert report.host.state < 2.2 * sum(param.numel() for param in params)
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-    def test_copies(self, duplicate: Any) -> None:
-        params, optimizer = trained_adamw()
-        others, again = duplicate((params, optimizer))
-        for run, own_params in ((optimizer, params), (again, others)):
-            trained(run, own_params, range(4, 6))
-        assert same(bits(others, again), bits(params, optimizer))
-        assert again.state is not optimizer.state
 
-    def test_methods_of_the_optimizer_inside(self) -> None:
-        """The result has them, too; a step gives each parameter its name."""
+# Entries.
 
-        class Named(Optimizer):
-            def train(self) -> str:
-                return "training"
 
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
-                seen.extend(zip(self.param_groups[0]["param_names"], self.param_groups[0]["params"], strict=True))
+def test_names_and_shapes() -> None:
+    """Of state that steps made, and the same of state from before the optimizer was wrapped or that it loads bare."""
+    params, optimizer = trained_adamw()
+    big, cut, *small = params
+    ends = ("_codes", "_scales", "_sq_codes", "_sq_scales")
+    assert set(optimizer.state[big]) == {"step", *(f"exp_avg{end}" for end in ends)}
+    assert optimizer.state[cut]["exp_avg_codes"].shape == cut.shape
+    assert optimizer.state[cut]["exp_avg_codes"].dtype == torch.uint8
+    assert optimizer.state[cut]["exp_avg_scales"].shape == (40, 2)
+    assert optimizer.state[cut]["exp_avg_sq_scales"].shape == (40, 2, 2)
+    assert all(optimizer.state[param]["exp_avg"].dtype == torch.float32 for param in small)
+    assert optimizer.state[big]["step"] == 3  # one step was without a gradient
+    others = parameters()
+    bare, again = trained(AdamW(others), others), quantize_state(AdamW(parameters()))
+    again.load_state_dict(bare.state_dict())
+    before = quantize_state(bare)
+    assert same(bits([], before), bits([], again))
+    assert set(before.state[others[0]]) == set(optimizer.state[big])
 
-        seen: list[Any] = []
-        model = nn.Linear(128, 64)
-        model(torch.ones(2, 128)).sum().backward()
-        optimizer = quietly(Named(model.named_parameters(), {}))
-        assert optimizer.train() == "training"
-        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-            optimizer.nothing()
+
+def test_what_is_kept() -> None:
+    params = parameters()
+    optimizer = trained(quietly(Custom(params), unsigned=("squares",), keep=("start",)), params)
+    state = optimizer.state[params[0]]
+    assert {"start", "count", "rows", "squares_codes", "moment_codes"} <= set(state)
+    assert state["squares_scales"].shape == (64, 1, 2)  # unsigned
+    assert state["moment_scales"].shape == (64, 1)
+    assert torch.equal(state["start"], parameters()[0])
+    for name, kept in (("torch ASGD", {"ax"}), ("torch Rprop", {"step_size"})):
+        assert kept <= set(trained(quantize_state(ELEMENTWISE[name](params)), params).state[params[0]])
+    centered = trained(quantize_state(ELEMENTWISE["torch RMSprop centered momentum"](params)), params)
+    assert {"grad_avg", "square_avg", "momentum_buffer_codes"} <= set(centered.state[params[0]])
+
+
+def test_negative_values_in_an_unsigned_entry() -> None:
+    params = parameters()
+    optimizer = quietly(Custom(params, square=-1.0), unsigned=("squares",))
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match=r"squares: got -\d.* expected numbers >= 0"):
         optimizer.step()
-        assert [(name, id(param)) for name, param in seen] == [(n, id(p)) for n, p in model.named_parameters()]
+    assert params[0] not in optimizer.state
+
+
+def test_dtypes() -> None:
+    """Entries keep their dtypes: the parameter's, or another. One that no entry can have is refused."""
+    params = parameters(torch.bfloat16)
+    optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
+    again = quietly(Custom(parameters(torch.bfloat16)), unsigned=("squares",))
+    saved = optimizer.state_dict()
+    again.load_state_dict(saved)
+    for each in (optimizer, again):
+        state = each.state_dict(dequantize=True)["state"][0]
+        assert (state["moment"].dtype, state["squares"].dtype) == (torch.bfloat16, torch.float32)
+    assert same(bits([], again), bits([], optimizer))
+    for dtype in (torch.float64, 3):
+        saved["state"][0]["squares_dtype"] = dtype
+        with pytest.raises(ValueError, match=r"got squares_dtype as .*, expected torch.float32 or one of 16 bits"):
+            optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_of_double_precision(dtype: torch.dtype) -> None:
+    """A float64 entry of a float64 parameter is quantized; beside a float32 parameter it is kept."""
+
+    class Double(Custom):
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                self.state[param].setdefault("moment", torch.zeros_like(param, dtype=torch.float64)).add_(param.grad)
+
+    params = [Parameter(torch.zeros(64, 128, dtype=dtype))]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = quietly(Double(params))
+    optimizer.step()
+    assert ("moment" in optimizer.state[params[0]]) == (dtype == torch.float32)
+    again = quietly(Double(params))
+    again.load_state_dict(optimizer.state_dict())
+    assert same(bits([], again), bits([], optimizer))
+    assert again.state_dict(dequantize=True)["state"][0]["moment"].dtype == torch.float64
+
+
+# Refusals.
+
+
+def around_another(params: list[Parameter]) -> Optimizer:
+    outer = Custom(params)
+    outer.base = AdamW(params)  # type: ignore[attr-defined]
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (of("torch.optim", "LBFGS"), {}, TypeError, "closure several times"),
+        (of("torch.optim", "SparseAdam"), {}, TypeError, "sparse"),
+        (of("torch.optim", "AdamW", differentiable=True), {}, ValueError, "differentiable"),
+        (of("shardopt", "AdamW8bit"), {}, TypeError, "quantized already"),
+        (lambda params: quantize_state(AdamW(params)), {}, TypeError, "quantized already"),
+        (lambda params: params, {}, TypeError, "torch.optim.Optimizer"),
+        (around_another, {}, TypeError, "put Custom around the result"),
+        (AdamW, {"codec": "fp32"}, ValueError, "codec: got 'fp32'"),
+        (AdamW, {"codec": "log7"}, ValueError, "codec: got 'log7'"),
+        (AdamW, {"block_size": 100}, ValueError, "block_size"),
+        (AdamW, {"min_quantized_numel": -1}, ValueError, "min_quantized_numel"),
+        (AdamW, {"keep": "exp_avg"}, TypeError, "keep: got 'exp_avg'"),
+        (AdamW, {"unsigned": "exp_avg"}, TypeError, "unsigned: got 'exp_avg'"),
+    ],
+)
+def test_refused(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize_state(make(parameters()), **options)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_optimizers_of_all_parameters_together_are_refused(name: str) -> None:
+    skip_unless_installed(name)
+    with pytest.raises(TypeError, match="looks at all parameters together"):
+        quantize_state(TOGETHER[name](parameters()))
+
+
+def test_untested_optimizers_warn_once() -> None:
+    params = parameters()
+    with pytest.warns(UserWarning, match=r"Custom, untested .* copies of weights in keep=") as caught:
+        trained(quantize_state(Custom(params)), params)
+    assert [each.filename for each in caught] == [__file__]
+
+
+# torch's protocol.
+
+
+def test_hooks_run_once() -> None:
+    params, seen = parameters(), []
+    optimizer = quantize_state(AdamW(params))
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda o, *_: seen.append("post"))
+    trained(optimizer, params, range(2))
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append(o))
+    optimizer.register_state_dict_post_hook(lambda o, d: {**d, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(d["more"]))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [*["pre", "post"] * 2, optimizer, 1, "loaded"]
+
+
+@pytest.mark.parametrize("name", ["torch AdamW foreach", "torch AdamW fused"])
+def test_grad_scaler(name: str) -> None:
+    """Gradients are unscaled once, and a step with an infinite one is left out."""
+    params, scaled = parameters(), parameters()
+    optimizer, again = (quantize_state(ELEMENTWISE[name](own)) for own in (params, scaled))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    trained(optimizer, params, range(1))
+    for step, last in ((0, 8.0), (1, torch.inf)):
+        set_gradients(scaled, step)
+        for param in scaled:
+            assert param.grad is not None
+            param.grad *= last
+        scaler.step(again)
+        scaler.update()
+        assert same(bits(scaled, again), bits(params, optimizer))
+
+
+def test_closure_and_param_groups() -> None:
+    params, calls = parameters(), []
+    inner = AdamW(params[:2])
+    optimizer = quantize_state(inner)
+    optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        set_gradients(params, 0)
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert calls == [True]
+    assert optimizer.param_groups is inner.param_groups
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5]
+    assert set(optimizer.state) == set(params)
+    optimizer.zero_grad()
+    before = bits(params, optimizer)
+    optimizer.step()  # without gradients
+    assert same(bits(params, optimizer), before)
+
+
+@pytest.mark.parametrize("options", [{"differentiable": True}, {"max_grad_norm": 1.0}])
+def test_added_and_loaded_groups_are_checked(options: dict[str, Any]) -> None:
+    params = parameters()
+    optimizer = trained(quantize_state(AdamW(params[:2])), params)
+    before = [x.clone() for x in bits(params, optimizer)]
+    (error,) = options
+    with pytest.raises(ValueError, match=error):
+        optimizer.add_param_group({"params": params[2:], **options})
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match=error):
+        optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], **options}]})
+    assert len(optimizer.param_groups) == 1
+    assert same(bits(params, optimizer), before)
+
+
+def test_methods_of_the_optimizer_inside() -> None:
+    """The result has them, too; a step gives each parameter its name."""
+
+    class Named(Optimizer):
+        def train(self) -> str:
+            return "training"
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            seen.extend(zip(self.param_groups[0]["param_names"], self.param_groups[0]["params"], strict=True))
+
+    seen: list[Any] = []
+    model = nn.Linear(128, 64)
+    model(torch.ones(2, 128)).sum().backward()
+    optimizer = quietly(Named(model.named_parameters(), {}))
+    assert optimizer.train() == "training"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        optimizer.nothing()
+    optimizer.step()
+    assert [(name, id(param)) for name, param in seen] == [(n, id(p)) for n, p in model.named_parameters()]
+
+
+# State dicts.
+
+
+def _loaded(duplicated: tuple[list[Parameter], Any]) -> tuple[list[Parameter], Any]:
+    """Another optimizer with this one's state dict, by way of a file and of floats."""
+    params, optimizer = duplicated
+    others = copy.deepcopy(params)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again = quantize_state(AdamW(others))
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert same(bits([], again), bits([], optimizer))
+    again.load_state_dict(optimizer.state_dict(dequantize=True))
+    return others, again
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _loaded])
+def test_copies_and_round_trips(duplicate: Any) -> None:
+    params, optimizer = trained_adamw()
+    others, again = duplicate((params, optimizer))
+    for run, own_params in ((optimizer, params), (again, others)):
+        trained(run, own_params, range(4, 7))
+    assert same(bits(others, again), bits(params, optimizer))
+    assert again.state is not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "options", "message"),
+    [
+        ({}, {"codec": "dynamic8"}, "saved with codec="),
+        ({}, {"block_size": 64}, "saved with block_size="),
+        ({"unsigned": ["squares"]}, {}, "saved with squares='unsigned', expected 'signed'; pass .* the options"),
+        ({}, {"unsigned": ["moment"]}, "saved with moment='signed', expected 'unsigned'"),
+    ],
+)
+def test_other_options(saved_with: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    """They are refused: with most codecs, signed and unsigned codes differ in values alone."""
+    params = parameters()
+    saved = trained(quietly(Custom(params), **saved_with), params).state_dict()
+    again = quietly(Custom(parameters()), **options)
+    with pytest.raises(ValueError, match=message):
+        again.load_state_dict(saved)
+    assert not again.state
+    again = quietly(Custom(parameters()), unsigned=[*saved_with.get("unsigned", ()), "of_no_entry"])
+    again.load_state_dict(saved)
+
+
+def test_states_of_our_optimizers_are_other_codes() -> None:
+    """AdamW8bit codes exp_avg in units of exp_avg_sq, the wrapper in its own: each refuses the other's codes."""
+    (_, optimizer), others = trained_adamw(), parameters()
+    ours = trained(shardopt.AdamW8bit(others), others)
+    for one, other in ((optimizer, ours), (ours, optimizer)):
+        with pytest.raises(ValueError, match="dequantize=True"):
+            one.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(ours.state_dict(dequantize=True))
+    ours.load_state_dict(optimizer.state_dict(dequantize=True))
+
+
+Damage = Callable[[dict[str, Any]], Any]
+
+
+def changed(**entries: Any) -> Damage:
+    """Changes entries of parameter 0; None removes one."""
+
+    def change(saved: dict[str, Any]) -> dict[str, Any]:
+        new = {key: x for key, x in {**saved["state"][0], **entries}.items() if x is not None}
+        return {**saved, "state": {**saved["state"], 0: new}}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (changed(exp_avg_codes=torch.zeros(64, 128)), "exp_avg_codes of torch.float32"),
+        (changed(exp_avg_scales=torch.full((64, 1), torch.nan)), "exp_avg_scales"),
+        (changed(exp_avg_codes=None), "got state with .*, expected .*exp_avg_codes"),
+        (lambda saved: {**saved, "state": {0: 3}}, "expected a dict of entries by name"),
+        (
+            lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "unsigned": [3]}]},
+            "got state saved with unsigned=",
+        ),
+        (lambda saved: {}, "load what"),
+    ],
+)
+def test_damaged_state_dicts_are_refused_and_change_nothing(damage: Damage, message: str) -> None:
+    _, optimizer = trained_adamw()
+    before = [x.clone() for x in bits([], optimizer)]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(damage(optimizer.state_dict()))
+    assert same(bits([], optimizer), before)
+
+
+def test_a_stable_embedding_keeps_its_floats_alone() -> None:
+    """A stable embedding's moments stay float32; entries of the same names are quantized for other parameters."""
+    models = [nn.Sequential(shardopt.StableEmbedding(100, 64), nn.Linear(64, 128)) for _ in range(2)]
+    params, others = (list(model.parameters()) for model in models)
+    optimizer, again = (quantize_state(AdamW(own)) for own in (params, others))
+    trained(optimizer, params, range(2))
+    models[1].load_state_dict(models[0].state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    for run, own in ((optimizer, params), (again, others)):
+        trained(run, own, range(3, 4))
+    assert "exp_avg" in again.state[models[1].get_parameter("0.weight")]
+    assert "exp_avg_codes" in again.state[models[1].get_parameter("1.weight")]
+    assert same(bits(others, again), bits(params, optimizer))
+
+
+def test_state_dicts_share_no_memory() -> None:
+    """A state dict, in codes or floats, shares no memory with the optimizers that made or loaded it; torch's does."""
+    params, bare_params, others = parameters(), parameters(), parameters()
+    optimizer, bare, again = quantize_state(AdamW(params)), AdamW(bare_params), quantize_state(AdamW(others))
+    trained(optimizer, params)
+    bare.load_state_dict(optimizer.state_dict(dequantize=True))
+    for saved, loading, own in ((optimizer, bare, bare_params), (optimizer, again, others), (bare, again, others)):
+        before = [x.clone() for x in bits([], saved)]
+        loading.load_state_dict(saved.state_dict(dequantize=True) if loading is bare else saved.state_dict())
+        trained(loading, own, range(1))
+        assert same(bits([], saved), before)
