@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardopt
-from ranks.models import loss_of, make_batch, make_net
+from ranks.models import make_net
 
 REST = {"algorithm": "adamw", "lr": 3e-4}
 
@@ -156,12 +156,6 @@ def test_an_override_of_one_name_wins() -> None:
     assert chosen["model.norm.bias"] == {"algorithm": "adamw", "lr": 0.125}
 
 
-def test_table() -> None:
-    rows = {line.split()[0]: line for line in str(shardopt.muon_groups(Model()).table()).splitlines() if line.strip()}
-    assert all("muon" in rows[name] and "adamw" not in rows[name] for name in MATRICES)
-    assert "adamw" in rows["lm_head.weight"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,16 +172,3 @@ def test_table() -> None:
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shardopt.muon_groups(Model(), **options)
-
-
-def test_optimizer_of_the_groups() -> None:
-    """The defaults are the groups' own; what the optimizer is told counts where they say nothing."""
-    model = make_net()
-    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model), weight_decay=0.3, min_quantized_numel=64)
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
-    loss_of(model, make_batch(0)).backward()
-    optimizer.step()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            names = set(optimizer.state[param])
-            assert ("momentum_buffer" in "".join(names)) == (group["algorithm"] == "muon")

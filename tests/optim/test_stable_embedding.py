@@ -100,12 +100,6 @@ def test_state_is_float32_by_every_rule_and_codec(rule: str, codec: str) -> None
     assert_same(snapshot(dict(net.named_parameters()), got), snapshot(dict(plain.named_parameters()), expected))
 
 
-def test_options_of_a_param_group_do_not_quantize_it() -> None:
-    net = _net()
-    groups = shardopt.param_groups(net, {"*": {"codec": "companded8"}})
-    assert _is_float32(_stepped(net, params=groups).state[net.embed.weight])
-
-
 def _loaded_by_assignment(module: shardopt.StableEmbedding) -> shardopt.StableEmbedding:
     with torch.device("meta"):
         other = shardopt.StableEmbedding(*SIZE)
