@@ -1,4 +1,4 @@
-"""Gradients that come, go, move or change dtype, or are none that can be stepped, with the tables of a step kept."""
+"""Gradients that come, go, move or are of other kinds, or cannot be stepped, with the tables of a step kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
 import shardopt
@@ -15,7 +16,10 @@ from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
-from step_problem import SHAPES, kept, make, params_of, step
+from step_problem import SHAPES, kept, make, params_of, step, tables_made
+from wrappers import Scaled, Twice, Wrapped, zeros
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -35,15 +39,6 @@ def test_gradients_come_and_go(dtype: torch.dtype) -> None:
             names = [name for name in after if name.split("/")[0] == str(index)]
             assert_same({name: after[name] for name in names}, {name: before[name] for name in names})
     assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [6, 8, 8, 7, 9]
-
-
-def test_dtypes_of_gradients_may_change() -> None:
-    """Values in a wider dtype make the same step."""
-    optimizer, expected = (make(dtype=torch.bfloat16) for _ in range(2))
-    for t, dtype in enumerate([torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]):
-        step(optimizer, t, grad_dtype=dtype)
-        step(expected, t)
-        assert_same(everything(optimizer), everything(expected))
 
 
 def test_data_of_a_gradient() -> None:
@@ -136,26 +131,50 @@ def imaginary(gradient: Tensor) -> Tensor:
     return torch.complex(torch.zeros_like(gradient), -gradient).conj().imag
 
 
+#: Gradients in the place of plain ones, of the same values but for zeros.
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": Tensor.clone,
+    "wider": Tensor.float,
+    "negative": negative,
+    "imaginary": imaginary,
+    "wrapper": Wrapped,
+    "computed": lambda gradient: Scaled(gradient * 2),
+    "two": Twice,
+    "waiting": AsyncCollectiveTensor,
+    "zeros": zeros,
+}
+
+
 @pytest.mark.parametrize(
-    ("offload", "views"),
+    ("kinds", "dtype", "offload"),
     [
-        (None, (negative,) * 3),
-        ("state", (imaginary,) * 3),
-        (None, (Tensor.clone, negative, imaginary, negative)),
-        ("step", (Tensor.clone, negative, imaginary, negative)),
+        (("plain", "wider", "wider", "plain"), BF16, None),
+        (("negative",) * 3, FP32, None),
+        (("imaginary",) * 3, FP32, "state"),
+        (("plain", "negative", "imaginary", "negative"), FP32, None),
+        (("plain", "negative", "imaginary", "negative"), FP32, "step"),
+        *(((kind,) * 3 + ("plain", kind), FP32, None) for kind in ("wrapper", "computed", "zeros")),
+        *((("plain", "plain", kind, "plain", kind), FP32, None) for kind in ("wrapper", "two", "waiting")),
+        (("plain", "plain", "zeros", "plain", "zeros"), BF16, None),
     ],
+    ids=str,
 )
-def test_negative_views(offload: str | None, views: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+def test_gradients_of_other_kinds(kinds: tuple[str, ...], dtype: torch.dtype, offload: str | None) -> None:
+    """From the first step on or later, beside a plain one; new tables are made once at most."""
     with offload_from_cpu(8192):
-        optimizer, expected = make(offload=offload), make()
-        for t, view in enumerate(views):
-            step(expected, t)
-            for index, param in enumerate(params_of(optimizer)):
-                param.grad = view(values(tuple(param.shape), 100 * (t + 1) + index, param.dtype))
-                assert param.grad.is_neg() == (view is not Tensor.clone)
-            optimizer.step()
-            optimizer.synchronize()
-            assert_same(everything(optimizer), everything(expected))
+        optimizer, expected = make(dtype=dtype, offload=offload), make(dtype=dtype)
+        with tables_made() as made:
+            for t, kind in enumerate(kinds):
+                for index, (param, other) in enumerate(zip(params_of(optimizer), params_of(expected), strict=True)):
+                    plain = values(tuple(param.shape), 100 * (t + 1) + index, dtype)
+                    changed = plain.clone() if index == 1 else GRADIENTS[kind](plain)
+                    with_gradient(param, changed)
+                    other.grad = torch.zeros_like(plain) if kind == "zeros" and index != 1 else plain
+                optimizer.step()
+                expected.step()
+                optimizer.synchronize()
+                assert_same(everything(optimizer), everything(expected))
+    assert len(made) == 2
 
 
 def test_a_gradient_turns_into_a_negative_view_of_the_same_memory() -> None:
