@@ -41,10 +41,7 @@ warnings.simplefilter("error")  # no other warning
 #: Functions that make the tensors which the layout is checked with, and others that make the tensor compared with them.
 PATCHES = {
     "negative views": "patch.object(torch, '_neg_view', lambda tensor: tensor)",
-    "sparse tensors": "patch.object(torch.Tensor, 'to_sparse', lambda tensor: tensor)",
-    "tensors of inference mode": "patch.object(torch, 'inference_mode', lambda mode: contextlib.nullcontext())",
     "strides": "patch.object(torch.Tensor, 't', lambda tensor: tensor)",
-    "offsets": "patch.object(torch.Tensor, '__getitem__', lambda tensor, index: tensor.select(0, 0))",
     "dtypes": "patch.object(torch, 'empty', lambda *size, dtype=0, of=torch.empty, **more: of(*size, **more))",
     "devices": "patch.object(torch, 'empty', lambda *size, device=0, of=torch.empty, **more: of(*size, **more))",
 }

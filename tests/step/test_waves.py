@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.layout import Division, Region
 from shardopt.layout.division import ranges
-from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
+from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, waves_of
 
 NEWTON_SCHULZ = NewtonSchulz((QUINTIC,) * 5, 1e-7)
 
@@ -115,22 +115,6 @@ def test_ties_go_round(ranks: int, every: int) -> None:
     assert max(counts.values()) - min(counts.values()) <= 3
 
 
-def test_equal_matrices_are_shared_equally() -> None:
-    matrices = [matrix(30, 20, 4, tensor=i, number=i) for i in range(12)]
-    (wave,) = waves_of(matrices, 10**9, "cpu")
-    assert Counter(wave.owners) == dict.fromkeys(range(4), 3)
-
-
-def test_costliest_first() -> None:
-    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
-    for place in range(4):
-        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, number=i) for i in range(4)]
-        (wave,) = waves_of(matrices, 10**9, "cpu")
-        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
-        large = owners.pop(place)
-        assert set(owners.values()) == {1 - large}
-
-
 def test_ranks_that_differ_have_waves_of_their_own() -> None:
     regions = tuple(ranges([0, 300, 600]))
     one, other = (Division(cast(Any, Group(name, 0)), regions) for name in ("one", "other"))
@@ -152,23 +136,3 @@ def test_copies_take_no_memory_twice() -> None:
     assert len(waves_of(copied, memory, "cpu")) == 1
     assert len(waves_of(copied, memory - LIVE_WAVES, "cpu")) == 2
     assert len(waves_of([matrix(64, 64, tensor=i) for i in range(2)], memory, "cpu")) == 1
-
-
-def test_matrices_of_a_parameter() -> None:
-    expected: list[tuple[Any, Any, list[tuple[int, int, int]]]] = [
-        ((6, 4), None, [(0, 6, 4)]),
-        ((6, 4, 3), None, [(0, 6, 12)]),
-        ((6, 4, 3), (2, 4), [(0, 2, 12), (24, 4, 12)]),
-        ((2, 4, 5, 6), "each", [(0, 4, 30), (120, 4, 30)]),
-    ]
-    for shape, split, shapes in expected:
-        assert matrix_shapes("weight", shape, split) == shapes
-    wrong: list[tuple[Any, Any, str]] = [
-        ((6,), None, r"weight: got a parameter of shape \(6,\) in a param group for Muon"),
-        ((), None, r"got a parameter of shape \(\) in a param group for Muon"),
-        ((6, 4), "each", "got split='each' for a parameter of shape"),
-        ((6, 4), (1, 3), r"got split=\(1, 3\) for a parameter of shape \(6, 4\), expected a sum of 6"),
-    ]
-    for shape, split, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            matrix_shapes("weight", shape, split)
