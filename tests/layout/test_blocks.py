@@ -80,29 +80,6 @@ def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
     assert [grid.is_boundary(col) for col in range(grid.row_numel + 1)] == [a != b for a, b in itertools.pairwise(row)]
 
 
-@settings(deadline=None)
-@given(data=st.data(), block_size=st.sampled_from([16, 32, 128, 4096]))
-def test_divided_into_whole_blocks_and_cut_ones(data: st.DataObject, block_size: int) -> None:
-    row_numel = data.draw(st.integers(1, 700))
-    first_col = data.draw(st.integers(0, row_numel))
-    cols = data.draw(st.integers(0, row_numel - first_col))
-    grid, numbers = BlockGrid((2, row_numel), block_size), block_numbers((1, row_numel), block_size)
-    held = numbers[first_col : first_col + cols]
-    whole = Rectangle(0, 2, first_col, cols, cols, row_numel, first_col // block_size, grid.blocks_per_row)
-    parts = list(whole.divided(grid))
-    assert [col for part in parts for col in range(part.first_col, part.first_col + part.cols)] == [
-        *range(first_col, first_col + cols)
-    ]
-    for part in parts:
-        assert part.element == part.first_col - first_col
-        assert part.block == numbers[part.first_col]
-        inside = {*numbers[part.first_col : part.first_col + part.cols]}
-        complete = {held.count(number) == numbers.count(number) for number in inside}
-        assert complete == {not part.cut}
-        assert not part.cut or len(inside) == 1
-    assert sum(not part.cut for part in parts) <= 1
-
-
 # Indices of each dimension --------------------------------------------------------------------------------------------
 
 
@@ -209,13 +186,6 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], blo
     assert sorted(actual) == list(range(len(numbers)))
 
 
-@pytest.mark.parametrize(("block_size", "expected"), [(128, 1), (100, 6)])
-def test_columns_of_whole_blocks_are_one_rectangle(block_size: int, expected: int) -> None:
-    """A stack whose dim 2 is whole blocks is a matrix of more rows."""
-    shard = Part((4, 6, 256), [((0, 4),), ((0, 6),), ((64, 200),)])
-    assert len(shard.rectangles(BlockGrid((4, 6, 256), block_size))) == expected
-
-
 # Flat shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -275,10 +245,3 @@ def test_cut_blocks_are_those_with_several_owners(drawn: tuple[Shape, int, list[
         firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
         written = list(range(shard.first_written_block(grid), shard.blocks(grid)[1]))
         assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
-
-
-def test_empty_shards_hold_no_blocks() -> None:
-    grid, nothing = BlockGrid((3, 40), 16), FlatShard((3, 40), 7, 5)
-    assert (nothing.local_shape, nothing.rectangles(grid), nothing.scales_shape(grid)) == ((0,), [], (0,))
-    none = FlatShard((0, 40), 0, 0)
-    assert none.rectangles(BlockGrid((0, 40), 16)) == none.cut_blocks(BlockGrid((0, 40), 16)) == []
