@@ -121,39 +121,26 @@ def test_exclude_split_and_other() -> None:
 
 
 def test_no_decay_and_overrides() -> None:
-    model = Model()
-    groups = shardopt.muon_groups(
-        model,
-        no_decay=["*norm*", "*.bias"],
-        overrides={
-            "model.layers.0.*": {"momentum": 0.8},
-            "*.o_proj.*": {"lr": 0.7},
-            "lm_head.weight": {"codec": "fp32"},
-        },
-    )
-    found = options_of(groups, model)
-    assert found["model.norm.weight"] == {**REST, "weight_decay": 0.0}
-    assert found["model.layers.0.input_layernorm.weight"] == {**REST, "weight_decay": 0.0, "momentum": 0.8}
-    assert found["model.layers.0.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7, "momentum": 0.8}
-    assert found["model.layers.1.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7}
-    assert found["lm_head.weight"] == {**REST, "codec": "fp32"}
-
-
-def test_an_override_of_one_name_wins() -> None:
     """An override wins over the algorithm that muon_groups chooses; the learning rate goes with the algorithm."""
     model = Model()
     overrides = {
+        "model.layers.0.*": {"momentum": 0.8},
+        "*.o_proj.*": {"lr": 0.7},
         "model.embed_tokens.weight": {"algorithm": "muon"},
-        "lm_head.weight": {"algorithm": "muon", "lr": 0.1},
-        "model.layers.0.experts": {"algorithm": "adamw"},
-        "model.layers.1.experts": {"algorithm": "adamw", "lr": 0.5},
+        "lm_head.weight": {"algorithm": "muon", "lr": 0.1, "codec": "fp32"},
+        "model.layers.1.experts": {"algorithm": "adamw"},
+        "model.layers.1.mlp.up_proj.weight": {"algorithm": "adamw", "lr": 0.5},
     }
-    chosen = options_of(shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, overrides=overrides), model)
+    groups = shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, no_decay=["*norm*", "*.bias"], overrides=overrides)
+    chosen, rest = options_of(groups, model), {"algorithm": "adamw", "lr": 0.125}
+    assert chosen["model.norm.weight"] == {**rest, "weight_decay": 0.0}
+    assert chosen["model.layers.0.input_layernorm.weight"] == {**rest, "weight_decay": 0.0, "momentum": 0.8}
+    assert chosen["model.layers.0.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7, "momentum": 0.8}
+    assert chosen["model.layers.1.self_attn.qkv_proj.weight"] == {"algorithm": "muon", "lr": 0.25}
     assert chosen["model.embed_tokens.weight"] == {"algorithm": "muon", "lr": 0.25}
-    assert chosen["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
-    assert chosen["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 0.125}
-    assert chosen["model.layers.1.experts"] == {"algorithm": "adamw", "lr": 0.5}
-    assert chosen["model.norm.bias"] == {"algorithm": "adamw", "lr": 0.125}
+    assert chosen["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1, "codec": "fp32"}
+    assert chosen["model.layers.1.experts"] == rest
+    assert chosen["model.layers.1.mlp.up_proj.weight"] == {"algorithm": "adamw", "lr": 0.5}
 
 
 @pytest.mark.parametrize(
