@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.layouts import Shape
-from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, boxes, is_quantized
-from shardopt.layout.ranges import Positions, Ranges, chunk, count, flattened, joined, strided_chunk
+from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, is_quantized
+from shardopt.layout.ranges import Positions, Ranges, chunk, count, joined, strided_chunk
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 6), st.integers(1, 150)),
@@ -139,22 +139,6 @@ def elements_of(shape: Shape, dims: list[Ranges]) -> torch.Tensor:
     for dim, ranges in enumerate(dims):
         found = found.index_select(dim, torch.tensor(listed(ranges), dtype=torch.int64))
     return found
-
-
-@settings(deadline=None)
-@given(part=parts_of_shapes())
-def test_elements_of_several_dimensions(part: tuple[Shape, list[Ranges]]) -> None:
-    shape, dims = part
-    numbers = elements_of(shape, dims)
-    assert listed(flattened(shape, dims)) == numbers.flatten().tolist()
-    assert is_normal(flattened(shape, dims))
-    whole, seen = torch.arange(math.prod(shape)).view(shape), torch.zeros(numbers.shape, dtype=torch.int64)
-    for begins, inside in boxes(dims):
-        extents = numbers[inside].shape
-        expected = whole[tuple(slice(a, a + n) for a, n in zip(begins, extents, strict=True))]
-        assert torch.equal(numbers[inside], expected)
-        seen[inside] += 1
-    assert (seen == 1).all()
 
 
 class Part(Shard):

@@ -52,20 +52,6 @@ def test_the_estimate_grows_in_other_tests() -> None:
     assert optimizer.param_groups[0]["d"] > RULES["prodigy"].hyper["d0"]
 
 
-def test_no_gradient_but_zero_changes_nothing() -> None:
-    optimizer = prodigy(params_of(), weight_decay=0.1)
-    params = optimizer.param_groups[0]["params"]
-    before = [param.detach().clone() for param in params]
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-    group = optimizer.param_groups[0]
-    assert (group["d"], group["d_max"], group["d_numerator"], group["k"]) == (1e-6, 1e-6, 0.0, 0)
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    assert steps(optimizer, 20)[-1] > 1e-6
-
-
 def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
     """The first estimate may stand in the groups; ``d`` and ``d_max`` begin with the group's ``d0``."""
     together, apart = params_of(), params_of()

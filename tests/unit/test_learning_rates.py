@@ -149,9 +149,10 @@ def test_sharded_models() -> None:
 def test_sharded_models_of_the_package() -> None:
     """Whose parameters have attributes that sharding drops."""
     uu = pytest.importorskip("unit_scaling", reason="unit-scaling is not installed: pip install unit-scaling")
-    expected, model = (uu.TransformerDecoder(hidden_size=64, vocab_size=96, layers=2, heads=4) for _ in range(2))
+    expected, model = (uu.TransformerDecoder(hidden_size=128, vocab_size=256, layers=4, heads=4) for _ in range(2))
     for block in model.layers:
         fully_shard(block)
     fully_shard(model)
     assert not any(hasattr(param, "mup_type") for param in model.parameters())
     assert groups_of(model).table() == groups_of(expected).table()
+    assert sorted(round(group["lr"], 6) for group in groups_of(model)) == sorted(RATES)

@@ -1,4 +1,4 @@
-"""Factors, models and learning rates of the package unit-scaling, where it is installed.
+"""Factors of the package unit-scaling, where it is installed.
 
 Operations of both run in float64. Their factors are at most a dozen floating-point operations, each within 2^-52, and
 sums have fewer than 128 terms, so that results differ by less than 2^-40 of their norm unless a factor does.
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import shardopt
 from shardopt import unit
 
 uu = pytest.importorskip("unit_scaling", reason="unit-scaling is not installed: pip install unit-scaling")
@@ -111,16 +110,3 @@ def test_residual_weights(mult: float, ratio: float) -> None:
     expected = [rule(index, 10) for index in range(10)]
     actual = unit.residual_weights(10, mult, ratio)
     assert all(math.isclose(a, b, rel_tol=BOUND) for a, b in zip(actual, expected, strict=True))
-
-
-def test_learning_rates() -> None:
-    """Learning rates for a width of 128, 4 layers and a rate of 2^-4."""
-    model = uu.TransformerDecoder(hidden_size=128, vocab_size=256, layers=4, heads=4)
-    groups = shardopt.param_groups(model, rule="u-mup", lr=2.0**-4, weight_decay=2e-4)
-    theirs = uu.optim.scaled_parameters(model.parameters(), uu.optim.lr_scale_func_adam, lr=2.0**-4, weight_decay=2e-4)
-    assert (len(theirs), len(groups)) == (22, 4)
-    ours = {param: group for group in groups for param in group["params"]}
-    for group in theirs:
-        (param,) = group["params"]
-        for option in ("lr", "weight_decay"):
-            assert math.isclose(ours[param][option], group[option], rel_tol=BOUND)
