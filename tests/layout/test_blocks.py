@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks.layouts import Shape
-from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, boxes, is_quantized
-from shardopt.layout.ranges import Positions, Ranges, chunk, count, flattened, joined, strided_chunk
+from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, is_quantized
+from shardopt.layout.ranges import Positions, Ranges, chunk, count, joined, strided_chunk
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 6), st.integers(1, 150)),
@@ -80,29 +80,6 @@ def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
     assert [grid.is_boundary(col) for col in range(grid.row_numel + 1)] == [a != b for a, b in itertools.pairwise(row)]
 
 
-@settings(deadline=None)
-@given(data=st.data(), block_size=st.sampled_from([16, 32, 128, 4096]))
-def test_divided_into_whole_blocks_and_cut_ones(data: st.DataObject, block_size: int) -> None:
-    row_numel = data.draw(st.integers(1, 700))
-    first_col = data.draw(st.integers(0, row_numel))
-    cols = data.draw(st.integers(0, row_numel - first_col))
-    grid, numbers = BlockGrid((2, row_numel), block_size), block_numbers((1, row_numel), block_size)
-    held = numbers[first_col : first_col + cols]
-    whole = Rectangle(0, 2, first_col, cols, cols, row_numel, first_col // block_size, grid.blocks_per_row)
-    parts = list(whole.divided(grid))
-    assert [col for part in parts for col in range(part.first_col, part.first_col + part.cols)] == [
-        *range(first_col, first_col + cols)
-    ]
-    for part in parts:
-        assert part.element == part.first_col - first_col
-        assert part.block == numbers[part.first_col]
-        inside = {*numbers[part.first_col : part.first_col + part.cols]}
-        complete = {held.count(number) == numbers.count(number) for number in inside}
-        assert complete == {not part.cut}
-        assert not part.cut or len(inside) == 1
-    assert sum(not part.cut for part in parts) <= 1
-
-
 # Indices of each dimension --------------------------------------------------------------------------------------------
 
 
@@ -164,22 +141,6 @@ def elements_of(shape: Shape, dims: list[Ranges]) -> torch.Tensor:
     return found
 
 
-@settings(deadline=None)
-@given(part=parts_of_shapes())
-def test_elements_of_several_dimensions(part: tuple[Shape, list[Ranges]]) -> None:
-    shape, dims = part
-    numbers = elements_of(shape, dims)
-    assert listed(flattened(shape, dims)) == numbers.flatten().tolist()
-    assert is_normal(flattened(shape, dims))
-    whole, seen = torch.arange(math.prod(shape)).view(shape), torch.zeros(numbers.shape, dtype=torch.int64)
-    for begins, inside in boxes(dims):
-        extents = numbers[inside].shape
-        expected = whole[tuple(slice(a, a + n) for a, n in zip(begins, extents, strict=True))]
-        assert torch.equal(numbers[inside], expected)
-        seen[inside] += 1
-    assert (seen == 1).all()
-
-
 class Part(Shard):
     """Any indices of each dimension."""
 
@@ -207,13 +168,6 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], blo
         assert local_blocks(rectangle, block_size) == [a + b for a, b in zip(rows, in_row, strict=True)]
         actual += inside
     assert sorted(actual) == list(range(len(numbers)))
-
-
-@pytest.mark.parametrize(("block_size", "expected"), [(128, 1), (100, 6)])
-def test_columns_of_whole_blocks_are_one_rectangle(block_size: int, expected: int) -> None:
-    """A stack whose dim 2 is whole blocks is a matrix of more rows."""
-    shard = Part((4, 6, 256), [((0, 4),), ((0, 6),), ((64, 200),)])
-    assert len(shard.rectangles(BlockGrid((4, 6, 256), block_size))) == expected
 
 
 # Flat shards ----------------------------------------------------------------------------------------------------------
@@ -275,10 +229,3 @@ def test_cut_blocks_are_those_with_several_owners(drawn: tuple[Shape, int, list[
         firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
         written = list(range(shard.first_written_block(grid), shard.blocks(grid)[1]))
         assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
-
-
-def test_empty_shards_hold_no_blocks() -> None:
-    grid, nothing = BlockGrid((3, 40), 16), FlatShard((3, 40), 7, 5)
-    assert (nothing.local_shape, nothing.rectangles(grid), nothing.scales_shape(grid)) == ((0,), [], (0,))
-    none = FlatShard((0, 40), 0, 0)
-    assert none.rectangles(BlockGrid((0, 40), 16)) == none.cut_blocks(BlockGrid((0, 40), 16)) == []

@@ -1,12 +1,10 @@
-"""How ranks divide a parameter: regions and the parts of matrices in them, and shards that say which they are."""
+"""Shards that say how ranks divide a parameter, and how a parameter is told its shard."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,41 +21,6 @@ from shardopt.layout import (
     assigned,
     shard_of,
 )
-
-
-def elements(region: Region) -> list[int]:
-    """Indices in the flattened parameter, in the order in which the region's elements lie on their rank."""
-    return [region.first + row * region.stride + col for row in range(region.rows) for col in range(region.cols)]
-
-
-def intervals(end: int) -> list[tuple[int, int]]:
-    """All intervals ``[a, b)`` within ``[0, end)``, one empty one included."""
-    return [(0, 0), *itertools.combinations(range(end + 1), 2)]
-
-
-def regions() -> Iterator[tuple[Region, int, int, int]]:
-    """All regions of small parameters, with their matrices: of some columns of some rows, of any range."""
-    for rows, width in itertools.product((1, 2, 4), (1, 3)):
-        for (top, bottom), (left, right) in itertools.product(intervals(rows), intervals(width)):
-            some, cols = bottom - top, right - left
-            region = Region(top * width + left if some * cols else 0, some, cols, width)
-            yield from ((region, first * width, last * width, rows * width) for first, last in intervals(rows))
-    for (first, end), matrix in itertools.product(intervals(9), intervals(9)):
-        yield Region(first, 1, end - first, end - first), *matrix, 9
-
-
-def test_elements_within_matrices() -> None:
-    """Their view of a matrix shares its memory, also where the tensor begins in the midst of its storage."""
-    for region, start, end, numel in regions():
-        part = region.within(start, end)
-        expected = [element for element in elements(region) if start <= element < end]
-        assert elements(part) == expected, f"{region} within {start} to {end}"
-        assert part.numel == len(expected)
-        matrix = torch.arange(-5, numel)[5 + start : 5 + end]
-        view = part.of(matrix, start)
-        assert view.shape == (part.rows, part.cols)
-        assert view.flatten().tolist() == expected
-        assert view.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
 
 
 def test_who_holds_all_of_it() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ranks.layouts import Shape
-from shardopt.layout import BlockGrid, FlatShard, Placed, boxes
+from shardopt.layout import FlatShard, Placed, boxes
 from shardopt.layout.partition import Cut, GridPartition, Partition, RangePartition
 from shardopt.sharding.dtensor import DTensorShard
 
@@ -82,32 +82,6 @@ class _Ranks:
 
     def __init__(self, rank: int, numbers: tuple[int, ...]) -> None:
         self.rank, self.numbers = rank, numbers
-
-
-@settings(deadline=None, max_examples=40)
-@given(first=st.integers(0, 200), size=st.integers(4, 150))
-def test_flat_shards_are_where_their_partition_says(first: int, size: int) -> None:
-    """Elements, scales by each block's first element, and the regions of all ranks."""
-    shape, grid = (13, 10), BlockGrid((13, 10), 4)
-    numbers = tuple(range(3, 3 + 2 * -(-(first + 130) // size), 2))
-    elements, scales, regions = torch.full((130,), NOBODY), torch.full((39,), NOBODY), set()
-    for rank in range(len(numbers)):
-        shard = FlatShard.equal(shape, first, size, _Ranks(rank, numbers))  # type: ignore[arg-type]
-        placed, of_scales, division = shard.partition, shard.scales_partition(grid), shard.division
-        assert placed is not None
-        assert of_scales is not None
-        assert division is not None
-        assert placed.offset == of_scales.offset == 2 * rank
-        elements[shard.start : shard.end] = 2 * rank
-        begins = torch.tensor([shard.start <= grid.first_element(block) < shard.end for block in range(39)])
-        scales[begins] = 2 * rank
-        region = division.regions[rank]
-        assert (region.first, region.numel, region.rows) == (shard.start, shard.numel, 1)
-        regions.add(division.regions)
-    assert len(regions) == 1
-    offsets = 2 * len(numbers)
-    assert torch.equal(owners_of(shape, placed.partition, offsets), elements.view(shape))
-    assert torch.equal(owners_of((13, 3), of_scales.partition, offsets), scales.view(13, 3))
 
 
 @pytest.mark.parametrize(("numbers", "stride"), [((0, 3), 3), ((0, 3, 4), None), ((2, 1), None), ((0, 0), None)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
@@ -71,33 +72,28 @@ def one(value: float = 3.0, **options: Any) -> tuple[Parameter, ShardedOptimizer
 def test_only_the_next_step() -> None:
     """A step, also one that is left out, and ``zero_grad`` forget the coefficient."""
     param, optimizer = one()
-    total = clip_grad_norm_(param, 1.0, optimizer=optimizer)
-    coefficient = torch.clamp(1.0 / (total + 1e-6), max=1.0)
-    optimizer.step()
-    clipped = -3.0 * coefficient
-    assert torch.equal(param.detach(), clipped.expand(2, 3))
-    optimizer.step()
-    assert torch.equal(param.detach(), (clipped - 3.0).expand(2, 3))
-    clip_grad_norm_(param, 1.0, optimizer=optimizer)
+
+    def step(wanted: float | Tensor, closure: Callable[[], float] | None = None) -> None:
+        before = param.detach().clone()
+        optimizer.step(closure)
+        assert torch.equal(param.detach(), before - wanted)
+
+    def clip() -> Tensor:
+        return clip_grad_norm_(param, 1.0, optimizer=optimizer)
+
+    clipped = 3.0 * torch.clamp(1.0 / (clip() + 1e-6), max=1.0)
+    step(clipped)
+    step(3.0)
+    clip()
     optimizer.zero_grad()
-    param.grad = torch.ones(2, 3)
-    optimizer.step()
-    assert torch.equal(param.detach(), (clipped - 3.0 - 1.0).expand(2, 3))
-    clip_grad_norm_(param, 1.0, optimizer=optimizer)
+    param.grad = torch.full((2, 3), 3.0)
+    step(3.0)
+    clip()
     optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
+    step(0.0)
     optimizer.found_inf = None
-    before = param.detach().clone()
-    optimizer.step()
-    assert torch.equal(param.detach(), before - 1.0)
-
-    def closure() -> float:  # as Lightning clips
-        param.grad = torch.full((2, 3), 3.0)
-        return float(clip_grad_norm_(param, 1.0, optimizer=optimizer))
-
-    before = param.detach().clone()
-    optimizer.step(closure)
-    assert torch.equal(param.detach(), before - 3.0 * coefficient)
+    step(3.0)
+    step(clipped, lambda: float(clip()))  # as Lightning clips
 
 
 def test_several_optimizers_and_bfloat16() -> None:
@@ -206,22 +202,19 @@ def test_gradients_that_are_left_are_clipped() -> None:
 
 
 def test_a_step_that_raises_may_be_tried_again() -> None:
-    params = [Parameter(torch.zeros(4)), Parameter(torch.zeros(4))]
-    optimizer = shardopt.SGD8bit(params, lr=1.0, nonfinite="raise")
-    params[0].grad = torch.ones(4)
-    total = clip_grad_norm_(params, 1.0, optimizer=optimizer)
-    bad = params.pop()
+    """With the same gradients; others that come are not clipped."""
+    param, optimizer = one(nonfinite="raise")
+    total = clip_grad_norm_(param, 1.0, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = -1.0
     with pytest.raises(ValueError, match="lr"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()
-    assert torch.equal(params[0].detach(), (-1.0 / (total + 1e-6)).expand(4))
-    params[0].grad, bad.grad = torch.ones(4), torch.full((4,), float("inf"))
-    clip_grad_norm_([*params, bad], 1.0, optimizer=optimizer)
+    assert torch.equal(param.detach(), (-3.0 / (total + 1e-6)).expand(2, 3))
+    param.grad[0, 0] = torch.inf
+    clip_grad_norm_(param, 1.0, optimizer=optimizer)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    before = params[0].detach().clone()
-    params[0].grad, bad.grad = torch.ones(4), None
-    optimizer.step()  # other gradients, which are not clipped
-    assert torch.equal(params[0].detach(), before - 1)
+    before, param.grad = param.detach().clone(), torch.ones(2, 3)
+    optimizer.step()
+    assert torch.equal(param.detach(), before - 1)

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit state, left to itself for 200 steps, stays near float32; zero gradients move nothing."""
+"""AdamW with 8-bit state, left to itself for 200 steps, stays near float32, at any scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CODEC_NAMES, RULES
 from quality.drift import measure
 
 #: By the stream of gradients, the mean and the worst drift that log8 may have.
@@ -44,20 +43,3 @@ def test_log8_does_not_see_the_scale() -> None:
         found.append((param.detach(), state["exp_avg_codes"], state["exp_avg_sq_codes"]))
     for other in (found[0], found[2]):
         assert all(torch.equal(a, b) for a, b in zip(other, found[1], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("rule", "codec"), [*(("adamw", codec) for codec in CODEC_NAMES), ("adam", "log8"), ("lion", "log8")]
-)
-def test_coordinates_without_gradient_do_not_move(rule: str, codec: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    param = Parameter(torch.randn(8, 512, generator=generator))
-    still = torch.rand(param.shape, generator=generator) < 0.5
-    before = param.detach().clone()
-    optimizer = RULES[rule].make([param], codec=codec, weight_decay=0.0, min_quantized_numel=0)
-    for _ in range(100):
-        gradient = torch.randn(param.shape, generator=generator)
-        param.grad = torch.where(still, 0.0, gradient)
-        optimizer.step()
-    assert torch.equal(param.detach()[still], before[still])
-    assert (param.detach() != before)[~still].float().mean() > 0.9  # Lion's walk may come back

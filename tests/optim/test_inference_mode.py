@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardopt
-from helpers import RULES, everything
+from helpers import everything
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
@@ -54,52 +54,38 @@ CALLS: dict[str, Callable[[nn.Module, Any, Path], object]] = {
 }
 
 
-def _train(optimizer_of: Callable[[Any], Any], call: str, when: int, inside: bool, path: Path) -> dict[str, Any]:
-    """Three steps, with one call in inference mode, or not."""
+def _quantized(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
+    return shardopt.quantize_state(torch.optim.AdamW(params, lr=1e-2), min_quantized_numel=64)
+
+
+def _train(kind: Callable[..., Any], call: str, inside: bool, path: Path) -> dict[str, Any]:
+    """Three steps, with one call in inference mode, or not: as early as it may be."""
     model = nn.Sequential(nn.Linear(130, 33), nn.Linear(33, 7, bias=False))
     with torch.no_grad():
         for index, param in enumerate(model.parameters()):
             param.copy_(values(tuple(param.shape), index))
-    optimizer = optimizer_of(model.parameters())
+    optimizer = kind(model.parameters(), min_quantized_numel=64, offload="step")
+    when, begins = 2 if call == "import_state" else 0, call in ("release", "ordered")
     for step in range(3):
-        if call in ("release", "ordered") and step == when:
-            with torch.inference_mode(inside):
-                CALLS[call](model, optimizer, path)
-        model(values((4, 130), 9 + step)).square().mean().backward()
-        if call not in ("release", "ordered") and step == when:
-            with torch.inference_mode(inside):
-                CALLS[call](model, optimizer, path)
+        for backward in (False, True):
+            if step == when and backward != begins:
+                with torch.inference_mode(inside):
+                    CALLS[call](model, optimizer, path)
+            if not backward:
+                model(values((4, 130), 9 + step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     getattr(optimizer, "synchronize", lambda: None)()
     return everything(optimizer)
 
 
-@pytest.mark.parametrize("when", [0, 1])
-@pytest.mark.parametrize("call", CALLS)
-def test_calls(call: str, when: int, tmp_path: Path) -> None:
-    if (call, when) == ("import_state", 0):
-        when = 2  # there is no state to import before the first step
-    make = lambda params: shardopt.AdamW8bit(params, min_quantized_numel=64, offload="step")  # noqa: E731
-    with offload_from_cpu():
-        got, expected = (_train(make, call, when, inside, tmp_path / str(inside)) for inside in (True, False))
-    assert_same(got, expected)
-
-
 @pytest.mark.parametrize(
-    "make",
-    [
-        *(RULES[rule].make for rule in ("adamw", "nadam", "adagrad", "lamb", "prodigy")),
-        lambda params, **options: shardopt.NorMuon8bit([p for p in params if p.ndim > 1], **options),
-        lambda params, **options: shardopt.quantize_state(torch.optim.AdamW(params, lr=1e-2), **options),
-    ],
-    ids=["adamw", "nadam", "adagrad", "lamb", "prodigy", "normuon", "quantize_state"],
+    ("kind", "call"),
+    [*((shardopt.AdamW8bit, call) for call in CALLS), (shardopt.Prodigy8bit, "step"), (_quantized, "step")],
 )
-def test_first_steps_of_rules(make: Callable[..., Any], tmp_path: Path) -> None:
-    got, expected = (
-        _train(lambda params: make(params, min_quantized_numel=64), "step", 0, inside, tmp_path)
-        for inside in (True, False)
-    )
+def test_calls(kind: Callable[..., Any], call: str, tmp_path: Path) -> None:
+    with offload_from_cpu():
+        got, expected = (_train(kind, call, inside, tmp_path / str(inside)) for inside in (True, False))
     assert_same(got, expected)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardopt
-from ranks.models import loss_of, make_batch, make_net
+from ranks.models import make_net
 
 REST = {"algorithm": "adamw", "lr": 3e-4}
 
@@ -121,45 +121,26 @@ def test_exclude_split_and_other() -> None:
 
 
 def test_no_decay_and_overrides() -> None:
-    model = Model()
-    groups = shardopt.muon_groups(
-        model,
-        no_decay=["*norm*", "*.bias"],
-        overrides={
-            "model.layers.0.*": {"momentum": 0.8},
-            "*.o_proj.*": {"lr": 0.7},
-            "lm_head.weight": {"codec": "fp32"},
-        },
-    )
-    found = options_of(groups, model)
-    assert found["model.norm.weight"] == {**REST, "weight_decay": 0.0}
-    assert found["model.layers.0.input_layernorm.weight"] == {**REST, "weight_decay": 0.0, "momentum": 0.8}
-    assert found["model.layers.0.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7, "momentum": 0.8}
-    assert found["model.layers.1.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7}
-    assert found["lm_head.weight"] == {**REST, "codec": "fp32"}
-
-
-def test_an_override_of_one_name_wins() -> None:
     """An override wins over the algorithm that muon_groups chooses; the learning rate goes with the algorithm."""
     model = Model()
     overrides = {
+        "model.layers.0.*": {"momentum": 0.8},
+        "*.o_proj.*": {"lr": 0.7},
         "model.embed_tokens.weight": {"algorithm": "muon"},
-        "lm_head.weight": {"algorithm": "muon", "lr": 0.1},
-        "model.layers.0.experts": {"algorithm": "adamw"},
-        "model.layers.1.experts": {"algorithm": "adamw", "lr": 0.5},
+        "lm_head.weight": {"algorithm": "muon", "lr": 0.1, "codec": "fp32"},
+        "model.layers.1.experts": {"algorithm": "adamw"},
+        "model.layers.1.mlp.up_proj.weight": {"algorithm": "adamw", "lr": 0.5},
     }
-    chosen = options_of(shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, overrides=overrides), model)
+    groups = shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, no_decay=["*norm*", "*.bias"], overrides=overrides)
+    chosen, rest = options_of(groups, model), {"algorithm": "adamw", "lr": 0.125}
+    assert chosen["model.norm.weight"] == {**rest, "weight_decay": 0.0}
+    assert chosen["model.layers.0.input_layernorm.weight"] == {**rest, "weight_decay": 0.0, "momentum": 0.8}
+    assert chosen["model.layers.0.self_attn.o_proj.weight"] == {"algorithm": "muon", "lr": 0.7, "momentum": 0.8}
+    assert chosen["model.layers.1.self_attn.qkv_proj.weight"] == {"algorithm": "muon", "lr": 0.25}
     assert chosen["model.embed_tokens.weight"] == {"algorithm": "muon", "lr": 0.25}
-    assert chosen["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1}
-    assert chosen["model.layers.0.experts"] == {"algorithm": "adamw", "lr": 0.125}
-    assert chosen["model.layers.1.experts"] == {"algorithm": "adamw", "lr": 0.5}
-    assert chosen["model.norm.bias"] == {"algorithm": "adamw", "lr": 0.125}
-
-
-def test_table() -> None:
-    rows = {line.split()[0]: line for line in str(shardopt.muon_groups(Model()).table()).splitlines() if line.strip()}
-    assert all("muon" in rows[name] and "adamw" not in rows[name] for name in MATRICES)
-    assert "adamw" in rows["lm_head.weight"]
+    assert chosen["lm_head.weight"] == {"algorithm": "muon", "lr": 0.1, "codec": "fp32"}
+    assert chosen["model.layers.1.experts"] == rest
+    assert chosen["model.layers.1.mlp.up_proj.weight"] == {"algorithm": "adamw", "lr": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -178,16 +159,3 @@ def test_table() -> None:
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shardopt.muon_groups(Model(), **options)
-
-
-def test_optimizer_of_the_groups() -> None:
-    """The defaults are the groups' own; what the optimizer is told counts where they say nothing."""
-    model = make_net()
-    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model), weight_decay=0.3, min_quantized_numel=64)
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
-    loss_of(model, make_batch(0)).backward()
-    optimizer.step()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            names = set(optimizer.state[param])
-            assert ("momentum_buffer" in "".join(names)) == (group["algorithm"] == "muon")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CODEC_NAMES, RULES, everything, with_gradient
+from helpers import CODEC_NAMES, RULES, everything, single, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
-from shardopt.codec import Codec
 from shardopt.kernels.dispatch import check_device
 from shardopt.optim import ShardedOptimizer
 
@@ -47,29 +46,32 @@ COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
 }
 
 
-@pytest.mark.parametrize(("base", "missing"), [(ShardedOptimizer, "hyper"), (Codec, "decode")])
-def test_what_lacks_a_part_cannot_be_made(base: type, missing: str) -> None:
-    parts = {name: lambda self: None for name in base.__abstractmethods__ - {missing}}
-    with pytest.raises(TypeError, match=f"Half.*{missing}"):
-        type(base)("Half", (base,), parts)()
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_have_the_noise_of_stochastic_rounding(how: str) -> None:
-    """Where it follows the model, in which the parameters have another order."""
+def in_another_order() -> ShardedOptimizer:
+    """Stochastic rounding whose noise follows the model, in which the parameters have another order."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)).bfloat16()
     groups = shardopt.param_groups(model, {"*.bias": {"lr": 1e-3}})
-    optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64, stochastic_rounding=True)
-    other = COPIES[how](optimizer)
-    for each in (optimizer, other):
-        advance(each, range(2))
-    assert_same(everything(other), everything(optimizer))
+    return shardopt.AdamW8bit(groups, min_quantized_numel=64, stochastic_rounding=True)
+
+
+def of_muon() -> ShardedOptimizer:
+    first, second = (Parameter(values(shape, 0)) for shape in SHAPES)
+    return shardopt.Muon8bit([{"params": [first]}, {"params": [second], "algorithm": "lion"}])
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize(("codec", "steps"), [("log8", 3), ("fp32", 3), ("log8", 0)])
-def test_copies_go_on_alike(codec: str, steps: int, how: str) -> None:
-    optimizer = make(codec=codec)
+@pytest.mark.parametrize(
+    ("made", "steps"),
+    [
+        (make, 0),
+        (make, 3),
+        (partial(make, codec="fp32"), 3),
+        (in_another_order, 0),
+        (in_another_order, 2),
+        (of_muon, 2),
+    ],
+)
+def test_copies_go_on_alike(made: Callable[[], ShardedOptimizer], steps: int, how: str) -> None:
+    optimizer = made()
     advance(optimizer, range(steps))
     other = COPIES[how](optimizer)
     assert type(other) is type(optimizer)
@@ -89,41 +91,35 @@ def test_step_hooks() -> None:
 
 
 def test_groups_override_every_option() -> None:
-    params = [Parameter(torch.zeros(64, 256)) for _ in range(5)]
-    groups = [
-        {"params": params[:1]},
-        {"params": params[1:2], "codec": "companded8", "block_size": 64},
-        {"params": params[2:3], "min_quantized_numel": 10**6},
-        {"params": params[3:4], "codec": "bf16", "nonfinite": "raise"},
+    """Each is as an optimizer of its own with these options, also a group that is added later."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"codec": "companded8", "block_size": 64},
+        {"min_quantized_numel": 10**6},
+        {"codec": "bf16", "nonfinite": "propagate"},
+        {"codec": "dynamic8", "block_size": 256, "betas": (0.8, 0.9)},
     ]
-    optimizer = shardopt.AdamW8bit(groups)
-    optimizer.add_param_group({"params": params[4:], "codec": "dynamic8", "block_size": 256})
-    advance(optimizer, range(2))
-    found = [
-        {name: (value.dtype, tuple(value.shape)) for name, value in optimizer.state[param].items() if name != "step"}
-        for param in params
-    ]
-    codes = dict.fromkeys(("exp_avg_codes", "exp_avg_sq_codes"), (torch.uint8, (64, 256)))
-
-    def scales(first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, Any]:
-        return {"exp_avg_scales": (torch.float32, first), "exp_avg_sq_scales": (torch.float32, second)}
-
-    assert found == [
-        codes | scales((64, 2), (64, 2, 2)),
-        codes | scales((64, 4), (64, 4)),
-        dict.fromkeys(("exp_avg", "exp_avg_sq"), (torch.float32, (64, 256))),
-        dict.fromkeys(("exp_avg", "exp_avg_sq"), (torch.bfloat16, (64, 256))),
-        codes | scales((64, 1), (64, 1)),
-    ]
+    groups = [{"params": [Parameter(values((64, 130), 0))], **each} for each in options]
+    optimizer = shardopt.AdamW8bit(groups[:-1])
+    optimizer.add_param_group(groups[-1])
+    alone = [shardopt.AdamW8bit([Parameter(values((64, 130), 0))], **each) for each in options]
+    for t in range(2):
+        for own in (*optimizer.param_groups, *(each.param_groups[0] for each in alone)):
+            own["params"][0].grad = values((64, 130), 1 + t)
+            own["params"][0].grad[3, 5] = torch.inf if own["nonfinite"] == "propagate" else 1.0
+        for each in (optimizer, *alone):
+            each.step()
+    for group, each in zip(optimizer.param_groups, alone, strict=True):
+        (mine,), (param, state) = group["params"], single(each)
+        assert_same({"": mine.detach(), **optimizer.state[mine]}, {"": param.detach(), **state})
 
 
-@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
-def test_options_of_torch_are_taken_and_ignored(option: str) -> None:
-    plain, constructed, in_group = make(), make(**{option: True}), make()
-    in_group.param_groups[0][option] = True
+def test_options_of_torch_are_taken_and_ignored() -> None:
+    options = dict.fromkeys(("foreach", "fused", "capturable"), True)
+    plain, constructed, in_group = make(), make(**options), make()
+    in_group.param_groups[0].update(options)
     for each in (plain, constructed, in_group):
         advance(each, range(2))
-    for each in (constructed, in_group):
         assert_same(everything(each), everything(plain))
 
 
@@ -175,21 +171,6 @@ def test_bad_elements_are_reported(scheduled: bool) -> None:
     assert optimizer.nonfinite_count == 2
 
 
-@pytest.mark.parametrize(("bad", "stepped"), [("nan", False), ("inf", True)])
-def test_raise_names_the_parameter_and_changes_nothing(bad: str, stepped: bool) -> None:
-    model = torch.nn.Linear(130, 64)
-    optimizer = shardopt.AdamW8bit(model.named_parameters(), nonfinite="raise")
-    if stepped:
-        advance(optimizer, range(2))
-    before = everything(optimizer)
-    give_gradients(optimizer, 2)
-    assert model.bias.grad is not None
-    model.bias.grad[63] = BAD[bad]
-    with pytest.raises(FloatingPointError, match=r"bias \(64,\): got a gradient with NaN or Inf"):
-        optimizer.step()
-    assert_same(everything(optimizer), before)
-
-
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])
 def test_propagate_is_as_torch(rule: str) -> None:
     theirs_class = torch.optim.AdamW if rule == "adamw" else torch.optim.SGD
@@ -211,27 +192,7 @@ def test_propagate_is_as_torch(rule: str) -> None:
     assert ours.nonfinite_count == 0
 
 
-def test_found_inf_leaves_the_step_out() -> None:
-    optimizer = make()
-    advance(optimizer, range(2))
-    before = everything(optimizer)
-    give_gradients(optimizer, 2)
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    assert_same(everything(optimizer), before)
-    optimizer.found_inf = torch.tensor(0.0)
-    optimizer.step()
-    assert everything(optimizer)["0/step"] == 3
-
-
 # Errors: got, expected, remedy; and nothing changed.
-
-
-def resized(tensor: Tensor, nbytes: int) -> Tensor:
-    """A copy whose storage is that large."""
-    copy = tensor.clone()
-    copy.untyped_storage().resize_(nbytes)
-    return copy
 
 
 def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
@@ -246,12 +207,8 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
             weight,
             r"strides \(0, 1\), whose elements share memory.*clone",
         ),
-        "windows": (Parameter(torch.zeros(200).unfold(0, 40, 1)), torch.zeros(161, 40), r"strides \(1, 1\), whose"),
         "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
         "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32; cast the gradient"),
-        "freed gradient": (Parameter(weight), resized(weight, 0), r"gradient whose storage has 0 bytes"),
-        "cut gradient": (Parameter(weight), resized(weight, 33276), r"gradient whose storage has 33276 bytes.*resize_"),
-        "cut parameter": (Parameter(resized(weight, 4)), weight, r"parameter whose storage has 4 bytes"),
         "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*to_empty\(\)"),
     }
 
@@ -274,14 +231,11 @@ def test_a_step_that_cannot_be_taken_changes_nothing(name: str) -> None:
     assert_same(everything(optimizer), before)
 
 
-@pytest.mark.parametrize(
-    ("device", "remedy"),
-    [("meta", "to_empty() and load"), ("mps", "move it there, or step it with another"), ("xpu", "move it there")],
-)
-def test_devices_without_kernels(device: str, remedy: str) -> None:
-    with pytest.raises(RuntimeError, match=f"^weight: got a parameter on {device}, expected one on cpu") as caught:
-        check_device("weight", torch.device(device))
-    assert remedy in str(caught.value)
+def test_devices_without_kernels() -> None:
+    """Such as Apple's: there is no CUDA build to ask for."""
+    message = r"^weight: got a parameter on mps, expected one on cpu.*move it there, or step it with another"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        check_device("weight", torch.device("mps"))
     assert "nvcc" not in str(caught.value)
 
 
@@ -310,7 +264,7 @@ def test_a_watched_step_is_called_for_taken_steps_only(way: str, has_schedule: b
         optimizer.register_step_post_hook(lambda *_: seen.append(1))
     else:
         step = optimizer.step
-        optimizer.step = functools.wraps(step)(lambda: (seen.append(1), step()))  # type: ignore[assignment, method-assign]
+        optimizer.step = wraps(step)(lambda: (seen.append(1), step()))  # type: ignore[assignment, method-assign]
     assert not optimizer._step_supports_amp_scaling
     scaler = torch.amp.GradScaler("cpu")
     for factor in (1.0, torch.inf):

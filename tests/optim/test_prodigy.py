@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -48,40 +46,10 @@ def prodigy(params: Any, **options: Any) -> shardopt.Prodigy:
     return shardopt.Prodigy8bit(params, **{"min_quantized_numel": 64, **options})
 
 
-def test_the_estimate_grows_and_the_loss_falls() -> None:
-    params = params_of()
-    found = steps(prodigy(params), 100)
-    assert found[0] == 1e-6  # the first step has made no way yet
-    assert found == sorted(found)
-    assert found[-1] > found[0]
-    for param, first in zip(params, params_of(), strict=True):
-        assert (param - 0.3).square().sum() < (first - 0.3).square().sum()
-
-
 def test_the_estimate_grows_in_other_tests() -> None:
     """The tests on shards and of checkpoints compare bits: they would show nothing if the estimate never changed."""
     _, optimizer = trained("single", 2, "prodigy")
     assert optimizer.param_groups[0]["d"] > RULES["prodigy"].hyper["d0"]
-
-
-def test_a_growth_rate_bounds_the_estimate_once_it_has_left_the_first_value() -> None:
-    found = [d for d in steps(prodigy(params_of(), growth_rate=1.02), 60) if d > 1e-6]
-    assert all(after <= before * 1.02 for before, after in pairwise(found))
-    assert found[-1] == found[-2] * 1.02
-
-
-def test_no_gradient_but_zero_changes_nothing() -> None:
-    optimizer = prodigy(params_of(), weight_decay=0.1)
-    params = optimizer.param_groups[0]["params"]
-    before = [param.detach().clone() for param in params]
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-    group = optimizer.param_groups[0]
-    assert (group["d"], group["d_max"], group["d_numerator"], group["k"]) == (1e-6, 1e-6, 0.0, 0)
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    assert steps(optimizer, 20)[-1] > 1e-6
 
 
 def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
@@ -93,6 +61,9 @@ def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
     assert [(group["d"], group["d_max"]) for group in several.param_groups] == [(1e-3, 1e-3)] * 2
     assert steps(one, 10) == steps(several, 10)
     assert_same(everything(several), everything(one))
+    for optimizer in (one, several):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(3, 7))], **options})
+    assert steps(one, 3, first=10) == steps(several, 3, first=10)
     resumed = prodigy([{"params": params_of(), "d0": 1e-3, "d": 0.5, "d_max": 0.6}])
     assert (resumed.param_groups[0]["d"], resumed.param_groups[0]["d_max"]) == (0.5, 0.6)
 
@@ -110,15 +81,6 @@ def test_a_group_whose_learning_rate_is_zero_stays_and_takes_no_part() -> None:
     steps(optimizer, 1, first=5)
     assert not torch.equal(params[2].detach(), before)
     assert torch.equal(optimizer.state[params[2]]["p0"], before)
-
-
-def test_a_group_added_later_gets_the_estimate() -> None:
-    params = params_of()
-    optimizer = prodigy(params[:2])
-    found = steps(optimizer, 10)
-    optimizer.add_param_group({"params": params[2:]})
-    assert optimizer.param_groups[1]["d"] == 1e-6
-    assert steps(optimizer, 1, first=10)[0] >= found[-1]
 
 
 @pytest.mark.parametrize(
@@ -139,22 +101,6 @@ def test_groups_that_disagree_are_refused(options: dict[str, Any], message: str)
         optimizer.step()
     assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
     assert all(state["step"] == 0 for state in optimizer.state.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"d0": 0.0}, "d0: got 0.0, expected a number above 0"),
-        ({"d_coef": -1.0}, "d_coef: got -1.0, expected a number above 0"),
-        ({"growth_rate": math.nan}, "growth_rate: got nan, expected a number >= 1"),
-        ({"beta3": 1.0}, r"beta3: got 1.0, expected a number in \[0.0, 1.0\)"),
-        ({"decouple": 1}, "decouple: got 1, expected True or False"),
-        ({"d0": "1"}, "d0: got '1', expected a number above 0"),
-    ],
-)
-def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prodigy(params_of(), **options)
 
 
 @pytest.mark.parametrize("name", ["d", "d_max", "d_numerator", "k"])
@@ -186,56 +132,19 @@ def test_skipped_elements_take_no_part_in_the_sums(step: int, bad: float) -> Non
     assert math.isfinite(optimizer.param_groups[0]["d"])
 
 
-def test_gradients_that_propagate_leave_the_estimate() -> None:
-    optimizer = prodigy(params_of(), nonfinite="propagate")
-    before = steps(optimizer, 5)[-1]
-    params = optimizer.param_groups[0]["params"]
-    set_gradients(params, 5)
-    params[1].grad[3] = math.nan
-    optimizer.step()
-    assert optimizer.param_groups[0]["d"] == before
-    assert math.isfinite(optimizer.param_groups[0]["d_numerator"])
-    assert not params[1][3].isfinite()
-    assert steps(optimizer, 3, first=6) == [before] * 3
-
-
-def test_a_loss_scale_is_divided_out_of_the_sums() -> None:
-    """A step that the scaler leaves out leaves the estimate as it was."""
-    params, others = params_of(), params_of()
-    optimizer, reference = prodigy(params), prodigy(others)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(5):
-        before, group = everything(optimizer), copy.copy(optimizer.param_groups[0])
-        set_gradients(params, step)
-        set_gradients(others, step)
-        for param in params:
-            param.grad *= 1024.0
-        if step == 4:
-            params[0].grad[0, 0] = math.inf
-        else:
-            reference.step()
-        scaler.scale(torch.zeros(()))
-        scaler.step(optimizer)
-        scaler.update()
-    assert_same(everything(optimizer), before)
-    assert {key: optimizer.param_groups[0][key] for key in group} == group
-    assert optimizer.param_groups[0]["d"] == reference.param_groups[0]["d"] > 1e-6
-    assert_same(everything(optimizer), everything(reference))
-
-
-@pytest.mark.parametrize(("codec", "dequantize"), [("log8", False), ("log8", True), ("fp32", True)])
-def test_a_state_dict_goes_on_with_the_same_bits(codec: str, dequantize: bool) -> None:
+@pytest.mark.parametrize("codec", ["log8", "fp32"])
+def test_a_dequantized_state_dict(codec: str) -> None:
+    """Has the estimate and the first weights; with float32 state the run goes on with the same bits."""
     optimizer = prodigy(params_of(), codec=codec, growth_rate=2.0)
     steps(optimizer, 5)
     params = [Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"]]
     loaded = prodigy(params, codec=codec)
-    loaded.load_state_dict(through_a_file(optimizer.state_dict(dequantize=dequantize)))
-    if not dequantize or codec == "fp32":
+    loaded.load_state_dict(through_a_file(optimizer.state_dict(dequantize=True)))
+    assert all(torch.equal(loaded.state[p]["p0"], old.detach()) for p, old in zip(params, params_of(), strict=True))
+    assert loaded.param_groups[0]["d"] == optimizer.param_groups[0]["d"]
+    if codec == "fp32":
         assert steps(loaded, 3, first=5) == steps(optimizer, 3, first=5)
         assert_same(everything(loaded), everything(optimizer))
-    else:
-        assert all(torch.equal(loaded.state[p]["p0"], old.detach()) for p, old in zip(params, params_of(), strict=True))
-        assert loaded.param_groups[0]["d"] == optimizer.param_groups[0]["d"]
 
 
 @pytest.mark.parametrize("bits", [None, 24, 32])

@@ -49,9 +49,6 @@ class Loop:
         self.gradients(x)
         self.optimizer.step()
 
-    def train_by_closure(self, x: Tensor) -> None:
-        self.optimizer.step(lambda: self.gradients(x))
-
     def run(self, train: Callable[[Tensor], object]) -> list[dict[str, int]]:
         """Trains; returns dynamo's count of compiled frames after each step."""
         frames = []
@@ -72,35 +69,24 @@ def compiled_step(loop: Loop, backend: str) -> Callable[[Tensor], object]:
     return train
 
 
-#: Functions that are compiled: the step alone, or one that has a step in it.
-WAYS: dict[str, Callable[[Loop, str], Callable[[Tensor], object]]] = {
-    "step": compiled_step,
-    "train step": lambda loop, backend: torch.compile(loop.train, backend=backend),
-    "closure": lambda loop, backend: torch.compile(loop.train_by_closure, backend=backend),
-}
-
-
-def assert_as_without_compiling(way: str, backend: str, **options: Any) -> None:
-    compiled, plain = Loop(**options), Loop(**options)
+@pytest.mark.parametrize(
+    ("way", "backend", "lr", "compiled_autograd"),
+    [
+        ("step", "eager", 1e-2, False),
+        ("train step", "aot_eager", torch.tensor(1e-2), False),
+        ("train step", "aot_eager", 1e-2, True),
+    ],
+)
+def test_a_compiled_step(way: str, backend: str, lr: Any, compiled_autograd: bool) -> None:
+    """Alone, or within a function."""
+    compiled, plain = Loop(lr=lr), Loop(lr=lr)
     plain.run(plain.train)
-    frames = compiled.run(WAYS[way](compiled, backend))
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        train = compiled_step(compiled, backend) if way == "step" else torch.compile(compiled.train, backend=backend)
+        frames = compiled.run(train)
     assert frames[0], "something is compiled"
     assert frames[2:] == [frames[1]] * (STEPS - 2), "nothing is compiled again, with new learning rates and tables"
     assert_same(everything(compiled.optimizer), everything(plain.optimizer))
-
-
-@pytest.mark.parametrize(
-    ("way", "backend", "lr"),
-    [
-        ("step", "eager", 1e-2),
-        ("closure", "eager", 1e-2),
-        ("train step", "aot_eager", 1e-2),
-        ("train step", "aot_eager", torch.tensor(1e-2)),
-    ],
-    ids=str,
-)
-def test_a_compiled_step(way: str, backend: str, lr: Any) -> None:
-    assert_as_without_compiling(way, backend, lr=lr)
 
 
 def test_inductor() -> None:
@@ -117,23 +103,12 @@ def test_inductor() -> None:
     assert_same(everything(inside.optimizer), everything(after.optimizer))
 
 
-def test_compiled_autograd() -> None:
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        assert_as_without_compiling("train step", "aot_eager")
-
-
-@pytest.mark.parametrize(("what", "compiled_autograd"), [("model", False), ("train step", True)])
-def test_released_gradients(what: str, compiled_autograd: bool) -> None:
-    """Hooks step parameters during the backward pass of a compiled model, and within a compiled train step."""
+def test_released_gradients() -> None:
+    """Hooks step parameters during the backward pass of a compiled model."""
     released, plain = Loop(), Loop()
     plain.run(plain.train)
-    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
-        shardopt.release_gradients(released.model, released.optimizer)
-        train = released.train
-        if what == "model":
-            released.model.compile(backend="aot_eager")
-        else:
-            train = torch.compile(train, backend="aot_eager")
-        frames = released.run(train)
+    shardopt.release_gradients(released.model, released.optimizer)
+    released.model.compile(backend="aot_eager")
+    frames = released.run(released.train)
     assert frames[2:] == [frames[1]] * (STEPS - 2)
     assert_same(everything(released.optimizer), everything(plain.optimizer))

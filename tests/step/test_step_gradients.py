@@ -1,4 +1,4 @@
-"""Gradients that come, go, move or change dtype, or are none that can be stepped, with the tables of a step kept."""
+"""Gradients that come, go, move or are of other kinds, or cannot be stepped, with the tables of a step kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
 import shardopt
@@ -15,13 +16,15 @@ from helpers import RULES, everything, with_gradient
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
-from step_problem import SHAPES, kept, make, params_of, step
+from step_problem import SHAPES, kept, make, params_of, step, tables_made
+from wrappers import Scaled, Twice, Wrapped, zeros
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_come_and_go(dtype: torch.dtype) -> None:
+def test_gradients_come_and_go() -> None:
     """A parameter without a gradient is left alone, its step count too; also before its first gradient."""
-    optimizer = make(dtype=dtype)
+    optimizer = make()
     anew = copy.deepcopy(optimizer)
     absent = [(2, 3), (), (0,), (0, 1), (), (3,), (0, 1, 2, 3, 4), (), (0,), ()]
     for t, without in enumerate(absent):
@@ -35,15 +38,6 @@ def test_gradients_come_and_go(dtype: torch.dtype) -> None:
             names = [name for name in after if name.split("/")[0] == str(index)]
             assert_same({name: after[name] for name in names}, {name: before[name] for name in names})
     assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [6, 8, 8, 7, 9]
-
-
-def test_dtypes_of_gradients_may_change() -> None:
-    """Values in a wider dtype make the same step."""
-    optimizer, expected = (make(dtype=torch.bfloat16) for _ in range(2))
-    for t, dtype in enumerate([torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]):
-        step(optimizer, t, grad_dtype=dtype)
-        step(expected, t)
-        assert_same(everything(optimizer), everything(expected))
 
 
 def test_data_of_a_gradient() -> None:
@@ -71,35 +65,34 @@ def test_data_of_a_gradient() -> None:
 class OwnGradient(Parameter):
     """A parameter whose gradient is found in another place."""
 
-    kept_gradient: Tensor | None = None
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        return self.kept_gradient
+    grad = None  # type: ignore[assignment]
 
 
 def test_a_type_may_find_its_gradient_elsewhere() -> None:
-    value = values((40, 256), 3, torch.float32)
-    own, plain = OwnGradient(value.clone()), Parameter(value.clone())
+    own, plain = OwnGradient(values((40, 256), 3)), Parameter(values((40, 256), 3))
     optimizers = [RULES["adamw"].make([param]) for param in (own, plain)]
     for t in range(4):
-        gradient = values((40, 256), 10 + t, torch.float32)
-        own.kept_gradient, plain.grad = None if t == 2 else gradient, None if t == 2 else gradient.clone()
-        for optimizer in optimizers:
+        for param, optimizer in zip((own, plain), optimizers, strict=True):
+            param.grad = None if t == 2 else values((40, 256), 10 + t)
             optimizer.step()
         assert torch.equal(own, plain)
     assert optimizers[0].state[own]["step"] == 3
 
 
-BAD_GRADIENTS: list[tuple[int, Callable[[Tensor], Tensor], str]] = [
-    (2, lambda g: g.to_sparse(), "got a sparse gradient"),
-    (2, lambda g: g.bfloat16(), "got a gradient of torch.bfloat16"),
-    (1, lambda g: torch.full_like(g, torch.inf), r"^parameter 1 of param group 0 \(300,\): got a gradient with NaN"),
-]
-
-
-@pytest.mark.parametrize(("index", "make_bad", "message"), BAD_GRADIENTS)
-def test_a_bad_gradient_changes_nothing(index: int, make_bad: Callable[[Tensor], Tensor], message: str) -> None:
+@pytest.mark.parametrize(
+    ("index", "make_bad", "message"),
+    [
+        (2, Tensor.to_sparse, "got a sparse gradient"),
+        (2, Tensor.bfloat16, "got a gradient of torch.bfloat16"),
+        (
+            1,
+            lambda g: torch.full_like(g, torch.inf),
+            r"^parameter 1 of param group 0 \(300,\): got a gradient with NaN",
+        ),
+        (1, None, r"got a gradient of shape \(5,\) on cpu, expected \(300,\)"),
+    ],
+)
+def test_a_bad_gradient_changes_nothing(index: int, make_bad: Callable[[Tensor], Tensor] | None, message: str) -> None:
     """And the next step goes well; also where the parameter had no gradient before."""
     optimizer, expected = make(nonfinite="raise"), make()
     for t in range(4):
@@ -107,23 +100,14 @@ def test_a_bad_gradient_changes_nothing(index: int, make_bad: Callable[[Tensor],
         step(expected, t, without)
         step(optimizer, t, without)
         before = everything(optimizer)
-        with_gradient(params_of(optimizer)[index], make_bad(values(SHAPES[index], 5, torch.float32)))
+        param = params_of(optimizer)[index]
+        with_gradient(param, make_bad(values(SHAPES[index], 5)) if make_bad else values(SHAPES[index], 5))
+        if make_bad is None:
+            param.grad.data = torch.zeros(5)
         with pytest.raises((RuntimeError, FloatingPointError), match=message):
             optimizer.step()
         assert_same(everything(optimizer), before)
     assert_same(everything(optimizer), everything(expected))
-
-
-def test_a_gradient_that_shrank_is_not_stepped() -> None:
-    optimizer = make()
-    step(optimizer, 0)
-    before = everything(optimizer)
-    gradient = params_of(optimizer)[1].grad
-    assert gradient is not None
-    gradient.data = torch.zeros(5)
-    with pytest.raises(RuntimeError, match=r"got a gradient of shape \(5,\) on cpu, expected \(300,\)"):
-        optimizer.step()
-    assert_same(everything(optimizer), before)
 
 
 def negative(gradient: Tensor) -> Tensor:
@@ -136,26 +120,50 @@ def imaginary(gradient: Tensor) -> Tensor:
     return torch.complex(torch.zeros_like(gradient), -gradient).conj().imag
 
 
+#: Gradients in the place of plain ones, of the same values but for zeros.
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": Tensor.clone,
+    "wider": Tensor.float,
+    "negative": negative,
+    "imaginary": imaginary,
+    "wrapper": Wrapped,
+    "computed": lambda gradient: Scaled(gradient * 2),
+    "two": Twice,
+    "waiting": AsyncCollectiveTensor,
+    "zeros": zeros,
+}
+
+
 @pytest.mark.parametrize(
-    ("offload", "views"),
+    ("kinds", "dtype", "offload"),
     [
-        (None, (negative,) * 3),
-        ("state", (imaginary,) * 3),
-        (None, (Tensor.clone, negative, imaginary, negative)),
-        ("step", (Tensor.clone, negative, imaginary, negative)),
+        (("plain", "wider", "wider", "plain"), BF16, None),
+        (("negative",) * 3, FP32, None),
+        (("imaginary",) * 3, FP32, "state"),
+        (("plain", "negative", "imaginary", "negative"), FP32, None),
+        (("plain", "negative", "imaginary", "negative"), FP32, "step"),
+        *(((kind,) * 3 + ("plain", kind), FP32, None) for kind in ("wrapper", "computed", "zeros")),
+        *((("plain", "plain", kind, "plain", kind), FP32, None) for kind in ("wrapper", "two", "waiting")),
+        (("plain", "plain", "zeros", "plain", "zeros"), BF16, None),
     ],
+    ids=str,
 )
-def test_negative_views(offload: str | None, views: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+def test_gradients_of_other_kinds(kinds: tuple[str, ...], dtype: torch.dtype, offload: str | None) -> None:
+    """From the first step on or later, beside a plain one; new tables are made once at most."""
     with offload_from_cpu(8192):
-        optimizer, expected = make(offload=offload), make()
-        for t, view in enumerate(views):
-            step(expected, t)
-            for index, param in enumerate(params_of(optimizer)):
-                param.grad = view(values(tuple(param.shape), 100 * (t + 1) + index, param.dtype))
-                assert param.grad.is_neg() == (view is not Tensor.clone)
-            optimizer.step()
-            optimizer.synchronize()
-            assert_same(everything(optimizer), everything(expected))
+        optimizer, expected = make(dtype=dtype, offload=offload), make(dtype=dtype)
+        with tables_made() as made:
+            for t, kind in enumerate(kinds):
+                for index, (param, other) in enumerate(zip(params_of(optimizer), params_of(expected), strict=True)):
+                    plain = values(tuple(param.shape), 100 * (t + 1) + index, dtype)
+                    changed = plain.clone() if index == 1 else GRADIENTS[kind](plain)
+                    with_gradient(param, changed)
+                    other.grad = torch.zeros_like(plain) if kind == "zeros" and index != 1 else plain
+                optimizer.step()
+                expected.step()
+                optimizer.synchronize()
+                assert_same(everything(optimizer), everything(expected))
+    assert len(made) == 2
 
 
 def test_a_gradient_turns_into_a_negative_view_of_the_same_memory() -> None:

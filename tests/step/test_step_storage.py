@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +22,12 @@ from step_problem import make, params_of, step
 OPTIONS = {"master_weight_bits": 24}  # so that there are all kinds of state entries
 
 
-def gradient_of(optimizer: ShardedOptimizer) -> Tensor:
-    gradient = params_of(optimizer)[0].grad
-    assert gradient is not None
-    return gradient
-
-
-def state_entry(name: str) -> Callable[[ShardedOptimizer], Tensor]:
-    return lambda optimizer: optimizer.state[params_of(optimizer)[0]][name]
-
-
-OPERANDS: dict[str, Callable[[ShardedOptimizer], Tensor]] = {
+#: The first parameter, and what belongs to it.
+OPERANDS: dict[str, Callable[[ShardedOptimizer], Any]] = {
     "parameter": lambda optimizer: params_of(optimizer)[0],
-    "gradient": gradient_of,
+    "gradient": lambda optimizer: params_of(optimizer)[0].grad,
     **{
-        f"state {name}": state_entry(name)
+        f"state {name}": lambda optimizer, name=name: optimizer.state[params_of(optimizer)[0]][name]
         for name in ("step", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "master_low_bits")
     },
 }
@@ -70,18 +62,17 @@ def test_a_storage_that_is_too_small_is_refused(operand: str, how: str) -> None:
 @pytest.mark.parametrize(("fresh", "freed"), [(True, False), (False, False), (False, True)])
 def test_a_gradient_that_is_a_part_of_a_cut_buffer(fresh: bool, freed: bool) -> None:
     """None has a null address; its bytes, or a strided one's elements, would fit into the rest of the buffer."""
-    params = [Parameter(torch.ones(64, 70)) for _ in range(2)]
-    optimizer = shardopt.AdamW8bit(params)
+    param = Parameter(torch.ones(64, 70))
+    optimizer = shardopt.AdamW8bit([param])
     buffer = torch.ones(10_000 + 2 * 64 * 70)
-    parts = buffer[10_000 : 10_000 + 64 * 70].view(64, 70), buffer[10_000:].view(128, 70)[::2]
-    for part in parts:
-        params[0].grad, params[1].grad = part, torch.ones(64, 70)
+    for part in (buffer[10_000 : 10_000 + 64 * 70].view(64, 70), buffer[10_000:].view(128, 70)[::2]):
+        param.grad = part
         for _ in range(2):
             optimizer.step()
         before = everything(optimizer)
         with resized(buffer, 0 if freed else buffer.nbytes - 4 * 64 * 70 - 4):
             if fresh:
-                params[0].grad = part.view_as(part)
+                param.grad = part.view_as(part)
             with pytest.raises(RuntimeError, match="got a gradient whose storage has"):
                 optimizer.step()
         assert_same(everything(optimizer), before)
@@ -114,50 +105,36 @@ SHARED: dict[str, Callable[[Tensor], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        *((kind, "constructor") for kind in SHARED),
-        ("tied", "assigned"),
-        ("tied", "appended"),
-        ("columns", "between steps"),
-    ],
+    ("kind", "way"), [*((kind, "constructor") for kind in SHARED), ("tied", "appended"), ("columns", "between steps")]
 )
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_parameters_that_share_memory_are_refused(kind: str, way: str) -> None:
     params = SHARED[kind](values((64, 64), 0))
-    optimizer = shardopt.AdamW8bit(params if way == "constructor" else params[:-1], min_quantized_numel=64)
-    if way == "between steps":
-        for param in params[:-1]:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    if way == "appended":
-        optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[-1:]})
-    elif way != "constructor":
-        optimizer.param_groups[0]["params"] = params
     for param in params:
         param.grad = torch.ones_like(param)
+    optimizer = shardopt.AdamW8bit(params if way == "constructor" else params[:-1], min_quantized_numel=64)
+    if way == "between steps":
+        optimizer.step()
+        optimizer.param_groups[0]["params"] = params
+    elif way == "appended":
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[-1:]})
     before = [param.detach().clone() for param in params]
     last = "0 of param group 1" if way == "appended" else f"{len(params) - 1} of param group 0"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"parameter {last}.* shares with parameter 0 of param group 0"):
             optimizer.step()
-    for param, expected in zip(params, before, strict=True):
-        assert torch.equal(param, expected)
+    assert all(torch.equal(param, expected) for param, expected in zip(params, before, strict=True))
 
 
 def test_views_that_share_nothing_are_stepped() -> None:
-    whole = [values((64, 96), 0), values((64, 96), 0)]
-    cuts: tuple[Callable[[Tensor], Tensor], ...] = (lambda w: w[:, :32], lambda w: w[:, 32:64], lambda w: w[::2, 64:])
-    cuts += (lambda w: w[1::2, 64:], lambda w: w[0:0])
-    runs = [[Parameter(cut(w) if shared else cut(w).clone()) for cut in cuts] for shared, w in enumerate(whole)]
-    for params in runs:
-        optimizer = shardopt.AdamW8bit(params, min_quantized_numel=64)
-        for t in range(2):
-            for index, param in enumerate(params):
-                param.grad = values(tuple(param.shape), 10 * t + index)
-            optimizer.step()
-    for apart, shared in zip(*runs, strict=True):
-        assert torch.equal(apart, shared)
+    whole = values((64, 96), 0)
+    parts = (whole[:, :32], whole[:, 32:64], whole[::2, 64:], whole[1::2, 64:], whole[0:0])
+    apart, shared = ([Parameter(part.clone() if copied else part) for part in parts] for copied in (True, False))
+    optimizers = [shardopt.AdamW8bit(params, min_quantized_numel=64) for params in (apart, shared)]
+    for t in range(2):
+        for optimizer in optimizers:
+            step(optimizer, t)
+    assert_same(*map(everything, optimizers))
 
 
 def test_state_that_two_parameters_share_is_refused() -> None:

@@ -41,10 +41,7 @@ warnings.simplefilter("error")  # no other warning
 #: Functions that make the tensors which the layout is checked with, and others that make the tensor compared with them.
 PATCHES = {
     "negative views": "patch.object(torch, '_neg_view', lambda tensor: tensor)",
-    "sparse tensors": "patch.object(torch.Tensor, 'to_sparse', lambda tensor: tensor)",
-    "tensors of inference mode": "patch.object(torch, 'inference_mode', lambda mode: contextlib.nullcontext())",
     "strides": "patch.object(torch.Tensor, 't', lambda tensor: tensor)",
-    "offsets": "patch.object(torch.Tensor, '__getitem__', lambda tensor, index: tensor.select(0, 0))",
     "dtypes": "patch.object(torch, 'empty', lambda *size, dtype=0, of=torch.empty, **more: of(*size, **more))",
     "devices": "patch.object(torch, 'empty', lambda *size, device=0, of=torch.empty, **more: of(*size, **more))",
 }
@@ -95,9 +92,9 @@ def test_this_pytorch_is_read_without_python() -> None:
 
 
 @pytest.mark.parametrize("patched", PATCHES.values(), ids=PATCHES)
-def test_same_bits_through_python(patched: str, programs: Programs, tmp_path: Path) -> None:
-    run(programs, tmp_path, patched, STEPS.format(expected=stepped()))
+def test_a_fault_is_found(patched: str, programs: Programs, tmp_path: Path) -> None:
+    run(programs, tmp_path, patched, "")
 
 
-def test_changes_are_noticed_through_python(programs: Programs, tmp_path: Path) -> None:
-    run(programs, tmp_path, PATCHES["negative views"], CHANGES)
+def test_same_bits_and_changes_through_python(programs: Programs, tmp_path: Path) -> None:
+    run(programs, tmp_path, PATCHES["strides"], STEPS.format(expected=stepped()) + CHANGES)

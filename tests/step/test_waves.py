@@ -1,45 +1,26 @@
-"""Who computes which matrix, and when: pure functions of the matrices, equal on all ranks."""
+"""Who computes which matrix, and when: a pure function of the matrices."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
-from shardopt.layout import Division, Region
+from shardopt.layout import Division
 from shardopt.layout.division import ranges
-from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, matrix_shapes, waves_of
-
-NEWTON_SCHULZ = NewtonSchulz((QUINTIC,) * 5, 1e-7)
+from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, waves_of
 
 
-class Group(NamedTuple):
-    """Ranks as one of them sees them: who it is does not count in comparisons."""
-
-    name: str
-    rank: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
-def matrix(rows: int, cols: int, ranks: int = 1, **changed: Any) -> Matrix:
+def matrix(rows: int, cols: int, ranks: int, **own: int) -> Matrix:
     """A matrix of a parameter by itself, in equal ranges; or whole on the only rank."""
     size, numel = -(-rows * cols // ranks), rows * cols
     regions = tuple(ranges([min(rank * size, numel) for rank in range(ranks + 1)]))
-    division = Division(cast(Any, Group("all", 0)), regions) if ranks > 1 else None
-    given = {"tensor": 0, "part": 0, "spec": None, "start": 0, "first": 0, "number": 0, "group": 0, "scale": 1.0}
-    own = {"rows": rows, "cols": cols, "division": division, "regions": regions, "newton_schulz": NEWTON_SCHULZ}
-    of_rows = {"row_decay": None, "row_ranges": ((0, 0),) * len(changed.get("regions", regions))}
-    return Matrix(**{**given, **own, **of_rows, **changed})
+    division = Division(cast(Any, "all"), regions) if ranks > 1 else None
+    given: dict[str, Any] = {"spec": None, "start": 0, "first": 0, "group": 0, "scale": 1.0, "row_decay": None}
+    given |= {"division": division, "regions": regions, "newton_schulz": NewtonSchulz((QUINTIC,) * 5, 1e-7)}
+    return Matrix(rows=rows, cols=cols, row_ranges=((0, 0),) * ranks, **given, **own)
 
 
 @st.composite
@@ -61,7 +42,7 @@ def bytes_by_rank(wave: Wave) -> list[int]:
         sizes = [-(-2 * region.rows * region.cols // 256) * 256 for region in one.regions]
         for rank, size in enumerate(sizes):
             taken[rank] += size
-        if one.division is not None and not one.division.is_copied:
+        if one.division is not None:
             taken[owner] += sum(sizes)
     return taken
 
@@ -69,7 +50,7 @@ def bytes_by_rank(wave: Wave) -> list[int]:
 @settings(deadline=None)
 @given(matrices=parameters(), memory=st.integers(0, 60_000))
 def test_waves(matrices: list[Matrix], memory: int) -> None:
-    """Every matrix once and slices whole, within the memory, in no more waves than need be, alike on all ranks."""
+    """Every matrix once and slices whole, within the memory, in no more waves than need be; ranks have equal work."""
     waves = waves_of(matrices, memory, "cpu")
     assert sorted(id(one) for wave in waves for one in wave.matrices) == sorted(map(id, matrices))
     assert len(waves_of(matrices, 10**9, "cpu")) == 1
@@ -90,85 +71,3 @@ def test_waves(matrices: list[Matrix], memory: int) -> None:
     for one in matrices:
         loads[owner_of[id(one)]] += one.flops
     assert max(loads.values()) - min(loads.values()) <= max(one.flops for one in matrices)
-    for rank in loads:  # nothing counts that differs between ranks: who they are, and where their parts lie
-        group = cast(Any, Group("all", rank))
-        own = [_as_seen(one, group, 1000 * rank + 8 * index) for index, one in enumerate(matrices)]
-        assert described(waves_of(own, memory, "cpu")) == described(waves)
-
-
-def described(waves: Sequence[Wave]) -> list[list[tuple[int, int, int]]]:
-    return [[(m.tensor, m.start, owner) for m, owner in zip(*wave, strict=True)] for wave in waves]
-
-
-def _as_seen(one: Matrix, group: Any, first: int) -> Matrix:
-    division = one.division and one.division._replace(ranks=group)
-    return Matrix(**{**vars(one), "division": division, "first": first})
-
-
-@pytest.mark.parametrize(("ranks", "every"), [(2, 1), (2, 2), (3, 3), (4, 4), (3, 7), (4, 1)])
-def test_ties_go_round(ranks: int, every: int) -> None:
-    """Where each step has one matrix, as with released gradients: also if only some parameters are matrices."""
-    numbers = range(0, 60 * every, every)
-    owners = [waves_of([matrix(30, 20, ranks, number=number)], 10**6, "cpu")[0].owners[0] for number in numbers]
-    counts = Counter(owners)
-    assert len(counts) == ranks
-    assert max(counts.values()) - min(counts.values()) <= 3
-
-
-def test_equal_matrices_are_shared_equally() -> None:
-    matrices = [matrix(30, 20, 4, tensor=i, number=i) for i in range(12)]
-    (wave,) = waves_of(matrices, 10**9, "cpu")
-    assert Counter(wave.owners) == dict.fromkeys(range(4), 3)
-
-
-def test_costliest_first() -> None:
-    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
-    for place in range(4):
-        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, number=i) for i in range(4)]
-        (wave,) = waves_of(matrices, 10**9, "cpu")
-        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
-        large = owners.pop(place)
-        assert set(owners.values()) == {1 - large}
-
-
-def test_ranks_that_differ_have_waves_of_their_own() -> None:
-    regions = tuple(ranges([0, 300, 600]))
-    one, other = (Division(cast(Any, Group(name, 0)), regions) for name in ("one", "other"))
-    copies = Division(cast(Any, Group("one", 0)), (Region(0, 30, 20, 20),) * 2)
-    divisions = [one, None, other, copies, one, None, copies]
-    matrices = [
-        matrix(30, 20, tensor=i, division=d, regions=d.regions if d else (Region(0, 30, 20, 20),))
-        for i, d in enumerate(divisions)
-    ]
-    waves = waves_of(matrices, 10**9, "cpu")
-    assert [sorted(m.tensor for m in wave.matrices) for wave in waves] == [[0, 4], [1, 5], [2], [3, 6]]
-
-
-def test_copies_take_no_memory_twice() -> None:
-    """An owner has them already: where ranges need two waves, copies need one."""
-    copies = Division(cast(Any, Group("all", 0)), (Region(0, 64, 64, 64),) * 2)
-    memory = LIVE_WAVES * 2 * 8192 + matrix(64, 64).workspace("cpu")
-    copied = [matrix(64, 64, division=copies, regions=copies.regions, tensor=i, number=i) for i in range(2)]
-    assert len(waves_of(copied, memory, "cpu")) == 1
-    assert len(waves_of(copied, memory - LIVE_WAVES, "cpu")) == 2
-    assert len(waves_of([matrix(64, 64, tensor=i) for i in range(2)], memory, "cpu")) == 1
-
-
-def test_matrices_of_a_parameter() -> None:
-    expected: list[tuple[Any, Any, list[tuple[int, int, int]]]] = [
-        ((6, 4), None, [(0, 6, 4)]),
-        ((6, 4, 3), None, [(0, 6, 12)]),
-        ((6, 4, 3), (2, 4), [(0, 2, 12), (24, 4, 12)]),
-        ((2, 4, 5, 6), "each", [(0, 4, 30), (120, 4, 30)]),
-    ]
-    for shape, split, shapes in expected:
-        assert matrix_shapes("weight", shape, split) == shapes
-    wrong: list[tuple[Any, Any, str]] = [
-        ((6,), None, r"weight: got a parameter of shape \(6,\) in a param group for Muon"),
-        ((), None, r"got a parameter of shape \(\) in a param group for Muon"),
-        ((6, 4), "each", "got split='each' for a parameter of shape"),
-        ((6, 4), (1, 3), r"got split=\(1, 3\) for a parameter of shape \(6, 4\), expected a sum of 6"),
-    ]
-    for shape, split, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            matrix_shapes("weight", shape, split)

@@ -110,7 +110,7 @@ def transformer() -> tuple[UnitTransformer, Tensor]:
     return model, torch.randint(256, (WINDOWS, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_transformer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     draw_powers(monkeypatch, seed)
     model, batch = transformer()
@@ -146,14 +146,12 @@ def unit_dropped(x: Tensor, p: float) -> Tensor:
     return unit.dropout(x, p)
 
 
-#: Unit-scaled operation, the plain one, shapes of its inputs, and how many of them are no parameters.
+#: What is not in the transformer: unit-scaled, plain, the shapes of its inputs, and how many of them are no parameters.
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], int]] = {
     "linear": (unit.linear, affine, [(3, 8, 24), (40, 24), (40,)], 1),
-    "readout": (unit.readout, affine, [(3, 8, 24), (40, 24), (40,)], 1),
     "matmul": (unit.matmul, torch.matmul, [(2, 8, 24), (2, 24, 5)], 2),
     "gelu": (lambda x: unit.gelu(x, 0.5), lambda x: F.gelu(x * 0.5) / 0.5, [(8, 24)], 1),
     "silu": (lambda x: unit.silu(x, 2.0), lambda x: x * torch.sigmoid(x * 2.0), [(8, 24)], 1),
-    "swiglu": (unit.swiglu, lambda x, gate: x * F.silu(gate), [(8, 24), (8, 24)], 2),
     "softmax": (lambda x: unit.softmax(x, 1, 2.0), lambda x: F.softmax(x * 2.0, 1), [(8, 24)], 1),
     "attention": (
         lambda *qkv: unit.attention(*qkv, causal=False, mult=2.0),
@@ -168,12 +166,6 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[t
         1,
     ),
     "rms_norm": (unit.rms_norm, lambda x, weight: plain_norm(x) * weight, [(8, 24), (24,)], 1),
-    "embedding": (
-        lambda weight: unit.embedding(torch.arange(24) % 8, weight),
-        lambda weight: F.embedding(torch.arange(24) % 8, weight),
-        [(16, 8)],
-        0,
-    ),
     "add": (unit.add, torch.add, [(8, 24), (24,)], 2),
     "dropout": (lambda x: unit_dropped(x, 0.5), lambda x: dropped(x, 0.5), [(8, 24)], 1),
     "mse_loss": (unit.mse_loss, lambda x, y: F.mse_loss(x, y, reduction="sum") / 256, [(8, 32), (8, 32)], 2),

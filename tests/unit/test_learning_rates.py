@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import shardopt
-from ranks.pool import Pool
 from shardopt import unit
 
 ETA, DECAY = 2.0**-4, 2e-4
@@ -54,21 +53,6 @@ def test_worked_figures() -> None:
     assert len(groups) == 5
 
 
-def test_equal_rates_are_one_group_that_an_optimizer_takes() -> None:
-    model = Model(dim=64, layers=2)
-    optimizer = shardopt.AdamW8bit(groups_of(model))
-    names = [group["param_names"] for group in optimizer.param_groups]
-    assert names[0] == ["embedding.weight"]
-    assert ["norm.weight", "head.weight"] in names
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    # Without gradients a step subtracts the decay alone: the same share of all weights, whatever their rate.
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.detach(), before[name] * (1 - DECAY))
-
-
 def test_overrides_win_and_decay_stays_independent_of_their_rate() -> None:
     overrides = {"head.*": {"lr": 0.5}, "embedding.*": {"weight_decay": 0.3}, "norm.*": {"lr": 0.0}}
     found = options_by_name(groups_of(Model(), overrides=overrides, no_decay=("blocks.*.bias",)))
@@ -87,14 +71,17 @@ def test_kinds_by_pattern() -> None:
     )
 
 
+class Mixer(nn.Module):
+    """A module that names the kind of its parameter."""
+
+    mup_types = {"matrix": "weight"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(4, 64))
+
+
 def test_modules_of_ones_own_name_their_kinds() -> None:
-    class Mixer(nn.Module):
-        mup_types = {"matrix": "weight"}  # noqa: RUF012
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(torch.zeros(4, 64))
-
     stack = unit.Stack([nn.ModuleList([unit.Stack([Mixer()] * 2)]), Mixer()])
     del stack[1]  # for a pipeline: the depth stays
     found = options_by_name(groups_of(nn.ModuleList([stack, Mixer()]), lr=1.0))
@@ -133,7 +120,9 @@ def test_a_kind_for_all_names_of_a_shared_parameter() -> None:
     assert found["head.weight"]["lr"] == ETA * 128**-0.5
 
 
-def _sharded() -> None:
+@pytest.mark.ranks(2)
+def test_sharded_models() -> None:
+    """The rates are those of global shapes, by the modules' kinds, because FSDP2 drops parameters' attributes."""
     expected = groups_of(Model())
     model = Model()
     for block in model.blocks:
@@ -154,33 +143,16 @@ def _sharded() -> None:
         else:
             with pytest.raises(ValueError, match="in one flat parameter"):
                 groups_of(model)
-    bare = Model()
-    options = {parameter.names[0]: parameter.options for parameter in groups_of(bare).parameters}
-    fully_shard(bare)
-    assert shardopt.param_groups(bare, overrides=options).table() == expected.table()
 
 
-def test_sharded_models(ranks: Pool) -> None:
-    """The rates are those of global shapes, by the modules' kinds, because FSDP2 drops parameters' attributes."""
-    ranks.run(2, _sharded)
-
-
-def _package_sharded() -> None:
-    import unit_scaling as uu
-
-    def make() -> nn.Module:
-        return uu.TransformerDecoder(hidden_size=64, vocab_size=96, layers=2, heads=4)
-
-    expected = groups_of(make())
-    model = make()
-    assert all(hasattr(param, "mup_type") for param in model.parameters())
+@pytest.mark.ranks(2)
+def test_sharded_models_of_the_package() -> None:
+    """Whose parameters have attributes that sharding drops."""
+    uu = pytest.importorskip("unit_scaling", reason="unit-scaling is not installed: pip install unit-scaling")
+    expected, model = (uu.TransformerDecoder(hidden_size=128, vocab_size=256, layers=4, heads=4) for _ in range(2))
     for block in model.layers:
         fully_shard(block)
     fully_shard(model)
     assert not any(hasattr(param, "mup_type") for param in model.parameters())
-    assert groups_of(model).table() == expected.table()
-
-
-def test_sharded_models_of_the_package(ranks: Pool) -> None:
-    pytest.importorskip("unit_scaling.functional", reason="unit-scaling is not installed: pip install unit-scaling")
-    ranks.run(2, _package_sharded)
+    assert groups_of(model).table() == groups_of(expected).table()
+    assert sorted(round(group["lr"], 6) for group in groups_of(model)) == sorted(RATES)

@@ -1,8 +1,9 @@
-"""A step goes on with the threads that it gets, and one that cannot begin leaves the step counts alone."""
+"""Steps in a process of their own: with the threads that it gets, and without memory of their own."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,38 @@ os._exit(any(thread.is_alive() for thread in threads))
 def test_threads_take_the_first_steps_of_a_process_at_once(programs: Programs, tmp_path: Path) -> None:
     """The first step looks up how to read tensors; a lock for that was held while another thread had the GIL."""
     programs.run(_FIRST_STEPS, tmp_path)
+
+
+_MEMORY = """
+import ctypes
+
+import torch
+
+import shardopt
+
+
+def resident(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+param = torch.nn.Parameter(torch.zeros(20_000, 1000, dtype=torch.bfloat16))
+param.grad = torch.full_like(param, 1e-3)
+optimizer = shardopt.AdamW([param], codec="log8")
+optimizer.step()
+try:  # else what the first step freed would hide what the second takes
+    ctypes.CDLL(None).malloc_trim(0)
+except AttributeError:
+    pass  # not glibc
+with open("/proc/self/clear_refs", "w") as control:
+    control.write("5")  # sets the peak back to what is resident now
+before = resident("VmRSS")
+optimizer.step()
+assert resident("VmHWM") - before < 2**20
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_step_on_20m_parameters_needs_no_memory(programs: Programs, tmp_path: Path) -> None:
+    """No temporaries: the resident memory's peak hardly rises."""
+    programs.run(_MEMORY, tmp_path)
