@@ -290,11 +290,16 @@ def _exchange(rng: Random, state: State) -> str:
     alike = [p for p in places(state.tree) if kind(p) == kind(one) and p[: len(one)] != one and one[: len(p)] != p]
     near = [p for p in alike if p[: max(len(p) - 2, 1)] == one[: max(len(one) - 2, 1)]]
     other = rng.choice(near if near and rng.random() < 0.7 else alike or [one])
-    a, b = copy.deepcopy(at(state.tree, one)), copy.deepcopy(at(state.tree, other))
-    put(state.tree, one, b)
-    if both := rng.random() < 0.6:
-        put(state.tree, other, a)
-    return f"{shown_place(one)} {'and' if both else 'by'} {shown_place(other)}"
+    pairs, both = [(one, other)], rng.random() < 0.6
+    if is_in_rows(one) and len(one) == 4 and one[3] and rng.random() < 0.5:  # position and checksum, or both corners
+        column = {1: 2, 2: 1, 3: 4, 4: 3}[one[3]]
+        pairs.append(((*one[:3], column), (*other[:3], column)))
+    for one, other in pairs:
+        a, b = copy.deepcopy(at(state.tree, one)), copy.deepcopy(at(state.tree, other))
+        put(state.tree, one, b)
+        if both:
+            put(state.tree, other, a)
+    return f"{[*map(shown_place, sum(pairs, ()))]} {'exchanged' if both else 'copied'}"
 
 
 def _list(rng: Random, state: State) -> str:
