@@ -1,6 +1,6 @@
 """Two processes at one folder or one local disk.
 
-``pairs``: both save into one folder at once, or one of them removes the other's folder. ``race``: one saves two contents
+``pairs``: both save into one folder at once, or one removes the other's folder. ``race``: one saves two contents
 by turns, as fast as it can, and the other loads. ``forks``: a process and its fork save asynchronously, with copies on
 one local disk, each into its own folders.
 """
