@@ -121,24 +121,6 @@ def test_conversion(ranks: Pool, saved: dict[str, Path]) -> None:
     ranks.run(2, _converted, "fsdp", saved["hsdp"])
 
 
-def _to_the_bare_optimizer(path: Path) -> None:
-    model, optimizer = _trained("fsdp", "torch NAdam", seed=1)
-    shardopt.checkpoint.load(path, model, optimizer)
-    bare = ELEMENTWISE["torch NAdam"](list(model.parameters()))
-    bare.load_state_dict(optimizer.state_dict(dequantize=True))
-    whole, expected = _trained("single", "torch NAdam")
-    floats = expected.state_dict(dequantize=True)["state"]
-    for index, param in enumerate(model.parameters()):
-        assert bare.state[param].keys() == floats[index].keys()
-        assert all(torch.equal(in_full(bare.state[param][key]), value) for key, value in floats[index].items())
-    params = dict(whole.named_parameters())
-    assert all(torch.equal(in_full(param), params[name]) for name, param in named_parameters(model).items())
-
-
-def test_back_to_the_bare_optimizer(ranks: Pool, saved: dict[str, Path]) -> None:
-    ranks.run(2, _to_the_bare_optimizer, saved["ddp"])
-
-
 def _model(dtype: torch.dtype = torch.float32) -> nn.ParameterList:
     return nn.ParameterList(parameters(dtype))
 
@@ -186,16 +168,6 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="state of 'total', which is no parameter"):
         shardopt.checkpoint.save(tmp_path, model, optimizer)
     assert not (tmp_path / "checkpoint.json").exists()
-
-
-def test_counters_that_a_checkpoint_has_not(tmp_path: Path) -> None:
-    model = _model()
-    shardopt.checkpoint.save(tmp_path, model, quietly(Counting(list(model))))
-    optimizer = _stepped(Counting, model)
-    optimizer.param_groups[0]["decay_of"] = print
-    shardopt.checkpoint.load(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0].keys() == {"params", "lr", "decay_of"}
-    assert not optimizer.state
 
 
 def test_a_tensor_as_learning_rate(tmp_path: Path) -> None:
