@@ -188,9 +188,14 @@ def is_in_rows(place: Place) -> bool:
 
 
 def some_place(rng: Random, tree: Any, condition: Callable[[Place, Any], bool]) -> Place:
-    """A place of any depth: there are far more deep ones than others."""
+    """A place of any depth, of which there are far more deep ones than others; often in rules and tables."""
     while True:
         place: Place = ()
+        if rng.random() < 0.4:
+            name = rng.choice(list(tree["tensors"]))
+            place = ("tensors", name, next((way for way in RULE[1:] if way in tree["tensors"][name]), "shape"))
+        elif rng.random() < 0.4:
+            place = ("tables", rng.randrange(4))
         while not place or rng.random() < 0.8:
             value = at(tree, place)
             keys = list(value) if isinstance(value, dict) else list(range(len(value))) if type(value) is list else []
