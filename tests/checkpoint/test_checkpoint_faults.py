@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ import torch
 from torch import nn
 
 import shardopt
-from attack.index_file import INDEX, read_index, read_saved, table_of, with_checksum, write_index
+from attack.index_file import INDEX, read_index, read_saved, with_checksum, write_index
 from checkpoint_folder import flip, the_data_file
-from checkpoint_runs import Small, assert_loads, assert_refuses, everything, step_with, trained
+from checkpoint_runs import Small, assert_refuses, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError
 
 NAN, INF = math.nan, math.inf
@@ -44,14 +43,6 @@ def _with_rule(path: Path, **rule: Any) -> None:
     write_index(path, content)
 
 
-def _with_table(path: Path, change: Callable[[list[Any]], bytes]) -> None:
-    """Gives the data file another table."""
-    saved = read_saved(path)
-    data, table = the_data_file(path).read_bytes()[: saved.content["files"][0][0]], change(list(saved.tables[0]))
-    the_data_file(path).write_bytes(data + table)
-    _changed(path, files=[[len(data), len(table), zlib.crc32(table)]])
-
-
 def _write(path: Path, content: bytes) -> None:
     (path / INDEX).write_bytes(content)
 
@@ -59,7 +50,6 @@ def _write(path: Path, content: bytes) -> None:
 NOT_OURS = "got content that no version of shardopt writes"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda path: path.rename(path.with_name("moved")), r"there is no such folder.*torch\.load"),
-    "a file": (lambda path: (path.rename(path.with_name("moved")), path.touch()), "there is no such folder"),
     "empty folder": (
         lambda path: [entry.unlink() for entry in path.iterdir()],
         f"there is no {INDEX} in it.*step-1000 in place of the folder around it",
@@ -73,29 +63,32 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another kind": (lambda path: _write(path, b'{"weights": []}\n'), "a file of another kind"),
     "no end": (lambda path: _write(path, with_checksum(b"[" * 100000)), f"{NOT_OURS}: RecursionError"),
     "no JSON": (lambda path: _write(path, with_checksum(b"\x00")), f"{NOT_OURS}: JSONDecodeError"),
-    "truncated index": (
-        lambda path: _write(path, (path / INDEX).read_bytes()[:-1]),
-        "it was damaged after it was saved",
-    ),
     "newer": (lambda path: _changed(path, format_version=3), "got format version 3, expected 2; load it with"),
     "data elsewhere": (lambda path: _changed(path, token="../elsewhere"), f"{NOT_OURS}: token"),
     "no tensors": (lambda path: _changed(path, tensors={}), r"another model: the checkpoint does not have model\.bias"),
     "a file left out": (lambda path: _changed(path, files=[None]), f"{NOT_OURS}: a tensor in a file that is"),
     "a long table": (lambda path: _changed(path, files=[[64, 2**55, 0]]), r"got \d+ bytes, expected 36028797018964032"),
     "longer data": (lambda path: the_data_file(path).open("ab").write(b"x"), r"got \d+ bytes, expected \d+"),
-    "missing data": (lambda path: the_data_file(path).unlink(), "cannot be found"),
     "parts that overlap": (
         lambda path: _with_rule(path, parts=[[0, [0, 0], [20, 200]], [0, [13, 0], [20, 200]]]),
         f"{NOT_OURS}: parts that do not fill",
     ),
-    "a cut of no dimension": (lambda path: _with_rule(path, start=0, cuts=[[2, 1, 1]]), f"{NOT_OURS}: a cut of no dim"),
     "parts in other files": (
         lambda path: _with_rule(path, start=0, cuts=[[0, 2, 1]]),
         f"{NOT_OURS}: parts in files that are not listed",
     ),
-    "a chunk twice": (lambda path: _with_table(path, lambda chunks: table_of([*chunks, chunks[0]])), NOT_OURS),
-    "no chunks": (lambda path: _with_table(path, lambda chunks: table_of([])), f"{NOT_OURS}: chunks that do not fill"),
-    "a table without its end": (lambda path: _with_table(path, lambda chunks: table_of(chunks)[:-1]), NOT_OURS),
+    "no chunks": (
+        lambda path: read_saved(path)._replace(tables=[[]]).write(path),
+        f"{NOT_OURS}: chunks that do not fill",
+    ),
+    "a link": (
+        lambda path: ((path / INDEX).rename(path / "index"), (path / INDEX).symlink_to(path / "index")),
+        "cannot be .*got a symbolic link, expected a regular file",
+    ),
+    "a pipe": (
+        lambda path: os.mkfifo(the_data_file(path).rename(path / "data").with_name(the_data_file(path).name)),
+        "cannot be .*got something else, expected a regular file",
+    ),
 }
 
 
@@ -118,31 +111,14 @@ def test_flipped_bits(tmp_path: Path) -> None:
         flip(file, place)
         with pytest.raises(CheckpointError) as caught:
             shardopt.checkpoint.load(path, nn.Linear(2, 1))
+        message = "damaged after it was saved|of another kind"
         if file.suffix == ".bin":
-            assert re.search(
-                rf"got checksum \w+ of the \d+ bytes at {min(place, length)}, expected \w+", str(caught.value)
-            )
+            message = rf"got checksum \w+ of the \d+ bytes at {min(place, length)}, expected \w+"
+        assert re.search(message, str(caught.value))
         flip(file, place)
     other = nn.Linear(2, 1)
     shardopt.checkpoint.load(path, other)
     assert torch.equal(other.weight, model.weight)
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_files_elsewhere_are_not_read(path: Path, kind: str) -> None:
-    """Not even where what a link leads to is what was saved; but the folder may be a link."""
-    for file in (path / INDEX, the_data_file(path)):
-        file.rename(path.parent / file.name)
-        if kind == "link":
-            file.symlink_to(path.parent / file.name)
-        else:
-            os.mkfifo(file)
-        got = "a symbolic link" if kind == "link" else "something else"
-        assert_refuses(path, f"{file}: cannot be .*got {got}, expected a regular file")
-        file.unlink()
-        (path.parent / file.name).rename(file)
-    (path.parent / "link").symlink_to(path.name)
-    assert_loads(path.parent / "link", everything(*trained()))
 
 
 # --- what the header says
@@ -162,15 +138,7 @@ def option(**options: Any) -> Callable[[Header], object]:
 HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "lr abc": (option(lr="abc"), "param group 0: lr: got 'abc', expected a number >= 0"),
     "lr nan": (option(lr=NAN), "param group 0: lr: got nan"),
-    "lr a large number": (option(lr=10**400), "param group 0: lr: got 1000"),
     "betas": (option(betas=[2, 3]), "param group 0: betas[0]: got 2, expected a number in [0.0, 1.0)"),
-    "betas a number": (option(betas=0.9), "param group 0: betas: got 0.9"),
-    "maximize": (option(maximize="yes"), "param group 0: maximize: got 'yes'"),
-    "nonfinite": (option(nonfinite=[]), "param group 0: nonfinite: got []"),
-    "codec": (option(codec=["log8"]), "param group 0: codec: got ['log8']"),
-    "block_size": (option(block_size=0), "param group 0: block_size: got 0"),
-    "min_quantized_numel": (option(min_quantized_numel="x"), "param group 0: min_quantized_numel: got 'x'"),
-    "master_weight_bits": (option(master_weight_bits=7), "param group 0: master_weight_bits: got 7"),
     "no list": (lambda h: h.update(param_groups={"a": 1}), "got param_groups as dict, expected a list"),
     "no parameters": (lambda h: h.update(param_groups=[3]), "param group 0: got no parameters, expected a list of"),
     "no options": (lambda h: h["param_groups"][0].update(options=[1]), "param group 0: got no options"),
@@ -197,7 +165,7 @@ def test_a_header_that_was_only_rewritten_loads(tmp_path: Path) -> None:
     assert "param_names" not in fresh.param_groups[0]
 
 
-@pytest.mark.parametrize("lr", ["abc", NAN, [1, 2], None, 10**400])
+@pytest.mark.parametrize("lr", ["abc", NAN, None])
 def test_a_learning_rate_on_a_tensor_takes_no_other_value(tmp_path: Path, lr: Any) -> None:
     """Not even one on a device, which is not read."""
     shardopt.checkpoint.save(tmp_path, *trained())

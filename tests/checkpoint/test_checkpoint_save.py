@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import pickle
-import resource
 import secrets
 import shutil
 import signal
@@ -15,7 +14,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,35 +94,6 @@ def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
     assert_only(tmp_path, seed=1)
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_a_system_without_descriptors(tmp_path: Path, left: int) -> None:
-    """Too few for a save, which changes nothing; one is enough for a load."""
-    saved(tmp_path, seed=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # with the one that lists them
-    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(left)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-    taken = []
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        for descriptor in free:
-            os.close(descriptor)
-        with pytest.raises(CheckpointError, match="Too many open files"):
-            saved(tmp_path, seed=2)
-        if left:
-            assert_holds(tmp_path, seed=1)
-        else:
-            with pytest.raises(CheckpointError, match="Too many open files"):
-                assert_holds(tmp_path, seed=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in taken:
-            os.close(descriptor)
-    assert_holds(tmp_path, seed=1)
-
-
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it, all data are on the disk and the old checkpoint is whole; after it, the new one, whatever happens."""
     saved(tmp_path, seed=1)
@@ -194,22 +163,6 @@ def test_a_full_disk_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_only(tmp_path, seed=2)
 
 
-def test_a_folder_that_cannot_be_read_after_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save's own error is raised, and the lock is given back."""
-    saved(tmp_path)
-
-    def replace(*args: str) -> None:
-        monkeypatch.setattr(os, "open", lambda *args, **kwargs: _raise(OSError(errno.ESTALE, "stale")))
-        raise FULL
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(CheckpointError, match="No space left"):
-        saved(tmp_path, seed=1)
-    monkeypatch.undo()
-    saved(tmp_path, seed=1)
-    assert_only(tmp_path, seed=1)
-
-
 def test_data_of_another_save_that_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system without locks, where a second save removes the first one's data."""
     saved(tmp_path, seed=1)
@@ -227,13 +180,6 @@ def test_a_data_file_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointError, match="File exists"):
         saved(tmp_path, seed=1)
     assert_only(tmp_path)
-
-
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot make this folder"):
-        saved(tmp_path / "file" / "folder")
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_big_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,48 +305,25 @@ def test_a_lock_elsewhere_is_refused(tmp_path: Path) -> None:
 # --- loads beside saves
 
 
-def _replaced_at_each_opening(path: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has another checkpoint saved each time when a load is about to open the data, so many times."""
+@pytest.mark.parametrize("times", [1, 9, 10])
+def test_a_load_that_is_overtaken_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Another checkpoint is saved each time when a load is about to open the data, so many times; ten are too many."""
+    saved(tmp_path)
     saves, opened = [0], os.open
 
     def replacing(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if str(name).endswith(".bin") and flags & os.O_ACCMODE == os.O_RDONLY and saves[0] < times:
             saves[0] += 1
-            saved(path, seed=saves[0])
+            saved(tmp_path, seed=saves[0])
         return opened(name, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", replacing)
-    return saves
-
-
-@pytest.mark.parametrize("times", [1, 9])
-def test_a_load_that_is_overtaken_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    saved(tmp_path)
-    saves = _replaced_at_each_opening(tmp_path, times, monkeypatch)
-    assert_holds(tmp_path, seed=times)
+    if times == 10:
+        with pytest.raises(CheckpointError, match="another checkpoint was saved there while this one was loaded; load"):
+            assert_holds(tmp_path)
+    else:
+        assert_holds(tmp_path, seed=times)
     assert saves == [times]
-
-
-def test_a_load_that_is_always_overtaken_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path)
-    _replaced_at_each_opening(tmp_path, 10, monkeypatch)
-    with pytest.raises(CheckpointError, match="another checkpoint was saved there while this one was loaded; load ag"):
-        assert_holds(tmp_path)
-
-
-def test_open_files_outlive_their_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a load has opened its files, a save that removes them changes nothing for it."""
-    saved(tmp_path)
-    preadv = os.preadv
-
-    def replacing(*args: Any) -> int:
-        monkeypatch.setattr(os, "preadv", preadv)
-        saved(tmp_path, seed=1)
-        return preadv(*args)
-
-    monkeypatch.setattr(os, "preadv", replacing)
-    assert_holds(tmp_path)
-    assert_only(tmp_path, seed=1)
 
 
 def test_nothing_is_unpickled_and_parts_of_writes_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ import datetime
 import gc
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import shardopt
-from attack.index_file import INDEX, read_index, read_saved, strict_tensors
-from checkpoint_folder import LOCK, Two, bits, flip, saved, the_data_file, values_of
+from attack.index_file import INDEX, read_index, read_saved
+from checkpoint_folder import LOCK, bits, flip, the_data_file, values_of
 from checkpoint_runs import assert_loads, assert_refuses, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError
 
@@ -48,20 +50,6 @@ def test_any_dtype_and_strides(tmp_path: Path) -> None:
     found = shardopt.checkpoint.load(tmp_path, nn.Identity()).extra
     for key, tensor in extra.items():
         assert (found[key].dtype, found[key].shape, bits(found[key])) == (tensor.dtype, tensor.shape, bits(tensor))
-
-
-def test_what_stands_in_the_folder(tmp_path: Path) -> None:
-    """As another program reads it."""
-    saved(tmp_path)
-    content = read_index(tmp_path)
-    assert (content["format"], content["format_version"]) == ("shardopt", 2)
-    data = the_data_file(tmp_path).read_bytes()
-    ((of_chunks, of_table, crc32),) = content["files"]
-    assert (of_chunks + of_table, zlib.crc32(data[of_chunks:])) == (len(data), crc32)
-    state = Two(0).state_dict().items()
-    expected = {f"model.{k}": (str(x.dtype).removeprefix("torch."), tuple(x.shape), bits(x)) for k, x in state}
-    assert strict_tensors(tmp_path, content) == expected
-    assert sorted(os.listdir(tmp_path)) == sorted([the_data_file(tmp_path).name, INDEX, LOCK])
 
 
 def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,26 +107,26 @@ def test_a_save_replaces_the_last_one(url: str) -> None:
 
 
 @pytest.mark.parametrize("root", ["/runs/step-", "/step-"])
-def test_only_the_newest_objects_stay(url: str, root: str) -> None:
-    for step in range(4):
-        shardopt.checkpoint.save(f"memory:/{root}{step}", nn.Linear(3, 2), keep_last=2)
-    assert [bool(objects(f"{root}{step}")) for step in range(4)] == [False, False, True, True]
-
-
-def test_objects_that_no_save_completed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_objects_stay(url: str, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
     """Strays go a day later: before, another run may be saving them; and never, where the store does not say when."""
-    model = nn.Linear(3, 2)
-    for step in range(2):
-        shardopt.checkpoint.save(f"memory://runs/step-{step}", model)
-        MemoryFileSystem.store.pop(f"/runs/step-{step}/{INDEX}")
-    file = MemoryFileSystem.store[f"/runs/step-0/{objects('/runs/step-0')[0]}"]
-    file.modified -= datetime.timedelta(days=1, seconds=9)
+
+    def save(step: int, keep_last: int | None = None) -> None:
+        shardopt.checkpoint.save(f"memory:/{root}{step}", nn.Linear(3, 2), keep_last=keep_last)
+
+    for step in range(4):
+        save(step, keep_last=2)
+    assert [len(objects(f"{root}{step}")) for step in range(4)] == [0, 0, 2, 2]
+    for step in (2, 3):
+        MemoryFileSystem.store.pop(f"{root}{step}/{INDEX}")
+    MemoryFileSystem.store[f"{root}2/{objects(f'{root}2')[0]}"].modified -= datetime.timedelta(days=1, seconds=9)
+    MemoryFileSystem().pipe_file(f"{root}2/notes.txt", b"notes")
     with monkeypatch.context() as context:
         context.setattr(MemoryFileSystem, "modified", lambda *args: 1 / 0)
-        shardopt.checkpoint.save("memory://runs/step-2", model, keep_last=1)
-    assert [len(objects(f"/runs/step-{step}")) for step in range(3)] == [1, 1, 2]
-    shardopt.checkpoint.save("memory://runs/step-3", model, keep_last=1)
-    assert [len(objects(f"/runs/step-{step}")) for step in range(4)] == [0, 1, 0, 2]
+        save(4, keep_last=1)
+    assert [len(objects(f"{root}{step}")) for step in range(2, 5)] == [2, 1, 2]
+    save(5, keep_last=1)
+    assert objects(f"{root}2") == ["notes.txt"]
+    assert [len(objects(f"{root}{step}")) for step in range(3, 6)] == [1, 0, 2]
 
 
 class StoreError(Exception):
@@ -217,7 +205,7 @@ def test_other_urls(tmp_path: Path) -> None:
         shardopt.checkpoint.save("nowhere://runs", nn.Linear(3, 2))
 
 
-# --- keep_last; attack/retention.py has folders of debris at random, and other jobs
+# --- keep_last
 
 
 def save(folder: Path, step: int, keep_last: int | None = None, name: str = "step-{}") -> None:
@@ -241,30 +229,100 @@ def test_the_newest_stay(tmp_path: Path, keep_last: int | None, left: Sequence[i
     assert names(tmp_path) == ["step-12"]
 
 
-def test_what_is_no_older_checkpoint_of_the_run_stays(tmp_path: Path) -> None:
-    """Nor a link to an archived one, a folder that is locked, or of another program with a file of the index's name."""
+#: By kind of an older folder: whether it is a checkpoint of the run, and the files that stay if it goes; None if not.
+OLDER: dict[str, tuple[bool, list[str] | None]] = {
+    "whole": (True, []),
+    "whole, notes": (True, ["notes.txt"]),
+    "data": (False, []),
+    "data, notes": (False, ["notes.txt"]),
+    "lock": (False, []),
+    "unfinished": (False, []),
+    "nothing": (False, []),
+    "notes": (False, None),
+    "whole, damaged": (False, None),
+    "another's": (False, None),
+    "data, locked": (False, None),
+    "link": (False, None),
+    "file": (False, None),
+}
+
+
+def fill(folder: Path, kind: str) -> None:
+    if kind == "link":
+        save(folder.parent.parent, 1, name="archived-{}")
+        folder.symlink_to(folder.parent.parent / "archived-1")
+        return
+    if kind == "file":
+        folder.touch()
+        return
+    folder.mkdir()
+    if "whole" in kind:
+        shardopt.checkpoint.save(folder, nn.Linear(3, 2))
+    if "data" in kind:
+        (folder / "0123456789abcdef-0.bin").write_bytes(b"data")
+    if kind in ("lock", "unfinished"):
+        (folder / LOCK).touch()
+    if kind == "unfinished":
+        (folder / f"{INDEX}.0123456789abcdef").write_text("{")
+    if "notes" in kind:
+        (folder / "notes.txt").touch()
+    if kind == "whole, damaged":
+        flip(folder / INDEX, 50)
+    if kind == "another's":
+        (folder / INDEX).write_text('{"someone": "else"}')
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_only_older_checkpoints_and_what_saves_left_go(tmp_path: Path, keep_last: int) -> None:
+    """Not a link to an archived one, a folder that is locked, or of another program with a file of the index's name."""
     runs = tmp_path / "runs"
-    save(tmp_path, 1, name="archived-{}")
-    for step in (3, 4, 30):
-        save(runs, step)
-    save(runs, 1, name="other-{}")
-    save(runs, 1, name="{}")
-    (runs / "step-1").symlink_to(tmp_path / "archived-1")
-    for name, file, text in (("step-0", "notes.txt", ""), ("step-2", INDEX, '{"someone": "else"}')):
-        (runs / name).mkdir()
-        (runs / name / file).write_text(text)
-    (runs / "step-4" / INDEX).unlink()
-    lock = FileLock(runs / "step-4" / LOCK)
+    for folder in ("other-1", "1", "step-30"):
+        shardopt.checkpoint.save(runs / folder, nn.Linear(3, 2))
+    for step, kind in enumerate(OLDER):
+        fill(runs / f"step-{step}", kind)
+    before = {path.name: names(path) if path.is_dir() else None for path in runs.iterdir()}
+    lock = FileLock(runs / f"step-{list(OLDER).index('data, locked')}" / LOCK)
     lock.acquire()
-    (runs / "step-5").write_text("a file")
-    save(runs, 7, keep_last=1)
-    stay = ["1", "other-1", "step-0", "step-1", "step-2", "step-30", "step-4", "step-5", "step-7"]
-    assert names(runs) == stay
-    assert names(runs / "step-0") == ["notes.txt"]
-    assert names(tmp_path / "archived-1")[1:] == [INDEX, LOCK]
+    before[Path(lock.lock_file).parent.name] = ["0123456789abcdef-0.bin", LOCK]
+    save(runs, 20, keep_last)
+    found = {path.name: names(path) if path.is_dir() else None for path in runs.iterdir()}
+    assert len(found.pop("step-20") or ()) == 3
+    kept = 1
+    for step, (is_checkpoint, left) in reversed(list(enumerate(OLDER.values()))):
+        kept += is_checkpoint
+        if left is not None and (kept > keep_last or not is_checkpoint):
+            before[f"step-{step}"] = left
+    assert found == {name: files for name, files in before.items() if files != []}
     lock.release()
-    save(runs, 7, keep_last=1)
-    assert names(runs) == [name for name in stay if name != "step-4"]
+    save(runs, 20, keep_last)
+    assert not Path(lock.lock_file).parent.exists()
+
+
+def test_a_removal_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is, the newest is whole, older ones are whole or none, and the next save removes the rest."""
+    for calls in range(12):
+        for step in (1, 2):
+            save(tmp_path, step)
+        with monkeypatch.context() as context, suppress(KeyboardInterrupt):
+            left = iter(range(calls))
+            for name in ("remove", "rmdir"):
+                context.setattr(os, name, partial(counted, getattr(os, name), left))
+            save(tmp_path, 3, keep_last=1)
+        found = {}
+        for step in (1, 2, 3):
+            with suppress(CheckpointError):
+                found[step] = shardopt.checkpoint.load(tmp_path / f"step-{step}", nn.Linear(3, 2)).extra["step"]
+        assert found == {step: step for step in found}
+        assert 3 in found or len(found) == 2
+        save(tmp_path, 4, keep_last=1)
+        assert names(tmp_path) == ["step-4"]
+
+
+def counted(function: Callable[[str], None], left: Iterator[int], path: str) -> None:
+    """Calls a function, so many times; then Ctrl-C comes first."""
+    if next(left, None) is None:
+        raise KeyboardInterrupt
+    function(path)
 
 
 def test_a_save_whose_folder_is_removed_as_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,18 +361,6 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match="step-2: older checkpoints cannot be removed: .*Permission denied"):
         save(tmp_path, 4, keep_last=1)
     assert names(tmp_path) == ["step-2", "step-4"]
-
-
-def test_a_failed_save_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-
-    def refuse(*args: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save(tmp_path, 2, keep_last=1)
-    assert "step-1" in names(tmp_path)
 
 
 def test_what_is_no_number_of_checkpoints(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """State of other packages that cannot be imported: import_state raises one line, and changes nothing.
 
-One case for each message; then every node of the state dicts is replaced by things of other types, removed and renamed.
+One case for each message; then any node of the state dicts is replaced by things of other types, removed or renamed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -88,13 +88,10 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "amsgrad": ("torchao", group(amsgrad=True), "amsgrad"),
     "bad lr": ("torchao", group(lr=-1.0), "lr"),
     "float of nan": ("torchao", first(lambda s: s["exp_avg"].__setitem__(0, NAN), 6), r"^parameter 6 .*exp_avg"),
-    "float below zero": ("torchao", first(lambda s: s["exp_avg_sq"].__setitem__(0, -1.0), 6), "exp_avg_sq"),
     "integers": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].int()), 6), "expected a dense tensor of fl"),
     "sparse": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].to_sparse()), 6), "^state of 6: .*sparse"),
     "step": ("torchao", lambda s: s["state"][6].update(step=torch.tensor(NAN)), "step"),
-    "step below zero": ("flashoptim", lambda s: s["state"][0].update(step=-5), "step"),
     "other shape": (BNB, first(lambda s: s.update(state1=s["state1"].view(32, 256))), r"expected \(16, 512"),
-    "later shape": (BNB, first(lambda s: s.update(state1=torch.ones(3)), 7), "parameter 7"),
     # codes and scales
     "infinite scale": (BNB, first(lambda s: s["absmax1"].__setitem__(3, torch.inf)), "NaN or Inf"),
     "scale below zero": (BNB, first(lambda s: s["absmax2"].__setitem__(0, -1.0)), "below zero"),
@@ -112,24 +109,13 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     ),
     "Lion's state": ("flashoptim", first(lambda s: s.pop("exp_avg_sq::quantized")), "got state with exp_avg, expected"),
     "signed wrongly": ("torchao", first(lambda s: setattr(s["exp_avg"], "signed", False)), "signed=False, expected ui"),
-    "map of torchao": ("torchao", first(lambda s: setattr(s["exp_avg"], "qmap", None)), "and a map of NoneType"),
     # kinds of optimizer of bitsandbytes
-    "no wrapping": (BNB, lambda s: s["state"][0].update({WRAPPED: 3}), "as int, expected a dict"),
     "LAMB or LARS": ("SGD", _in_32_bits, "got state with unorm_vec and without codes, of LAMB"),
-    "SGD's eps": ("RMSprop", group(eps=0.0), "another optimizer of bitsandbytes"),
-    "RMSprop's betas": ("RMSprop", group(betas=(0.0, 0.9)), "another optimizer of bitsandbytes"),
-    "SGD's betas": ("Lion", group(betas=(0.9, 0)), "another optimizer of bitsandbytes"),
-    "Lion's betas": ("SGD", group(betas=(0.9, 0.1)), "another optimizer of bitsandbytes"),
     "no momentum": ("SGD", group(betas=(0.0, 0)), "make the optimizer keep no mom"),
     "no betas": ("AdamW", group(betas=None), "another optimizer of bitsandbytes"),
     "text": ("AdamW", group(eps="1e-8"), "another optimizer of bitsandbytes"),
-    "betas of 2": ("AdEMAMix", group(betas=(0.9, 0.99, 2.0)), "betas"),
     "half a step": ("AdEMAMix", group(t_alpha=0.5), "alpha_steps: got 0.5"),
-    "eps below zero": ("Adagrad", group(eps=-1.0), "eps"),
     "one average": ("AdEMAMix", first(lambda s: s.update(state1=s["state1"][0])), r"expected two averages \(2, \.\."),
-    "three averages": ("AdEMAMix", first(lambda s: s.update(state1=s["state1"][[0, 1, 0]])), "expected two averages"),
-    "averages in a list": ("AdEMAMix", first(lambda s: s.update(state1=[*s["state1"]])), "got list, expected two"),
-    "scales of one": ("AdEMAMix", first(lambda s: s.update(absmax1=s["absmax1"][0])), "expected two averages"),
     "no second moment": ("AdEMAMix", first(lambda s: s.pop("state2")), "got state1, expected the state of"),
     "slow average of nan": ("AdEMAMix", first(lambda s: s["state1"].__setitem__((1, 0), NAN), 6), "exp_avg_slow"),
     "a second moment": ("RMSprop", first(lambda s: s.update(state2=s["state1"])), "got state1, state2, expected"),
@@ -295,72 +281,34 @@ def target(source: str) -> ShardedOptimizer:
     return optimizer
 
 
-Place = tuple[Any, ...]
-
-
 def children(node: Any) -> dict[Any, Any]:
     if isinstance(node, dict):
         return dict(node)
-    if isinstance(node, list | tuple):
+    if isinstance(node, list):
         return dict(enumerate(node))
     return dict(vars(node)) if type(node).__name__ == "OptimState8bit" else {}
 
 
-def places(node: Any) -> Iterator[Place]:
-    """Of all nodes, the root's first."""
-    yield ()
+def places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """All nodes below this one, each as its parent and its key there."""
     for key, child in children(node).items():
-        yield from ((key, *place) for place in places(child))
+        yield node, key
+        yield from places(child)
 
 
-def changed(node: Any, place: Place, change: Callable[[Any], Any]) -> Any:
-    """A copy in which one node is another one."""
-    if not place:
-        return change(node)
-    key, *rest = place
-    found = copy.copy(node)
-    child = changed(children(node)[key], tuple(rest), change)
-    if isinstance(node, tuple):
-        return tuple(child if index == key else item for index, item in enumerate(node))
-    if isinstance(node, dict | list):
-        found[key] = child
+def mutate(rng: random.Random, state_dict: dict[str, Any]) -> str:
+    """Replaces, removes or renames a node; returns what was done."""
+    parent, key = rng.choice(list(places(state_dict)))
+    members = parent if isinstance(parent, dict | list) else vars(parent)
+    how = rng.choice([*THINGS, *["without"] * 4, *["another name"] * 4])
+    if how == "without":
+        del members[key]
+    elif how == "another name" and isinstance(members, dict):
+        how = rng.choice(("x", "a\nb", 3, None, ("a", 1), next(iter(members))))
+        members[how] = members.pop(key)
     else:
-        setattr(found, key, child)
-    return found
-
-
-def without(node: Any, key: Any) -> Any:
-    if isinstance(node, list | tuple):
-        return type(node)(item for index, item in enumerate(node) if index != key)
-    found = copy.copy(node)
-    del (found if isinstance(node, dict) else vars(found))[key]
-    return found
-
-
-def renamed(node: dict[Any, Any], key: Any, name: Any) -> dict[Any, Any]:
-    return {name if other == key else other: value for other, value in node.items()}
-
-
-class Mutation(NamedTuple):
-    name: str
-    state_dict: Callable[[], Any]
-
-
-def mutations(state_dict: dict[str, Any]) -> Iterator[Mutation]:
-    for place in places(state_dict):
-        node = state_dict
-        for key in place:
-            node = children(node)[key]
-        kinds: dict[str, Callable[[Any], Any]] = {
-            f"as {name}": lambda _, t=thing: t() for name, thing in THINGS.items()
-        }
-        for key in children(node):
-            kinds[f"without {key}"] = lambda n, k=key: without(n, k)
-            if isinstance(node, dict):
-                names = ("x", "a\nb", 3, None, ("a", 1), next(iter(node)))
-                kinds |= {f"{key} as {x!r}": lambda n, k=key, x=x: renamed(n, k, x) for x in names}
-        for name, change in kinds.items():
-            yield Mutation(f"{place} {name}", lambda p=place, c=change: changed(state_dict, p, c))
+        members[key] = THINGS.get(how, list)()
+    return f"{key!r} as {how!r}"
 
 
 def options_of(optimizer: ShardedOptimizer) -> str:
@@ -397,19 +345,18 @@ def fault(optimizer: ShardedOptimizer, state_dict: Any) -> tuple[str | None, boo
     return None, True
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", SOURCES)
-def test_mutations(source: str, count: int | None) -> None:
-    """So many at random, or all."""
-    found = list(mutations(state_dict_of(source)))
-    found = found if count is None else random.Random(0).sample(found, count)
-    optimizer, faults, imported = target(source), [], 0
-    for name, state_dict in found:
-        wrong, was_imported = fault(optimizer, state_dict())
+def test_mutations(source: str, count: int) -> None:
+    whole, optimizer, faults, imported = state_dict_of(source), target(source), [], 0
+    for number in range(count):
+        state_dict = copy.deepcopy(whole)
+        name = mutate(random.Random(number), state_dict)
+        wrong, was_imported = fault(optimizer, state_dict)
         if wrong is not None:
-            faults.append(f"{name}: {wrong}")
+            faults.append(f"{number}: {name}: {wrong}")
         if wrong is not None or was_imported:
             optimizer = target(source)
         imported += was_imported
-    assert not faults, f"{len(faults)} of {len(found)}:\n" + "\n".join(faults[:40])
-    assert 0 < imported < len(found) / 2  # neither is for want of trying
+    assert not faults, f"{len(faults)} of {count}:\n" + "\n".join(faults[:40])
+    assert 0 < imported < count / 2  # neither is for want of trying

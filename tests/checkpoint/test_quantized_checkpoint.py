@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shardopt
 from attack.index_file import read_index, write_fitting, write_index
-from ranks.models import WAYS, make_net, named_parameters
+from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
-from ranks.snapshot import Snapshot, assert_same, in_full
+from ranks.snapshot import assert_same
 from shardopt import quantize_state
 from shardopt.checkpoint import CheckpointError
 from wrapped import BY_PARAMETER, ELEMENTWISE, Counting, Custom, bits, of, parameters, quietly, same, trained
 
 STEPS = 2
 
-#: Layouts, with the number of ranks each is saved on and another that it is loaded on, where it exists on several.
-LAYOUTS = {"single": (1, 1), "ddp": (3, 2), "fsdp": (3, 4), "hsdp": (4, 4), "zero": (2, 3)}
 MAKES: dict[str, Any] = {**ELEMENTWISE, "counting": Counting}
 
 
@@ -55,51 +52,31 @@ def _load(way: str, path: Path, name: str, options: dict[str, Any]) -> None:
     """Loads over other weights and state, compares with an unsharded run that was never saved, and goes on."""
     model, optimizer = _trained(way, name, seed=1, **options)
     step_with(model, optimizer, 99)
+    whole, expected = _trained("single", name, **options)
     assert shardopt.checkpoint.load(path, model, optimizer) == ({"epoch": 7}, {})
     for step in (STEPS, STEPS + 1):
-        expected, groups = _single(name, step, tuple(options.items()))
-        assert_same(snapshot_of(model, optimizer), expected)
-        assert repr(_groups(optimizer)) == groups
-        step_with(model, optimizer, step)
-    assert any(key.endswith("_codes") for key in expected)
-
-
-@lru_cache(maxsize=32)
-def _single(name: str, steps: int, options: tuple[tuple[str, Any], ...]) -> tuple[Snapshot, str]:
-    """An unsharded run's snapshot, and its groups; each is made once per process."""
-    model, optimizer = _trained("single", name, steps=steps, **dict(options))
-    return snapshot_of(model, optimizer), repr(_groups(optimizer))
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every layout."""
-    folder = tmp_path_factory.mktemp("saved")
-    paths = {way: folder / way for way in LAYOUTS}
-    for way, (world_size, _) in LAYOUTS.items():
-        ranks.run(world_size, _save, way, paths[way], "torch NAdam", {})
-    return paths
-
-
-@pytest.mark.parametrize("way", LAYOUTS)
-def test_any_to_any(ranks: Pool, saved: dict[str, Path], way: str) -> None:
-    """Each layout loads what the one before it saved, the first of them what the last one did."""
-    place = list(LAYOUTS).index(way)
-    ranks.run(LAYOUTS[way][1], _load, way, list(saved.values())[place - 1], "torch NAdam", {})
+        assert_same(snapshot_of(model, optimizer), snapshot_of(whole, expected))
+        assert repr(_groups(optimizer)) == repr(_groups(expected))
+        for each in ((model, optimizer), (whole, expected)):
+            step_with(*each, step)
+    assert any(key.endswith("_codes") for key in snapshot_of(whole, expected))
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("saved", "loaded", "name", "options"),
     [
-        ("torch AdamW amsgrad", {"codec": "companded8", "block_size": 32}),
-        ("torch Adagrad", {"codec": "dynamic8"}),
-        ("torch RMSprop centered momentum", {}),
-        ("counting", {}),
+        ((3, "fsdp"), (2, "zero"), "torch NAdam", {}),
+        ((2, "zero"), (3, "fsdp"), "torch AdamW amsgrad", {"codec": "companded8", "block_size": 32}),
+        ((3, "ddp"), (2, "fsdp"), "torch Adagrad", {"codec": "dynamic8"}),
+        ((4, "hsdp"), (2, "ddp"), "torch RMSprop centered momentum", {}),
+        ((3, "fsdp"), (1, "single"), "counting", {}),
     ],
 )
-def test_optimizers_and_codecs(ranks: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    ranks.run(3, _save, "fsdp", tmp_path, name, options)
-    ranks.run(2, _load, "fsdp", tmp_path, name, options)
+def test_any_to_any(
+    ranks: Pool, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str], name: str, options: dict[str, Any]
+) -> None:
+    ranks.run(saved[0], _save, saved[1], tmp_path, name, options)
+    ranks.run(loaded[0], _load, loaded[1], tmp_path, name, options)
 
 
 def _converted(way: str, path: Path) -> None:
@@ -117,26 +94,9 @@ def _converted(way: str, path: Path) -> None:
     assert_same({key: results[0][key] for key in kept}, {key: before[key] for key in kept})
 
 
-def test_conversion(ranks: Pool, saved: dict[str, Path]) -> None:
-    ranks.run(2, _converted, "fsdp", saved["hsdp"])
-
-
-def _to_the_bare_optimizer(path: Path) -> None:
-    model, optimizer = _trained("fsdp", "torch NAdam", seed=1)
-    shardopt.checkpoint.load(path, model, optimizer)
-    bare = ELEMENTWISE["torch NAdam"](list(model.parameters()))
-    bare.load_state_dict(optimizer.state_dict(dequantize=True))
-    whole, expected = _trained("single", "torch NAdam")
-    floats = expected.state_dict(dequantize=True)["state"]
-    for index, param in enumerate(model.parameters()):
-        assert bare.state[param].keys() == floats[index].keys()
-        assert all(torch.equal(in_full(bare.state[param][key]), value) for key, value in floats[index].items())
-    params = dict(whole.named_parameters())
-    assert all(torch.equal(in_full(param), params[name]) for name, param in named_parameters(model).items())
-
-
-def test_back_to_the_bare_optimizer(ranks: Pool, saved: dict[str, Path]) -> None:
-    ranks.run(2, _to_the_bare_optimizer, saved["ddp"])
+def test_conversion(ranks: Pool, tmp_path: Path) -> None:
+    _save("single", tmp_path, "torch NAdam", {})
+    ranks.run(2, _converted, "fsdp", tmp_path)
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.ParameterList:
@@ -186,16 +146,6 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="state of 'total', which is no parameter"):
         shardopt.checkpoint.save(tmp_path, model, optimizer)
     assert not (tmp_path / "checkpoint.json").exists()
-
-
-def test_counters_that_a_checkpoint_has_not(tmp_path: Path) -> None:
-    model = _model()
-    shardopt.checkpoint.save(tmp_path, model, quietly(Counting(list(model))))
-    optimizer = _stepped(Counting, model)
-    optimizer.param_groups[0]["decay_of"] = print
-    shardopt.checkpoint.load(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0].keys() == {"params", "lr", "decay_of"}
-    assert not optimizer.state
 
 
 def test_a_tensor_as_learning_rate(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from attack.forked import HUNG, Outcome, fault, shown, summary
 
 #: The module of each sweep. Of several in one module, the names of the functions end in the sweep's.
 SWEEPS = {
-    **{name: name for name in ("hostile", "extras", "retention", "damage", "releases", "cached_steps")},
+    **{name: name for name in ("hostile", "damage", "releases", "cached_steps")},
     **dict.fromkeys(("race", "pairs", "forks"), "two_processes"),
     **dict.fromkeys(("interrupts", "kills"), "signals"),
     **{name: name for name in ("differing", "submeshes")},

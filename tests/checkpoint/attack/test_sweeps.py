@@ -19,19 +19,17 @@ PATHS = [str(TESTS / "checkpoint"), str(TESTS / "support"), str(Path(shardopt.__
 
 #: Attacks by default, and in full.
 COUNTS = {
-    "hostile": (40, 1500),
+    "hostile": (16, 1500),
     "race": (20, 2000),
-    "pairs": (6, 116),
-    "forks": (6, 100),
-    "extras": (12, 500),
-    "retention": (8, 400),
-    "interrupts": (8, 160),
-    "damage": (30, 1500),
+    "pairs": (6, 160),
+    "forks": (3, 100),
+    "interrupts": (6, 160),
+    "damage": (16, 1500),
     "kills": (6, 400),
-    "releases": (12, 500),
-    "cached_steps": (8, 550),
-    "differing": (8, 200),  # last, as the next: their pools have threads
-    "submeshes": (12, 400),
+    "releases": (6, 500),
+    "cached_steps": (3, 550),
+    "differing": (4, 200),  # last, as the next: their pools have threads
+    "submeshes": (6, 400),
 }
 
 

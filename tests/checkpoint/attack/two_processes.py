@@ -1,8 +1,8 @@
 """Two processes at one folder or one local disk.
 
-``pairs``: both save into one folder at once. ``race``: one saves two contents by turns, as fast as it can, and the
-other loads. ``forks``: a process and its fork save asynchronously, with copies on one local disk, each into its own
-folders.
+``pairs``: both save into one folder at once, or one removes the other's folder. ``race``: one saves two contents
+by turns, as fast as it can, and the other loads. ``forks``: a process and its fork save asynchronously, with copies on
+one local disk, each into its own folders.
 """
 
 from __future__ import annotations
@@ -32,21 +32,28 @@ def prepare_pairs(base: Path) -> None:
 
 
 def attack_pairs(seed: int, number: int, base: Path) -> Outcome:
-    """Content 1 and content 2, into an empty folder or one with content 0; afterwards content 3."""
+    """Content 1 and content 2, into an empty folder or one with content 0; afterwards content 3.
+
+    Or content 2 into the next folder, and older ones are removed.
+    """
     rng = Random(f"pairs {seed} {number}")
-    known, folder = _known[-1], base / "checkpoint"
-    shutil.rmtree(folder, ignore_errors=True)
+    known, runs = _known[-1], base / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    runs.mkdir()
     if number % 2:
-        shutil.copytree(base / "previous", folder)
+        shutil.copytree(base / "previous", runs / "step-1")
+    keep_last = rng.choice([None, None, 1])
+    folder = runs / ("step-1" if keep_last is None else "step-2")
     start = time.monotonic() + 0.05
     delays = [rng.choice([0, rng.uniform(0, 0.03)]) for _ in range(2)]
     asynchronously = [rng.random() < 0.3 for _ in range(2)]
-    detail = f"delays {delays}, async {asynchronously}"
+    detail = f"delays {delays}, async {asynchronously}, keep_last {keep_last}"
 
     def save(k: int, tell: Tell) -> None:
         time.sleep(max(start + delays[k - 1] - time.monotonic(), 0))
+        into, kept = (runs / "step-1", None) if k == 1 else (folder, keep_last)
         try:
-            known.save(folder, k, asynchronously=asynchronously[k - 1])
+            known.save(into, k, asynchronously=asynchronously[k - 1], keep_last=kept)
         except BaseException as error:
             tell([type(error).__name__, str(error)])
         else:
@@ -60,19 +67,20 @@ def attack_pairs(seed: int, number: int, base: Path) -> Outcome:
     if wrong := [(kind, shown(text)) for kind, text in said if kind not in ("saved", CheckpointError.__name__)]:
         return fault(f"save: {wrong[0][0]}", f"{wrong}, {detail}")
     saved = [k for k, (kind, _) in enumerate(said, start=1) if kind == "saved"]
-    if not saved:
-        return fault("neither was saved", f"{shown(said)}, {detail}")
+    if not saved or (keep_last and len(saved) < 2):
+        return fault("a save failed", f"{shown(said)}, {detail}")
     outcome = call(lambda: _check(known, folder, saved))
     return outcome._replace(detail=f"{outcome.detail}, saved {saved}, {detail}")
 
 
 def _check(known: Known, folder: Path, saved: list[int]) -> Outcome:
     try:
-        k, extra = known.load(folder)
+        found = {path.name: known.load(path)[0] for path in folder.parent.iterdir()}
     except CheckpointError as error:
-        return fault("no checkpoint is left", shown(str(error)))
-    if k not in saved:
-        return fault("another content than those saved", f"{k}, {shown(extra)}")
+        return fault("a folder has no checkpoint", shown(str(error)))
+    allowed = {"step-1": saved} if folder.name == "step-1" else {"step-1": [1], "step-2": [2]}
+    if folder.name not in found or any(k not in allowed[name] for name, k in found.items()):
+        return fault("other contents than those saved", f"{found}")
     known.save(folder, 3)
     if known.load(folder)[0] != 3:
         return fault("the next save is not what it was given")
