@@ -17,7 +17,6 @@ import shardopt
 import shardopt.optim.muon
 from helpers import CASES, CODEC_NAMES, ReferenceOptimizer, Shape, at_odd_offset, everything, with_gradient
 from live_bytes import LiveBytes
-from muon_problem import OPTIONS, SHAPES, STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.layouts import values
 from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
@@ -25,9 +24,13 @@ from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from shardopt.optim import ShardedOptimizer
 from shardopt.step.muon.matrices import padded
-from strided_problem import LAYOUTS, set_gradients
+from step_problem import LAYOUTS, advance, assert_equal, gradient, params_of, set_gradients, start
+from step_problem import MATRICES as SHAPES
+from step_problem import MUON_OPTIONS as OPTIONS
+from step_problem import make_muon as make
 from weight_formats import ALL
 
+STEPS = 3
 TWO = ((40, 130), (30, 30))
 
 # The reference step ---------------------------------------------------------------------------------------------------

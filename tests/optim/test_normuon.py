@@ -14,13 +14,15 @@ from torch.nn import Parameter
 import shardopt
 import shardopt.checkpoint
 from helpers import Shape, everything
-from muon_problem import STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
+from step_problem import advance, assert_equal, gradient, params_of, start
+from step_problem import make_muon as make
 
 #: For steps of formulas: wide, tall, square.
 MATRICES: tuple[Shape, ...] = ((40, 130), (97, 64), (64, 64))
+STEPS = 3
 LONG = 30
 NEWTON_SCHULZ = NewtonSchulz((QUINTIC,) * 5, 1e-7)
 
