@@ -191,9 +191,9 @@ def with_gradient(param: Tensor, gradient: Tensor) -> None:
 
 
 def step(optimizer: ShardedOptimizer, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """One step with these gradients."""
+    """One step with these gradients, moved to where the parameters are."""
     for name, param in params.items():
-        with_gradient(param, gradients[name])
+        with_gradient(param, gradients[name].to(param.device))
     optimizer.step()
 
 
