@@ -49,12 +49,6 @@ def side_stream(device: torch.device, apart: bool = True) -> Iterator[None]:
     here.wait_stream(stream)
 
 
-def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of offload, on the device."""
-    offload = ("offload", "device_state_budget")
-    return {key: value for key, value in options.items() if device.type == "cuda" or key not in offload}
-
-
 @contextmanager
 def chunks_of(nbytes: int) -> Iterator[None]:
     """Copies between host and device in chunks of this size."""
@@ -79,8 +73,8 @@ class Problem:
         if strided:
             initial = [x.T.contiguous().T if x.dim() == 2 else x for x in initial]
         self.params = {str(s): Parameter(x.to(device)) for s, x in zip(SHAPES, initial, strict=True)}
-        options = on_cuda_only(device, {"min_quantized_numel": 0, **options})
-        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), codec=codec, **options)
+        options = {"codec": codec, "min_quantized_numel": 0, **options}
+        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), **options)
         self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
 
     def set_gradients(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
@@ -281,8 +275,7 @@ def released(
     release, found = release or {}, Named()
     with chunks_of(chunk):
         model = Layers(device)
-        given = on_cuda_only(device, options)
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **options)
         if device.type == "cuda":
             model.release(optimizer, **release)
         scaler = GradScaler(device.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
