@@ -87,5 +87,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Programs]:
     """Runs programs in processes of their own that have imported torch."""
-    with Programs() as server:
-        yield server
+    server = Programs()
+    yield server
+    server.close()

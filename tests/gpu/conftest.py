@@ -16,6 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
+        item.add_marker(pytest.mark.filterwarnings("ignore:skipped .* gradient elements"))
         name = item.nodeid.partition("[")[0]
         if CUDA.type == "cuda":
             item.add_marker(pytest.mark.gpu)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from cuda_device import CPU, CUDA, make_on, needs_gpu, run, snapshot_of, step_on
-from kernel_problem import gradients, start
+from cuda_device import CUDA, needs_gpu
+from kernel_problem import CPU, gradients, run, start
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
@@ -47,8 +47,8 @@ def test_momentum_is_the_cpus(codec: str) -> None:
     """Shows that matrices' momentum has the CPU's bits; with lr=0 and no decay the parameters stay."""
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 3, 4)]
     options = {"lr": 0.0, "weight_decay": 0.0}
-    wanted, skipped = run(CPU, "muon", codec, start(FP32, SHAPES), steps, **options)
-    actual, found_skipped = run(CUDA, "muon", codec, start(FP32, SHAPES), steps, **options)
+    wanted, skipped = run("muon", codec, start(FP32, SHAPES), steps, **options)
+    actual, found_skipped = run("muon", codec, start(FP32, SHAPES), steps, CUDA, **options)
     assert_same(actual, wanted)
     assert found_skipped == skipped > 0
 
@@ -57,9 +57,9 @@ def test_momentum_is_the_cpus(codec: str) -> None:
 def test_waves_and_offload_change_no_bit(weights: dict[str, object]) -> None:
     """Shows that less memory for products, and offload, change no bit."""
     steps = [gradients(t, BF16, SHAPES) for t in (1, 2, 3)]
-    wanted, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights)
+    wanted, _ = run("muon", "log8", start(BF16, SHAPES), steps, CUDA, **weights)
     for options in ({"memory": 1 << 20}, {"offload": "state"}):
-        actual, _ = run(CUDA, "muon", "log8", start(BF16, SHAPES), steps, **weights, **options)
+        actual, _ = run("muon", "log8", start(BF16, SHAPES), steps, CUDA, **weights, **options)
         assert_same(actual, wanted)
 
 
@@ -77,11 +77,8 @@ def test_near_the_cpu() -> None:
         exact[name] = x.T if gradient.shape[0] > gradient.shape[1] else x
     errors: dict[str, dict[str, float]] = {}
     for device in (CPU, CUDA):
-        params, optimizer = make_on(
-            device, "muon", "fp32", initial, lr=1.0, weight_decay=0.0, adjust_lr_fn="spectral_norm"
-        )
-        step_on(optimizer, params, given)
-        found = snapshot_of(params, optimizer)
+        options = {"lr": 1.0, "weight_decay": 0.0, "adjust_lr_fn": "spectral_norm"}
+        found, _ = run("muon", "fp32", initial, [given], device, **options)
         for name, direction in exact.items():
             rows, cols = direction.shape
             moved = (initial[name].double() - found[name].double()) / (rows / cols) ** 0.5

@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
-import threading
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import shardopt
-from cuda_device import CUDA, keep_busy, make_on, needs_gpu, snapshot_of, step_on
+from cuda_device import CUDA, keep_busy, needs_gpu
 from helpers import CODEC_NAMES
-from kernel_problem import gradients, start
+from kernel_problem import CPU
+from late_problem import Problem, slept, steps
 from ranks.models import loss_of, make_batch, make_net
-from ranks.offload import before_steps
-from ranks.snapshot import Snapshot, assert_same
+from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
 from weight_formats import BF16
 
-SHAPES = ((97, 1300), (3, 9001), (70, 33), (257,))
-CHUNK = 64 << 10
-OFFLOADS = ("state", "step")
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(residency, "CHUNK_BYTES", 64 << 10)
 
 
 @needs_gpu
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-@pytest.mark.parametrize("options", [{}, {"master_weight_bits": 24}, {"device_state_budget": "128KiB"}])
-def test_same_bits(offload: str, codec: str, options: dict[str, object]) -> None:
-    """Shows that offloaded steps on a busy device have the bits of others, without a wait in between."""
-    found = []
-    for how in (None, offload):
-        params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), offload=how, **options)
-        for t in range(1, 6):
-            keep_busy(3_000_000)  # gradients and parameters are late
-            step_on(optimizer, params, gradients(t, BF16, SHAPES))
-        optimizer.synchronize()
-        found.append(snapshot_of(params, optimizer))
-    assert_same(found[1], found[0])
+@pytest.mark.parametrize(("offload", "codec"), [*product(["state", "step"], CODEC_NAMES)])
+def test_same_bits(offload: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that offloaded steps on a busy device have the CPU's bits, and that state may sleep between steps."""
+    monkeypatch.setattr(Problem, "before_gradients", keep_busy)
+    options = {"codec": codec, "master_weight_bits": 24}
+    assert_same(steps(CUDA, 30_000, offload=offload, **options), steps(CPU, **options))
+    assert_same(slept(CUDA, **options), slept(CPU, **options))
 
 
 @needs_gpu
 def test_state_lives_in_locked_host_memory() -> None:
-    """Shows that offloaded state is pinned, and only the step count stays on the device."""
-    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
-    step_on(optimizer, params, gradients(1, BF16, SHAPES))
-    optimizer.synchronize()
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            assert value.is_cuda == (key == "step")
-            assert key == "step" or value.is_pinned()
+    """Shows that offloaded state is pinned, also where it sleeps, and only the step count stays on the device."""
+    for options in ({"offload": "state"}, {}):
+        problem = Problem(CUDA, **options)
+        problem.step(0)
+        problem.optimizer.synchronize()
+        if not options:
+            problem.optimizer.offload()
+            assert shardopt.memory_report(problem.optimizer).device.scales == 0
+        for state in problem.optimizer.state.values():
+            assert state["step"].is_cuda
+            assert all(value.is_pinned() and not value.is_cuda for key, value in state.items() if key != "step")
+    problem.optimizer.reload()
+    assert shardopt.memory_report(problem.optimizer).host.state == 0
 
 
 @needs_gpu
@@ -93,7 +87,7 @@ def trained(
     for step in range(4):
         for i in range(micro):
             loss = loss_of(model, make_batch(10 * step + i).to(CUDA))
-            keep_busy(3_000_000)
+            keep_busy()
             scaler.scale(loss).backward()
         if scale is not None:
             scaler.unscale_(optimizer)
@@ -105,7 +99,7 @@ def trained(
     torch.use_deterministic_algorithms(False)
     optimizer.synchronize()
     found["scale"] = torch.tensor(scaler.get_scale())
-    return {**found, **snapshot_of(dict(model.named_parameters()), optimizer)}
+    return {**found, **snapshot(dict(model.named_parameters()), optimizer)}
 
 
 @pytest.mark.parametrize(
@@ -149,74 +143,11 @@ def test_held_gradients_leave_the_device() -> None:
 
 
 @needs_gpu
-def test_held_steps_do_not_wait() -> None:
-    """Shows that step() returns, and the first layer computes, while the step of the last layer has not begun."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device=CUDA) for _ in range(4)))
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
-    shardopt.release_gradients(model, optimizer, overlap_forward=True)
-    last, go_on, seen = 2 * len(model) - 1, threading.Event(), []
-
-    def before_step(place: int) -> None:
-        if place == last:
-            assert go_on.wait(30)
-
-    def computed(*_: object) -> None:
-        seen.append(True)
-        go_on.set()
-
-    x = torch.ones(4, 256, device=CUDA)
-    with before_steps(before_step):
-        model(x).sum().backward()
-        optimizer.step()
-        hook = model[0].register_forward_hook(computed)
-        model(x)
-        hook.remove()
-        optimizer.synchronize()
-    assert seen == [True]
-
-
-@needs_gpu
-def test_a_graph_refuses_it() -> None:
-    """Shows that a step with offloaded state refuses to be captured."""
-    params, optimizer = make_on(CUDA, "adamw", "log8", start(BF16, SHAPES), offload="state")
-    step_on(optimizer, params, gradients(1, BF16, SHAPES))
-    torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="captured into a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        optimizer.step()
-
-
-@needs_gpu
 def test_a_refused_lock_leaves_no_error_behind() -> None:
     """Shows that a failed pinning leaves no error that the next sound kernel would raise."""
     memory = torch.zeros(1 << 16, dtype=torch.uint8, pin_memory=True)
     with pytest.raises(MemoryError, match=r"got CUDA error \d+ for locking"):
         pin_memory(memory, object(), torch.device("cuda", 0))
     assert torch.ones(3, device=CUDA).sum() == 3
-    step_on(*reversed(make_on(CUDA, "adamw", "log8", start(BF16, SHAPES))), gradients(1, BF16, SHAPES))
+    Problem(CUDA).step(0)
     torch.cuda.synchronize()
-
-
-@needs_gpu
-@pytest.mark.parametrize("codec", CODEC_NAMES)
-def test_sleep(codec: str) -> None:
-    """Shows that state leaves the memory of a busy device, which is used by others at once, and comes back."""
-    found = []
-    for sleeps in (False, True):
-        params, optimizer = make_on(CUDA, "adamw", codec, start(BF16, SHAPES), master_weight_bits=24)
-        for t in range(1, 6):
-            step_on(optimizer, params, gradients(t, BF16, SHAPES))
-            if sleeps:
-                keep_busy(3_000_000)  # the step before is late
-                optimizer.offload()
-                torch.cuda.empty_cache()
-                others = torch.full((1 << 22,), 7, dtype=torch.uint8, device=CUDA)
-                entries = [x for s in optimizer.state.values() for key, x in s.items() if key != "step"]
-                assert all(not x.is_cuda and x.is_pinned() for x in entries)
-                assert shardopt.memory_report(optimizer).device.scales == 0
-                del others
-            if sleeps and t % 2:
-                optimizer.reload()
-                assert shardopt.memory_report(optimizer).host.state == 0
-        optimizer.synchronize()
-        found.append(snapshot_of(params, optimizer))
-    assert_same(found[1], found[0])

@@ -16,7 +16,7 @@ import torch
 import cuda_emulated
 import message_problem
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, Named, at_odd_offset, step
-from kernel_problem import DTYPES, gradients, make, start, using
+from kernel_problem import DTYPES, gradients, make, run, start, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch_cuda
@@ -205,7 +205,7 @@ def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_C, "step_cuda", spy, raising=False)
     shapes = (*ALIGNED, (3, 130), (70, 33))
     for block_size in (128, 64):
-        cuda_emulated.run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
+        run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
     ((_, _, usual, begin, staged, end),), ((_, _, other, *_),) = batches
     assert usual >= 0
     assert begin < staged < end
@@ -236,7 +236,7 @@ def test_more_matrices_than_a_launch_takes(emulated: ModuleType) -> None:
 
 def test_captured_steps_between_others(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 4, 5, 6)]
-    wanted, _ = cuda_emulated.run("adamw", "log8", start(FP32, SHAPES), steps)
+    wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)
     cuda_emulated.use(emulated, monkeypatch)
     params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
     for gradient, capturing in zip(steps, (False, True, False, False, True), strict=True):

@@ -16,14 +16,17 @@ from torch.nn import Parameter
 import shardopt
 import shardopt.checkpoint
 from helpers import CASES, CODEC_NAMES, ReferenceOptimizer, Shape, everything, with_gradient
-from muon_problem import OPTIONS, STEPS, advance, assert_equal, gradient, make, params_of, start
 from ranks.layouts import values
 from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from shardopt.optim import ShardedOptimizer
-from strided_problem import LAYOUTS, set_gradients
+from step_problem import LAYOUTS, advance, assert_equal, gradient, params_of, set_gradients, start
+from step_problem import MUON_OPTIONS as OPTIONS
+from step_problem import make_muon as make
 from weight_formats import ALL
+
+STEPS = 3
 
 # The reference step ---------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,11 @@ from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
-from step_problem import params_of, tables_made
-from strided_problem import BF16, OPTIONS, assert_equal, make, reversed_dims, run, set_gradients
+from step_problem import STRIDED_OPTIONS as OPTIONS
+from step_problem import assert_equal_and_contiguous as assert_equal
+from step_problem import make_strided as make
+from step_problem import params_of, reversed_dims, run, set_gradients, tables_made
+from weight_formats import BF16
 
 STEPPED: list[tuple[str, dict[str, Any]]] = [
     *(("adamw", {"codec": codec}) for codec in CODEC_NAMES),

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 import shardopt
-from helpers import Named, at_odd_offset, step
-from kernel_problem import make, using
-from ranks.snapshot import Snapshot, assert_same, snapshot
+from helpers import Named, at_odd_offset
+from kernel_problem import run
+from ranks.snapshot import assert_same
 from shardopt import _C, clip_grad_norm_
 from shardopt.kernels import dispatch_cuda, norms
 from shardopt.step import batch, gradient_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp", "csrc/step/cuda_tasks.cpp")
+NAMES = ("cuda_tasks", "step_cuda", "norm_cuda", "cuda_norm_task", "cuda_prepared_bytes", "cuda_launched_gradients")
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
@@ -57,16 +58,9 @@ def build(folder: Path) -> ModuleType:
 
 def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets optimizers step tensors on the CPU as if they were on a GPU."""
-    for name in (
-        "cuda_tasks",
-        "step_cuda",
-        "norm_cuda",
-        "cuda_norm_task",
-        "cuda_prepared_bytes",
-        "cuda_launched_gradients",
-    ):
+    for name in NAMES:
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
-    monkeypatch.setattr(dispatch_cuda, "_pinned", _pageable)
+    monkeypatch.setattr(dispatch_cuda, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
     monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
@@ -76,18 +70,6 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(norms, "_pinned", lambda table: torch.from_numpy(table.reshape(-1).view(np.uint8)))
     monkeypatch.setattr(gradient_norm, "make_norm_call", norms.CudaNormCall)
-
-
-def _pageable(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def run(rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> tuple[Snapshot, int]:
-    params, optimizer = make(rule, codec, initial, **options)
-    with using("portable", threads=1):
-        for gradient in steps:
-            step(optimizer, params, gradient)
-    return snapshot(params, optimizer), optimizer.nonfinite_count
 
 
 def clipped(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -202,11 +201,6 @@ def ours_of(kind: str, params: Any, **options: Any) -> ShardedOptimizer:
 
 def of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     """A state dict of bitsandbytes, and per parameter the moments it stands for."""
-    return copy.deepcopy(_of_kind(kind))
-
-
-@lru_cache
-def _of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     return _state_dict(KINDS[kind].state, KINDS[kind].group)
 
 
@@ -230,11 +224,6 @@ def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 def by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     """A state dict in a package's form, and per parameter the moments it stands for."""
-    return copy.deepcopy(_by_hand(package))
-
-
-@lru_cache
-def _by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     return _state_dict(STATES[package], GROUPS[package])
 
 
@@ -243,7 +232,8 @@ def _state_dict(
 ) -> tuple[dict[str, Any], list[list[Tensor]]]:
     made = [state_of(made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
     group = {"lr": 0.5, "weight_decay": 0.25, **hyper, "params": list(range(len(SHAPES)))}
-    return {"state": {i: state for i, (state, _) in enumerate(made)}, "param_groups": [group]}, [d for _, d in made]
+    state_dict = {"state": {i: state for i, (state, _) in enumerate(made)}, "param_groups": [group]}
+    return copy.deepcopy((state_dict, [decoded for _, decoded in made]))
 
 
 def stepped(optimizer: torch.optim.Optimizer, steps: int = STEP) -> None:

@@ -63,53 +63,45 @@ class RepaidCase(RuleCase):
         return super().make(groups, **{**options, "codec": "log8", "repay": False})
 
 
+def _case(optimizer: type[ShardedOptimizer], **hyper: Any) -> RuleCase:
+    return RuleCase(optimizer, {"lr": 1e-2, **hyper})
+
+
 RULES: dict[str, RuleCase] = {
-    "adamw": RuleCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adam": RuleCase(shardopt.Adam8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw": _case(shardopt.AdamW8bit, weight_decay=0.1),
+    "adam": _case(shardopt.Adam8bit, weight_decay=0.1),
     "repaid_adamw": RepaidCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "lion": RuleCase(shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1}),
-    "momentum": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-    "nesterov": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
-    "sgd": RuleCase(shardopt.SGD8bit, {"lr": 1e-2, "weight_decay": 0.01}),
-    "amsgrad": RuleCase(shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
-    "nadam": RuleCase(shardopt.NAdam8bit, {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1}),
-    "radam": RuleCase(shardopt.RAdam8bit, {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "adamax": RuleCase(shardopt.Adamax8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "ademamix": RuleCase(shardopt.AdEMAMix8bit, {"lr": 1e-2, "weight_decay": 0.1, "alpha_steps": 3, "beta3_steps": 4}),
-    "adopt": RuleCase(shardopt.ADOPT8bit, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "adan": RuleCase(shardopt.Adan8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adagrad": RuleCase(
-        shardopt.Adagrad8bit, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.25}
-    ),
-    "rmsprop": RuleCase(shardopt.RMSprop8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "rmsprop_momentum": RuleCase(shardopt.RMSprop8bit, {"lr": 1e-2, "momentum": 0.9}),
-    "centered_rmsprop": RuleCase(
-        shardopt.RMSprop8bit, {"lr": 1e-2, "alpha": 0.5, "centered": True, "weight_decay": 0.1}
-    ),
-    "centered_rmsprop_momentum": RuleCase(
-        shardopt.RMSprop8bit, {"lr": 1e-2, "alpha": 0.5, "centered": True, "momentum": 0.9}
-    ),
-    "lamb": RuleCase(shardopt.LAMB8bit, {"lr": 1e-2, "weight_decay": 0.1}),
-    "lars": RuleCase(shardopt.LARS8bit, {"lr": 10.0, "weight_decay": 0.1}),
-    "stable_adamw": RuleCase(shardopt.StableAdamW8bit, {"lr": 1e-2, "betas": (0.9, 0.5), "weight_decay": 0.1}),
-    "cautious_adamw": RuleCase(
-        shardopt.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True, "cautious_weight_decay": True}
-    ),
-    "cautious_adam": RuleCase(shardopt.Adam8bit, {"lr": 1e-2, "weight_decay": 0.1, "cautious": True}),
-    "cautious_decay_lion": RuleCase(
-        shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True}
-    ),
-    "cautious_lion": RuleCase(shardopt.Lion8bit, {"lr": 1e-3, "weight_decay": 0.1, "cautious": True}),
+    "lion": _case(shardopt.Lion8bit, lr=1e-3, weight_decay=0.1),
+    "momentum": _case(shardopt.SGD8bit, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": _case(shardopt.SGD8bit, momentum=0.9, nesterov=True),
+    "sgd": _case(shardopt.SGD8bit, weight_decay=0.01),
+    "amsgrad": _case(shardopt.AdamW8bit, weight_decay=0.1, amsgrad=True),
+    "nadam": _case(shardopt.NAdam8bit, weight_decay=0.1, momentum_decay=0.1),
+    "radam": _case(shardopt.RAdam8bit, betas=(0.9, 0.95), weight_decay=0.1),
+    "adamax": _case(shardopt.Adamax8bit, weight_decay=0.1),
+    "ademamix": _case(shardopt.AdEMAMix8bit, weight_decay=0.1, alpha_steps=3, beta3_steps=4),
+    "adopt": _case(shardopt.ADOPT8bit, weight_decay=0.1, decoupled_weight_decay=True),
+    "adan": _case(shardopt.Adan8bit, weight_decay=0.1),
+    "adagrad": _case(shardopt.Adagrad8bit, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.25),
+    "rmsprop": _case(shardopt.RMSprop8bit, weight_decay=0.1),
+    "rmsprop_momentum": _case(shardopt.RMSprop8bit, momentum=0.9),
+    "centered_rmsprop": _case(shardopt.RMSprop8bit, alpha=0.5, centered=True, weight_decay=0.1),
+    "centered_rmsprop_momentum": _case(shardopt.RMSprop8bit, alpha=0.5, centered=True, momentum=0.9),
+    "lamb": _case(shardopt.LAMB8bit, weight_decay=0.1),
+    "lars": _case(shardopt.LARS8bit, lr=10.0, weight_decay=0.1),
+    "stable_adamw": _case(shardopt.StableAdamW8bit, betas=(0.9, 0.5), weight_decay=0.1),
+    "cautious_adamw": _case(shardopt.AdamW8bit, weight_decay=0.1, cautious=True, cautious_weight_decay=True),
+    "cautious_adam": _case(shardopt.Adam8bit, weight_decay=0.1, cautious=True),
+    "cautious_decay_lion": _case(shardopt.Lion8bit, lr=1e-3, weight_decay=0.1, cautious_weight_decay=True),
+    "cautious_lion": _case(shardopt.Lion8bit, lr=1e-3, weight_decay=0.1, cautious=True),
     # With an L2 penalty, which all gradients have in common, so that the estimate grows.
-    "prodigy": RuleCase(
-        shardopt.Prodigy8bit,
-        {"lr": 0.5, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 30.0, "decouple": False, "use_bias_correction": True},
+    "prodigy": _case(
+        shardopt.Prodigy8bit, lr=0.5, d0=1e-3, d_coef=20.0, weight_decay=30.0, decouple=False, use_bias_correction=True
     ),
-    "decoupled_prodigy": RuleCase(
-        shardopt.Prodigy8bit,
-        {"d0": 1e-3, "d_coef": 1e3, "weight_decay": 0.1, "growth_rate": 1.1, "safeguard_warmup": True},
+    "decoupled_prodigy": _case(
+        shardopt.Prodigy8bit, lr=1.0, d0=1e-3, d_coef=1e3, weight_decay=0.1, growth_rate=1.1, safeguard_warmup=True
     ),
-    "signum": RuleCase(shardopt.Signum8bit, {"lr": 1e-3, "weight_decay": 0.1}),
+    "signum": _case(shardopt.Signum8bit, lr=1e-3, weight_decay=0.1),
 }
 
 
@@ -191,9 +183,9 @@ def with_gradient(param: Tensor, gradient: Tensor) -> None:
 
 
 def step(optimizer: ShardedOptimizer, params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """One step with these gradients."""
+    """One step with these gradients, moved to where the parameters are."""
     for name, param in params.items():
-        with_gradient(param, gradients[name])
+        with_gradient(param, gradients[name].to(param.device))
     optimizer.step()
 
 

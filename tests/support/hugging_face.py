@@ -28,57 +28,36 @@ VOCABULARY, LENGTH = 64, 16
 LAYER = "LlamaDecoderLayer"
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "min_quantized_numel": 64}
 
+
+def fsdp(version: int, state: str | None = None) -> dict[str, Any]:
+    config: dict[str, Any] = {"version": version, "transformer_layer_cls_to_wrap": [LAYER]}
+    if version == 1:
+        config |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}  # the former needs an accelerator
+    if state is not None:
+        config["state_dict_type"] = state
+    return {"fsdp": True, "fsdp_config": config}
+
+
+def zero(stage: int = 2, offload: bool = False, **settings: Any) -> dict[str, Any]:
+    to_cpu = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    usual = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 0.0}
+    return {"deepspeed": {"zero_optimization": {"stage": stage, **to_cpu}, **usual, **settings}}
+
+
 #: Arguments of TrainingArguments, by the way of sharding.
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ddp": {"ddp_find_unused_parameters": False},
-    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}},
-    "fsdp2 sharded": {
-        "fsdp": True,
-        "fsdp_config": {
-            "version": 2,
-            "transformer_layer_cls_to_wrap": [LAYER],
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-    },
-    "fsdp1": {
-        "fsdp": True,
-        "fsdp_config": {
-            "version": 1,
-            "transformer_layer_cls_to_wrap": [LAYER],
-            "sync_module_states": False,  # which looks for an accelerator
-            "cpu_ram_efficient_loading": False,
-        },
-    },
-    "fsdp1 sharded": {
-        "fsdp": True,
-        "fsdp_config": {
-            "version": 1,
-            "transformer_layer_cls_to_wrap": [LAYER],
-            "sync_module_states": False,
-            "cpu_ram_efficient_loading": False,
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-    },
-    "zero2": {
-        "deepspeed": {
-            "zero_optimization": {"stage": 2},
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_clipping": 0.0,
-        }
-    },
+    "fsdp2": fsdp(2),
+    "fsdp2 sharded": fsdp(2, "SHARDED_STATE_DICT"),
+    "fsdp1": fsdp(1),
+    "fsdp1 sharded": fsdp(1, "SHARDED_STATE_DICT"),
+    "zero2": zero(),
+    "zero2 offload": zero(offload=True),
+    "zero2 by name": zero(optimizer={"type": "AdamW8bit", "params": {**OPTIONS, "weight_decay": 0.0}}),
+    "zero3": zero(3),
+    "zero3 offload": zero(3, offload=True),
 }
-
-
-def zero(**settings: Any) -> dict[str, Any]:
-    return {"deepspeed": {**MODES["zero2"]["deepspeed"], **settings}}
-
-
-NAMED = {"type": "AdamW8bit", "params": {**OPTIONS, "weight_decay": 0.0}}
-MODES["zero2 offload"] = zero(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
-MODES["zero2 by name"] = zero(optimizer=NAMED)
-MODES["zero3"] = zero(zero_optimization={"stage": 3})
-MODES["zero3 offload"] = zero(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
 
 
 def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:

@@ -12,12 +12,13 @@ import torch
 
 from helpers import CASES, Named, ReferenceOptimizer, Shape, parameters, step
 from ranks.layouts import values
-from ranks.snapshot import assert_same, snapshot
+from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
 from shardopt.kernels import dispatch
 from shardopt.optim import ShardedOptimizer
 from weight_formats import BF16, FP16, FP32
 
+CPU = torch.device("cpu")
 #: Dtypes of parameter and gradient.
 DTYPES = {
     "fp32": (FP32, FP32),
@@ -78,6 +79,17 @@ def make(rule: str, codec: str, initial: Named, **options: object) -> tuple[Name
     params = parameters(initial)
     options = {"min_quantized_numel": 0, **options}
     return params, CASES[rule].make(list(params.values()), codec=codec, **options)
+
+
+def run(
+    rule: str, codec: str, initial: Named, steps: list[Named], device: torch.device = CPU, **options: object
+) -> tuple[Snapshot, int]:
+    """Parameters and state after steps on a device, and how many elements were skipped."""
+    params, optimizer = make(rule, codec, {name: value.to(device) for name, value in initial.items()}, **options)
+    with using("portable", threads=1):
+        for gradient in steps:
+            step(optimizer, params, gradient)
+    return snapshot(params, optimizer), optimizer.nonfinite_count
 
 
 def compare(

@@ -49,12 +49,6 @@ def side_stream(device: torch.device, apart: bool = True) -> Iterator[None]:
     here.wait_stream(stream)
 
 
-def on_cuda_only(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of offload, on the device."""
-    offload = ("offload", "device_state_budget")
-    return {key: value for key, value in options.items() if device.type == "cuda" or key not in offload}
-
-
 @contextmanager
 def chunks_of(nbytes: int) -> Iterator[None]:
     """Copies between host and device in chunks of this size."""
@@ -64,7 +58,13 @@ def chunks_of(nbytes: int) -> Iterator[None]:
 
 
 class Problem:
-    """Parameters on a device and their optimizer. Gradients are computed there, in the current stream."""
+    """Parameters on a device and their optimizer. Gradients are computed there, in the current stream.
+
+    Attributes:
+        before_gradients: called before they are computed.
+    """
+
+    before_gradients: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self, device: torch.device, rule: str = "adamw", codec: str = "log8", strided: bool = False, **options: Any
@@ -73,11 +73,12 @@ class Problem:
         if strided:
             initial = [x.T.contiguous().T if x.dim() == 2 else x for x in initial]
         self.params = {str(s): Parameter(x.to(device)) for s, x in zip(SHAPES, initial, strict=True)}
-        options = on_cuda_only(device, {"min_quantized_numel": 0, **options})
-        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), codec=codec, **options)
+        options = {"codec": codec, "min_quantized_numel": 0, **options}
+        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), **options)
         self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
 
     def set_gradients(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
+        self.before_gradients()
         for i, (param, source) in enumerate(zip(self.params.values(), self.sources[t], strict=True)):
             gradient = source * 0.125 + param.detach() * 0.25
             gradient.view(-1)[:bad] = torch.nan
@@ -162,9 +163,9 @@ def replaced(device: torch.device) -> Named:
     return problem.result()
 
 
-def slept(device: torch.device) -> Named:
+def slept(device: torch.device, **options: Any) -> Named:
     """State that goes to the host and comes back while steps are under way, and is read there, in all orders."""
-    problem, found = Problem(device, master_weight_bits=24), {}
+    problem, found = Problem(device, **options), {}
     optimizer = problem.optimizer
     for t in range(6):
         with side_stream(device, apart=t == 3):
@@ -183,10 +184,10 @@ def slept(device: torch.device) -> Named:
     return problem.result(**found)
 
 
-def captured(device: torch.device) -> Named:
+def captured(device: torch.device, **options: Any) -> Named:
     """Steps in a CUDA graph, replayed, with a step of other gradients in between."""
     lr = torch.full((), 0.01, device=device)
-    problem = Problem(device, lr=lr)
+    problem = Problem(device, lr=lr, **options)
     static = [torch.zeros_like(source) for source in problem.sources[0]]
     graph = None
     for t in range(6):
@@ -274,8 +275,7 @@ def released(
     release, found = release or {}, Named()
     with chunks_of(chunk):
         model = Layers(device)
-        given = on_cuda_only(device, options)
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **given)
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **options)
         if device.type == "cuda":
             model.release(optimizer, **release)
         scaler = GradScaler(device.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
@@ -381,19 +381,16 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "offload step": partial(steps, offload="step"),
         "few chunks": partial(steps, offload="state", chunk=30000),
         "offload a part": partial(steps, offload="state", device_state_budget=4000),
-        "strided state": partial(steps, strided=True, offload="state"),
+        "strided, prodigy": partial(steps, rule="prodigy", strided=True, offload="state"),
         "strided step": partial(steps, strided=True, offload="step"),
-        "master weights": partial(steps, master_weight_bits=24, offload="state"),
-        "lamb offloaded": partial(steps, rule="lamb", offload="state"),
-        "prodigy": partial(steps, rule="prodigy", offload="state"),
+        "lamb, master weights": partial(steps, rule="lamb", master_weight_bits=24, offload="state"),
         "device scalars": device_scalars,
         "clipped": clipped,
         "clipped offloaded step": partial(clipped, offload="step"),
-        "dropped state": partial(dropped, offload="state"),
         "dropped step": partial(dropped, offload="step"),
         "dropped asleep": partial(dropped, sleeps=True),
         "replaced": replaced,
-        "slept": slept,
+        "slept": partial(slept, master_weight_bits=24),
         "captured": captured,
         "released": partial(released, offload="state"),
         "released step": partial(released, offload="step"),
@@ -401,8 +398,7 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "held": held,
         "held in parts": partial(held, micro_batches=2, chunk=8192),
         "held, read": partial(held, reads=True),
-        "held, largest": partial(held, norm_type=math.inf),
-        "held beside others": partial(held, micro_batches=2, device_state_budget=9000),
+        "held, largest": partial(held, norm_type=math.inf, micro_batches=2, device_state_budget=9000),
         "held and scaled": partial(held, scale=1000.0, chunk=1 << 20),
         "messages": messages,
         "checkpoints": partial(checkpoints, folder=folder),

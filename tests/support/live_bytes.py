@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,9 +18,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
-        known = {_storage(x)._cdata for x in given if isinstance(x, Tensor)}
+        known = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and (storage := _storage(result))._cdata not in known:
+        if isinstance(result, Tensor) and (storage := result.untyped_storage())._cdata not in known:
             self.now += storage.nbytes()
             self.most = max(self.most, self.now)
             weakref.finalize(storage, self._gone, storage.nbytes())
@@ -29,8 +28,3 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, nbytes: int) -> None:
         self.now -= nbytes
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """One object for all tensors that share it, which lives as long as the memory."""
-    return tensor.untyped_storage()

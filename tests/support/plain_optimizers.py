@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+State = dict[str, Any]
 
-class Plain(Optimizer, ABC):
-    """Calls :meth:`update` for each parameter; moments are zeros before the first step."""
 
-    def __init__(self, params: Any, **hyper: Any) -> None:
+class Plain(Optimizer):
+    """Calls ``update(p, g, state, **hyper)``, which steps a parameter in place; ``state["step"]`` counts from 1."""
+
+    def __init__(self, update: Callable[..., None], params: Any, **hyper: Any) -> None:
         super().__init__(params, hyper)
-
-    @abstractmethod
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        """Steps a parameter in place; ``state["step"]`` counts from 1."""
+        self._update = update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -27,159 +27,131 @@ class Plain(Optimizer, ABC):
             hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for p in group["params"]:
                 self.state[p]["step"] = self.state[p].get("step", 0) + 1
-                self.update(p, p.grad, self.state[p], **hyper)
+                self._update(p, p.grad, self.state[p], **hyper)
 
 
-def moment(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+def moment(state: State, name: str, p: Tensor) -> Tensor:
+    """A moment, which is zeros before the first step."""
     found: Tensor = state.setdefault(name, torch.zeros_like(p))
     return found
 
 
-class PlainLion(Plain):
-    """Lion (arXiv 2302.06675, algorithm 2); the decay comes first, as in torch's AdamW."""
+def adam_direction(p: Tensor, g: Tensor, state: State, betas: tuple[float, float], eps: float) -> Tensor:
+    """Adam's quotient of corrected moments (arXiv 1412.6980, algorithm 1)."""
+    (beta1, beta2), t = betas, state["step"]
+    m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    return m / (1 - beta1**t) / (v.sqrt() / math.sqrt(1 - beta2**t) + eps)
 
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), m = hyper["betas"], moment(state, "exp_avg", p)
-        direction = (beta1 * m + (1 - beta1) * g).sign()
-        p.mul_(1 - hyper["lr"] * hyper.get("weight_decay", 0.0)).sub_(hyper["lr"] * direction)
-        m.copy_(beta2 * m + (1 - beta2) * g)
 
-
-class PlainSignum(Plain):
+def signum(p: Tensor, g: Tensor, state: State, lr: float, momentum: float, weight_decay: float) -> None:
     """Signum (arXiv 1802.04434, algorithm 2)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        m = moment(state, "momentum_buffer", p)
-        m.lerp_(g, 1 - hyper["momentum"])
-        p.mul_(1 - hyper["lr"] * hyper.get("weight_decay", 0.0)).sub_(hyper["lr"] * m.sign())
+    m = moment(state, "momentum_buffer", p).lerp_(g, 1 - momentum)
+    p.mul_(1 - lr * weight_decay).sub_(lr * m.sign())
 
 
-class PlainAdEMAMix(Plain):
+def ademamix(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float, **hyper: Any) -> None:
     """AdEMAMix (arXiv 2409.03137, algorithm 1 and its schedules)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2, beta3), t, alpha = hyper["betas"], state["step"], hyper["alpha"]
-        if hyper.get("alpha_steps"):
-            alpha = min(t * alpha / hyper["alpha_steps"], alpha)
-        if hyper.get("beta3_steps"):
-            share, low, high = t / hyper["beta3_steps"], math.log(beta1), math.log(beta3)
-            beta3 = min(math.exp(low * high / ((1 - share) * high + share * low)), beta3) if share < 1 else beta3
-        fast, slow, v = (moment(state, name, p) for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"))
-        fast.lerp_(g, 1 - beta1)
-        slow.lerp_(g, 1 - beta3)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = v.sqrt() / math.sqrt(1 - beta2**t) + hyper.get("eps", 1e-8)
-        direction = (fast / (1 - beta1**t) + alpha * slow) / denominator + hyper["weight_decay"] * p
-        p.sub_(hyper["lr"] * direction)
+    (beta1, beta2, beta3), t, alpha = betas, state["step"], hyper["alpha"]
+    if hyper.get("alpha_steps"):
+        alpha = min(t * alpha / hyper["alpha_steps"], alpha)
+    if hyper.get("beta3_steps"):
+        share, low, high = t / hyper["beta3_steps"], math.log(beta1), math.log(beta3)
+        beta3 = min(math.exp(low * high / ((1 - share) * high + share * low)), beta3) if share < 1 else beta3
+    slow = moment(state, "exp_avg_slow", p).lerp_(g, 1 - beta3)
+    fast = adam_direction(p, g, state, (beta1, beta2), 1e-8)
+    denominator = state["exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**t) + 1e-8
+    p.sub_(lr * (fast + alpha * slow / denominator + weight_decay * p))
 
 
-class PlainADOPT(Plain):
+def adopt(
+    p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float, decoupled_weight_decay: bool
+) -> None:
     """ADOPT (arXiv 2411.02853, algorithm 2)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), t = hyper["betas"], state["step"]
-        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
-        decay = hyper.get("weight_decay", 0.0)
-        if not hyper["decoupled_weight_decay"]:
-            g = g + decay * p
-        if t == 1:
-            v.copy_(g * g)
-            return
-        if hyper["decoupled_weight_decay"]:
-            p.mul_(1 - hyper["lr"] * decay)
-        clip = (t - 1) ** 0.25
-        m.lerp_((g / v.sqrt().clamp(min=hyper.get("eps", 1e-6))).clamp(-clip, clip), 1 - beta1)
-        p.sub_(hyper["lr"] * m)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    (beta1, beta2), t = betas, state["step"]
+    m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
+    if not decoupled_weight_decay:
+        g = g + weight_decay * p
+    if t == 1:
+        v.copy_(g * g)
+        return
+    if decoupled_weight_decay:
+        p.mul_(1 - lr * weight_decay)
+    clip = (t - 1) ** 0.25
+    m.lerp_((g / v.sqrt().clamp(min=1e-6)).clamp(-clip, clip), 1 - beta1)
+    p.sub_(lr * m)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
 
 
-class PlainAdan(Plain):
+def adan(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float, no_prox: bool) -> None:
     """Adan (arXiv 2208.06677, algorithm 1), with the decay rates of its authors' code."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2, beta3), t, lr = hyper["betas"], state["step"], hyper["lr"]
-        m, d, n, last = (moment(state, k, p) for k in ("exp_avg", "exp_avg_diff", "exp_avg_sq", "neg_pre_grad"))
-        difference = g + last if t > 1 else torch.zeros_like(g)
-        m.lerp_(g, 1 - beta1)
-        d.lerp_(difference, 1 - beta2)
-        n.lerp_((g + beta2 * difference) ** 2, 1 - beta3)
-        last.copy_(-g)
-        denominator = n.sqrt() / math.sqrt(1 - beta3**t) + hyper.get("eps", 1e-8)
-        step = lr * (m / (1 - beta1**t) + beta2 * d / (1 - beta2**t)) / denominator
-        decay = lr * hyper["weight_decay"]
-        p.copy_(p * (1 - decay) - step if hyper["no_prox"] else (p - step) / (1 + decay))
+    (beta1, beta2, beta3), t = betas, state["step"]
+    m, d, n, last = (moment(state, k, p) for k in ("exp_avg", "exp_avg_diff", "exp_avg_sq", "neg_pre_grad"))
+    difference = g + last if t > 1 else torch.zeros_like(g)
+    m.lerp_(g, 1 - beta1)
+    d.lerp_(difference, 1 - beta2)
+    n.lerp_((g + beta2 * difference) ** 2, 1 - beta3)
+    last.copy_(-g)
+    denominator = n.sqrt() / math.sqrt(1 - beta3**t) + 1e-8
+    step = lr * (m / (1 - beta1**t) + beta2 * d / (1 - beta2**t)) / denominator
+    p.copy_(p * (1 - lr * weight_decay) - step if no_prox else (p - step) / (1 + lr * weight_decay))
 
 
-class PlainLAMB(Plain):
+def lamb(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float) -> None:
     """LAMB (arXiv 1904.00962, algorithm 2), with phi(x) = x."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), t = hyper["betas"], state["step"]
-        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        ratio = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + hyper.get("eps", 1e-6))
-        direction = ratio + hyper["weight_decay"] * p
-        weight, norm = p.norm(), direction.norm()
-        p.sub_(hyper["lr"] * (weight / norm if weight > 0 and norm > 0 else 1.0) * direction)
+    direction = adam_direction(p, g, state, betas, 1e-6) + weight_decay * p
+    weight, norm = p.norm(), direction.norm()
+    p.sub_(lr * (weight / norm if weight > 0 and norm > 0 else 1.0) * direction)
 
 
-class PlainLARS(Plain):
+def lars(
+    p: Tensor, g: Tensor, state: State, lr: float, momentum: float, weight_decay: float, trust_coefficient: float
+) -> None:
     """LARS (arXiv 1708.03888, algorithm 1)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        buffer, decay = moment(state, "momentum_buffer", p), hyper["weight_decay"]
-        weight, norm = p.norm(), g.norm()
-        local = hyper["trust_coefficient"] * weight / (norm + decay * weight) if weight > 0 and norm > 0 else 1.0
-        buffer.mul_(hyper["momentum"]).add_(hyper["lr"] * local * (g + decay * p))
-        p.sub_(buffer)
+    buffer, weight, norm = moment(state, "momentum_buffer", p), p.norm(), g.norm()
+    local = trust_coefficient * weight / (norm + weight_decay * weight) if weight > 0 and norm > 0 else 1.0
+    buffer.mul_(momentum).add_(lr * local * (g + weight_decay * p))
+    p.sub_(buffer)
 
 
-class PlainStableAdamW(Plain):
+def stable_adamw(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float) -> None:
     """StableAdamW (arXiv 2304.13013, algorithm 2)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), t, eps = hyper["betas"], state["step"], hyper.get("eps", 1e-8)
-        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        corrected = v / (1 - beta2**t)
-        rms = (g * g / corrected.clamp(min=eps * eps)).mean().sqrt() if p.numel() else 1.0
-        lr = hyper["lr"] / max(1.0, float(rms))
-        p.sub_(lr * (hyper["weight_decay"] * p + m / (1 - beta1**t) / (corrected.sqrt() + eps)))
+    eps = 1e-8
+    direction = adam_direction(p, g, state, betas, eps)
+    corrected = state["exp_avg_sq"] / (1 - betas[1] ** state["step"])
+    rms = (g * g / corrected.clamp(min=eps * eps)).mean().sqrt() if p.numel() else 1.0
+    p.sub_(lr / max(1.0, float(rms)) * (weight_decay * p + direction))
 
 
-def cautious_step(p: Tensor, g: Tensor, change: Tensor, decay: float, **hyper: Any) -> None:
-    """Adds an optimizer's change and decoupled decay to a parameter, cautiously as the options say."""
+def cautious_step(p: Tensor, g: Tensor, change: Tensor, decay: float, **cautious: bool) -> None:
+    """Adds a change and a decoupled decay to a parameter, cautiously (arXiv 2411.16085, 2510.12402)."""
     decaying = torch.full_like(p, decay)
-    if hyper.get("cautious_weight_decay"):
+    if cautious.get("cautious_weight_decay"):
         decaying[change * p > 0] = 0
-    if hyper.get("cautious"):
+    if cautious.get("cautious"):
         goes_with = (change * g < 0).to(p.dtype)
         change = change * goes_with * (p.numel() / (goes_with.sum() + 1))
     p.copy_(p * (1 - decaying) + change)
 
 
-class PlainCautiousAdamW(Plain):
-    """AdamW with cautious updates (arXiv 2411.16085) and decay (arXiv 2510.12402)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), t = hyper["betas"], state["step"]
-        m, v = moment(state, "exp_avg", p), moment(state, "exp_avg_sq", p)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        change = -hyper["lr"] * m / (1 - beta1**t) / (v.sqrt() / math.sqrt(1 - beta2**t) + hyper.get("eps", 1e-8))
-        cautious_step(p, g, change, hyper["lr"] * hyper["weight_decay"], **hyper)
+def cautious_adamw(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float, **more: Any) -> None:
+    change = -lr * adam_direction(p, g, state, betas, 1e-8)
+    cautious_step(p, g, change, lr * weight_decay, **more)
 
 
-class PlainCautiousLion(Plain):
-    """Lion, likewise."""
+def lion(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay: float, **more: Any) -> None:
+    """Lion (arXiv 2302.06675, algorithm 2); the decay comes first, as in torch's AdamW."""
+    (beta1, beta2), m = betas, moment(state, "exp_avg", p)
+    change = -lr * (beta1 * m + (1 - beta1) * g).sign()
+    cautious_step(p, g, change, lr * weight_decay, **more)
+    m.copy_(beta2 * m + (1 - beta2) * g)
 
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], **hyper: Any) -> None:
-        (beta1, beta2), m = hyper["betas"], moment(state, "exp_avg", p)
-        change = -hyper["lr"] * (beta1 * m + (1 - beta1) * g).sign()
-        cautious_step(p, g, change, hyper["lr"] * hyper["weight_decay"], **hyper)
-        m.copy_(beta2 * m + (1 - beta2) * g)
+
+PlainLion = PlainCautiousLion = partial(Plain, lion)
+PlainSignum, PlainAdEMAMix, PlainADOPT = partial(Plain, signum), partial(Plain, ademamix), partial(Plain, adopt)
+PlainAdan, PlainLAMB, PlainLARS = partial(Plain, adan), partial(Plain, lamb), partial(Plain, lars)
+PlainStableAdamW, PlainCautiousAdamW = partial(Plain, stable_adamw), partial(Plain, cautious_adamw)
 
 
 class PlainProdigy(Optimizer):

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 #: Forks a process per program; it has one thread, as torch starts others only when it computes.
 _SERVER = """
@@ -39,7 +38,7 @@ for line in sys.stdin:
 
 
 class Programs:
-    """A server that runs programs. Usable as a context manager."""
+    """A server that runs programs."""
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
@@ -61,14 +60,6 @@ class Programs:
         code = self._server.stdout.readline().strip()
         assert code == "0", f"got exit code {code}\n{output.read_text()}"
 
-    def __enter__(self) -> Programs:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
-        assert self._server.stdout is not None
-        self._server.stdout.close()
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.communicate()

@@ -54,13 +54,6 @@ def replace_state(optimizer: ShardedOptimizer) -> None:
     optimizer.state = state
 
 
-def swap_state(optimizer: ShardedOptimizer) -> None:
-    """Two moments of one parameter change places."""
-    state = optimizer.state[params_of(optimizer)[1]]
-    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
-    kept.append(dict(state))
-
-
 def swap_names(optimizer: ShardedOptimizer) -> None:
     """Swaps tensors between names, in the same order."""
     param = params_of(optimizer)[1]
@@ -169,15 +162,10 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "a parameter's state cleared": clear_entries,
     "a parameter's state popped": lambda optimizer: kept.append(optimizer.state.pop(params_of(optimizer)[2])),
     "codes replaced": lambda optimizer: put(optimizer, 0, "exp_avg_codes", lambda x: x.roll(1, 0)),
-    "scales replaced": lambda optimizer: put(optimizer, 2, "exp_avg_sq_scales", lambda x: x.roll(1, 0)),
-    "moment replaced": lambda optimizer: put(optimizer, 3, "exp_avg", lambda x: x * 3),
     "step replaced": lambda optimizer: put(optimizer, 1, "step", lambda x: x + 5),
-    "moments swapped": swap_state,
     "names swapped": swap_names,
     "parameters swapped": swap_parameters,
     "data of codes": lambda optimizer: put_data(optimizer, 0, "exp_avg_codes", lambda x: x.roll(1, 0)),
-    "data of scales": lambda optimizer: put_data(optimizer, 0, "exp_avg_scales", lambda x: x * 2),
-    "data of step": lambda optimizer: put_data(optimizer, 2, "step", lambda x: x + 5),
     "state in shared memory": share_memory,
     "data of a parameter": new_data,
     "shape of a parameter": with_data(lambda x: x.view(256, 40)),

@@ -25,9 +25,6 @@ needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
 needs_fsdp2_on_the_cpu = pytest.mark.skipif(
     _RELEASE < (2, 9), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
 )
-needs_uneven_fsdp2_and_tensor_parallel = pytest.mark.skipif(
-    _RELEASE < (2, 8), reason="PyTorch 2.6 refuses uneven parts of dim 0 by FSDP2 and tensor parallelism together"
-)
 needs_pipelines_over_gloo = pytest.mark.skipif(
     _RELEASE < (2, 8), reason="Schedule1F1B between stages of FSDP2 never ends over Gloo in PyTorch 2.6"
 )
@@ -38,12 +35,6 @@ needs_fsdp1_on_some_ranks = pytest.mark.skipif(
 
 #: Whether the state dict of PyTorch's AdamW differs from Adam's; else nothing tells which it is.
 adamw_names_itself = "decoupled_weight_decay" in torch.optim.AdamW([torch.zeros(1)]).defaults
-
-#: Whether `full_tensor` gathers strided shards that `fully_shard` does not make, too: 2.6 and 2.11 raise for some.
-gathers_any_strided_shards = _RELEASE >= (2, 13)
-
-#: Whether a rank's part of the model's sharded state dict may be empty under FSDP1.
-shards_may_be_empty = _RELEASE >= (2, 8)
 
 
 def _cuts_uneven_strided_shards() -> bool:

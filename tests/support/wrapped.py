@@ -41,72 +41,49 @@ def _by_dim(module: str, name: str, **options: Any) -> Make:
 
 TORCH, TIMM, POPT, FREE = "torch.optim", "timm.optim", "pytorch_optimizer", "schedulefree"
 
+
+def _usual(module: str, names: str, lr: float = 1e-3) -> dict[str, Make]:
+    """Makes each of some optimizers with no other option than a learning rate."""
+    package = "torch" if module == TORCH else module.partition(".")[0]
+    return {f"{package} {name}": of(module, name, lr=lr) for name in names.split()}
+
+
 #: Learning rates are such that an MLP learns.
 ELEMENTWISE: dict[str, Make] = {
-    "torch SGD": of(TORCH, "SGD", lr=0.1),
+    **_usual(TORCH, "SGD ASGD", lr=0.1),
+    **_usual(TORCH, "Adam NAdam RAdam Adamax RMSprop Rprop"),
+    **_usual(TORCH, "Adadelta", lr=1.0),
     "torch SGD momentum": of(TORCH, "SGD", lr=0.1, momentum=0.9, nesterov=True),
-    "torch Adam": of(TORCH, "Adam", lr=1e-3),
     "torch AdamW foreach": of(TORCH, "AdamW", lr=1e-3, foreach=True),
     "torch AdamW fused": of(TORCH, "AdamW", lr=1e-3, fused=True),
     "torch AdamW amsgrad": of(TORCH, "AdamW", lr=1e-3, amsgrad=True),
     "torch Adagrad": of(TORCH, "Adagrad", lr=1e-2, lr_decay=1e-3),
-    "torch Adadelta": of(TORCH, "Adadelta", lr=1.0),
-    "torch RMSprop": of(TORCH, "RMSprop", lr=1e-3),
     "torch RMSprop centered momentum": of(TORCH, "RMSprop", lr=1e-3, centered=True, momentum=0.9),
-    "torch NAdam": of(TORCH, "NAdam", lr=1e-3),
-    "torch RAdam": of(TORCH, "RAdam", lr=1e-3),
-    "torch Adamax": of(TORCH, "Adamax", lr=1e-3),
-    "torch ASGD": of(TORCH, "ASGD", lr=0.1),
-    "torch Rprop": of(TORCH, "Rprop", lr=1e-3),
-    "timm AdaBelief": of(TIMM, "AdaBelief", lr=1e-3),
-    "timm Adopt": of(TIMM, "Adopt", lr=1e-3),
-    "timm LaProp": of(TIMM, "LaProp", lr=1e-3),
-    "timm Lion": of(TIMM, "Lion", lr=1e-4),
-    "timm NAdamW": of(TIMM, "NAdamW", lr=1e-3),
-    "timm RMSpropTF": of(TIMM, "RMSpropTF", lr=1e-3),
-    "pytorch_optimizer ADOPT": of(POPT, "ADOPT", lr=1e-3),
-    "pytorch_optimizer AdEMAMix": of(POPT, "AdEMAMix", lr=1e-3),
-    "pytorch_optimizer Lion": of(POPT, "Lion", lr=1e-4),
-    "pytorch_optimizer Tiger": of(POPT, "Tiger", lr=1e-4),
-    "pytorch_optimizer Yogi": of(POPT, "Yogi", lr=1e-3),
-    "pytorch_optimizer ScheduleFreeAdamW": of(POPT, "ScheduleFreeAdamW", lr=1e-3),
-    "pytorch_optimizer ScheduleFreeRAdam": of(POPT, "ScheduleFreeRAdam", lr=1e-3),
-    "pytorch_optimizer ScheduleFreeSGD": of(POPT, "ScheduleFreeSGD", lr=0.1),
+    **_usual(TIMM, "AdaBelief Adopt LaProp NAdamW RMSpropTF"),
+    **_usual(TIMM, "Lion", lr=1e-4),
+    **_usual(POPT, "ADOPT AdEMAMix Yogi ScheduleFreeAdamW ScheduleFreeRAdam"),
+    **_usual(POPT, "Lion Tiger", lr=1e-4),
+    **_usual(POPT, "ScheduleFreeSGD", lr=0.1),
     "schedulefree AdamW": of(FREE, "AdamWScheduleFree", lr=1e-3),
     "schedulefree RAdam": of(FREE, "RAdamScheduleFree", lr=1e-3),
     "schedulefree SGD": of(FREE, "SGDScheduleFree", lr=0.1),
 }
 BY_PARAMETER: dict[str, Make] = {
-    "torch Adafactor": of(TORCH, "Adafactor", lr=1e-2),
+    **_usual(TORCH, "Adafactor", lr=1e-2),
     "torch Muon": _matrices(TORCH, "Muon", lr=1e-2),
-    "timm Adan": of(TIMM, "Adan", lr=1e-3),
+    **_usual(TIMM, "Adan Mars"),
     "timm Lamb": of(TIMM, "Lamb", lr=1e-3, max_grad_norm=None),
     "timm Lars": of(TIMM, "Lars", lr=0.1, momentum=0.9),
-    "timm Mars": of(TIMM, "Mars", lr=1e-3),
-    "pytorch_optimizer AdaFactor": of(POPT, "AdaFactor", lr=1e-3),
-    "pytorch_optimizer AdamP": of(POPT, "AdamP", lr=1e-3),
-    "pytorch_optimizer StableAdamW": of(POPT, "StableAdamW", lr=1e-3),
-    "pytorch_optimizer Adan": of(POPT, "Adan", lr=1e-3),
-    "pytorch_optimizer Amos": of(POPT, "Amos", lr=1e-3),
-    "pytorch_optimizer APOLLO": of(POPT, "APOLLO", lr=1e-3),
-    "pytorch_optimizer CAME": of(POPT, "CAME", lr=1e-3),
-    "pytorch_optimizer FAdam": of(POPT, "FAdam", lr=1e-3),
-    "pytorch_optimizer Fira": of(POPT, "Fira", lr=1e-3),
-    "pytorch_optimizer GaLore": of(POPT, "GaLore", lr=1e-3),
-    "pytorch_optimizer GrokFastAdamW": of(POPT, "GrokFastAdamW", lr=1e-3),
-    "pytorch_optimizer Lamb": of(POPT, "Lamb", lr=1e-3),
-    "pytorch_optimizer MARS": of(POPT, "MARS", lr=1e-3),
+    **_usual(POPT, "AdaFactor AdamP StableAdamW Adan Amos APOLLO CAME FAdam Fira GaLore GrokFastAdamW Lamb MARS SOAP"),
+    **_usual(POPT, "SM3", lr=0.1),
     "pytorch_optimizer Muon": _by_dim(POPT, "Muon", lr=1e-2),
     "pytorch_optimizer Ranger21": of(POPT, "Ranger21", lr=1e-3, num_iterations=300),
-    "pytorch_optimizer SM3": of(POPT, "SM3", lr=1e-1),
-    "pytorch_optimizer SOAP": of(POPT, "SOAP", lr=1e-3),
 }
 #: Refused: they look at all parameters together.
 TOGETHER: dict[str, Make] = {
-    "pytorch_optimizer Prodigy": of(POPT, "Prodigy", lr=1.0),
-    "pytorch_optimizer DAdaptAdam": of(POPT, "DAdaptAdam", lr=1.0),
-    "pytorch_optimizer SPAM": of(POPT, "SPAM", lr=1e-3),
-    "prodigyopt Prodigy": of("prodigyopt", "Prodigy", lr=1.0),
+    **_usual(POPT, "Prodigy DAdaptAdam", lr=1.0),
+    **_usual(POPT, "SPAM"),
+    **_usual("prodigyopt", "Prodigy", lr=1.0),
 }
 SEPARABLE = {**ELEMENTWISE, **BY_PARAMETER}
 

@@ -43,7 +43,7 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = True) -> Snapshot:
-    """A copy of the global values of all :func:`entries`; all ranks must call this, and replicas must agree.
+    """A copy on the CPU of the global values of :func:`entries`; all ranks must call this, and replicas must agree.
 
     Args:
         params: by name.
@@ -54,7 +54,7 @@ def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = 
     sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
     if sharded:
         found |= _gathered(sharded, on_all)
-    return {name: tensor.clone() for name, tensor in found.items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
 
 
 def _gathered(sharded: Mapping[str, DTensor], on_all: bool) -> Snapshot:
