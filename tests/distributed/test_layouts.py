@@ -102,9 +102,9 @@ def grouped(run: Run, groups: list[dict[str, Any]]) -> None:
         run.steps(1)
 
 
-def in_turns(run: Run) -> None:
+def in_turns(run: Run, rule: str = "adamw") -> None:
     """Gradients that are there in some steps only: of whole units, and of all."""
-    run.begin(block_size=32)
+    run.begin(rule, block_size=32)
     units = _units(run)
     for step in range(5):
         run.set_gradients()
@@ -153,9 +153,9 @@ def nonfinite(run: Run, policy: str, **options: Any) -> None:
         assert count == 2 * sum(max(param.numel() // 20, 1) for param in run.bare().parameters())
 
 
-def raising(run: Run) -> None:
+def raising(run: Run, rule: str = "adamw") -> None:
     """All ranks raise, in the first step, too, and though one rank alone has the element; then all go on."""
-    run.begin(nonfinite="raise")
+    run.begin(rule, nonfinite="raise")
 
     def spoil(place: int, whole: Tensor) -> Tensor:
         if place == 1:
@@ -600,6 +600,9 @@ ARITHMETIC: dict[str, Feature] = {
 }
 FEATURES: dict[str, Feature] = {
     **ARITHMETIC,
+    "in turns, muon": Feature(partial(in_turns, rule="muon_in_waves"), NOT_MUON),
+    "propagate, muon": Feature(partial(nonfinite, policy="propagate", rule="muon"), NOT_MUON),
+    "raise, muon": Feature(partial(raising, rule="muon"), NOT_MUON),
     "weights first": Feature(weights_loaded_first, ZERO),
     "asleep": Feature(sleeping, ZERO),
     "asleep, log4": Feature(partial(sleeping, codec="log4"), ZERO),
@@ -639,6 +642,7 @@ FEATURES: dict[str, Feature] = {
     "first state muon": Feature(partial(first_state, rule="muon"), NOT_MUON),
     "portable": Feature(portable),
     "portable asleep": Feature(partial(portable, asleep=True), ZERO),
+    "portable normuon": Feature(partial(portable, rule="normuon"), NOT_MUON),
     "stable embedding": Feature(embedded, OTHER_MODELS),
     **{f"quantized {name}": Feature(partial(quantized, name=name), NOT_QUANTIZED) for name in QUANTIZED},
     "quantized companded8": Feature(partial(quantized, name=FEW_QUANTIZED[0], codec="companded8"), NOT_QUANTIZED),
@@ -648,6 +652,7 @@ FEATURES: dict[str, Feature] = {
     "overflowing": Feature(partial(scaled, overflow=True), UNSCALED, False),
     "released": Feature(released, NOT_RELEASED, False),
     "released, accumulating": Feature(partial(released, batches=2), NOT_RELEASED, False),
+    "released muon": Feature(partial(released, rule="muon"), NOT_RELEASED, False),
     "released lamb, bf16 24": Feature(
         partial(released, rule="lamb", dtype=torch.bfloat16, master_weight_bits=24), NOT_RELEASED, False
     ),
@@ -695,10 +700,10 @@ ONE_IN = {2: 10, 3: 9, 4: 11}
 
 def _few(place: int, world_size: int, ways: list[str]) -> list[str]:
     """Layouts that a feature meets by default: its place among all features says which."""
-    if place == 0:
-        return ways if world_size > 1 else []
     if world_size == 1:
         return []
+    if place == 0:
+        return ways[::3]
     models = [way for way in ways if way not in MATRICES_WAYS]
     tensors = [way for way in ways if way in MATRICES_WAYS] if place < len(ARITHMETIC) else []
     every = ONE_IN[world_size]
@@ -737,6 +742,7 @@ MOVED: dict[str, Callable[..., None]] = {
     **{name: partial(_begin, dtype=dtype, **options) for name, (dtype, options) in FORMATS.items()},
     "stable embedding": _begin_embedded,
     "offload": partial(_begin, offload="state"),
+    "normuon": partial(_begin, rule="normuon"),
 }
 
 
@@ -773,6 +779,7 @@ MOVES = [
     ("bf16 stochastic", "fsdp", [(4, "fsdp tp"), (3, "tp")]),
     ("stable embedding", "fsdp1 flat", [(3, "ddp"), (3, "fsdp")]),
     ("offload", "fsdp", [(4, "hsdp"), (3, "fsdp1")]),
+    ("normuon", "fsdp1", [(2, "fsdp columns"), (3, "fsdp"), (4, "fsdp tp")]),
 ]
 
 

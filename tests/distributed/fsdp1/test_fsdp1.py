@@ -1,7 +1,10 @@
-"""FSDP1 beside ``test_layouts.py``: models in part, optimizers made early and late, exchanges and memory."""
+"""FSDP1 beside ``test_layouts.py``: other models, models in part, attach(), exchanges, and errors on all ranks."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,115 +12,119 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardopt
-from helpers import RULES
 from ranks.collectives import counted_collectives
-from ranks.flat import (
-    bare_shapes,
-    gathered,
-    gathered_parameters,
-    gathered_tensors,
-    pieces,
-    remember_bare,
-    shared_blocks,
-)
-from ranks.layouts import Shape
-from ranks.models import Odds, Tied, fsdp1, loss_of, make_batch, make_net, make_odds
-from ranks.pickling import from_all_ranks
-from ranks.pool import Pool
+from ranks.flat import bare_shapes, forget_shards, gathered, gathered_parameters, pieces, remember_bare, shared_blocks
+from ranks.models import Odds, Tied, fsdp1, loss_of, make_batch, make_net, make_odds, set_gradients
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, assert_same_on_rank_0
-from shardopt.optim import ShardedOptimizer
+from shardopt.layout import UnknownShardError
 
-SMALL = {"lr": 1e-2, "min_quantized_numel": 64}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_odd_shapes_are_odd(world_size: int) -> None:
-    """Assumptions of the tests about the model of odd shapes: cut blocks of many owners, and ranks with nothing."""
-    for orig in (True, False):
-        _, model = make_odds(use_orig_params=orig)
-        everyone = from_all_ranks({p.name: p.numel for p in pieces(model)})
-        owners = {name: sum(1 for own in everyone if own[name]) for name in everyone[0]}
-        assert owners["units.4.weight0"] == owners["units.5.weight0"] == world_size  # one block of 128 each
-        assert owners["units.1.weight0"] < world_size or world_size < 4
-        assert any(count < world_size for count in owners.values())
+SMALL = {"min_quantized_numel": 32}
+STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
+BF16 = torch.bfloat16
 
 
-@pytest.mark.ranks(3)
-def test_the_tests_put_parameters_together() -> None:
-    """The pieces of which the tests put a whole together are where FSDP itself says."""
-    for orig in (True, False):
-        whole, model = make_odds(use_orig_params=orig)
-        found = gathered_parameters(model)
-        assert_same(found, {name: param.detach() for name, param in whole.named_parameters()})
-        for piece in pieces(model):
-            assert torch.equal(piece.of(piece.tensor), piece.cut(found[piece.name]))
-
-
-@pytest.mark.ranks(3)
-def test_parameters_beside_units() -> None:
-    """Only some layers are FSDP1 units; the others are whole on every rank."""
-    whole, model = Odds(), Odds()
+def _wrap(model: nn.Module, **options: Any) -> nn.Module:
     bare = bare_shapes(model)
-    model.units[0] = fsdp1(model.units[0], [])
-    model.units[3] = fsdp1(model.units[3], [], use_orig_params=False)
-    remember_bare(model, bare)
-    optimizer, expected = (RULES["adamw"].make(m.parameters(), min_quantized_numel=32) for m in (model, whole))
-    for step in range(3):
-        step_with(model, optimizer, step)
-        step_with(whole, expected, step)
-    assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
+    return remember_bare(FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options), bare)
 
 
-def _backward(model: nn.Module, step: int) -> None:
-    loss_of(model, make_batch(step, dist.get_rank())).backward()
+def _in_pieces(model: nn.Module, **options: Any) -> nn.Module:
+    """Only some layers are units, no unit has all, and the other layers are whole on every rank."""
+    bare = bare_shapes(model)
+    for index in (0, 3):
+        model.units[index] = fsdp1(model.units[index], [], **options)
+    return remember_bare(model, bare)
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("orig", [True, False])
-def test_gradients_that_are_not_shared_out_yet_are_refused(orig: bool) -> None:
-    model = fsdp1(make_net(), use_orig_params=orig)
-    optimizer = make_optimizer("fsdp1", model)
-    with model.no_sync():
-        _backward(model, 0)
-    with pytest.raises(RuntimeError, match=r"got a gradient of shape .* expected"):
-        optimizer.step()
+#: Makes a model, and wraps it.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
+    "tied": (Tied, lambda model, **options: fsdp1(model, ["mix"], **options)),
+    "auto": (make_net, lambda model, **o: _wrap(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Conv1d}), **o)),
+    "ignoring": (make_net, lambda model, **options: _wrap(model, ignored_modules=[model.down], **options)),
+    "twice": (make_net, lambda model, **o: remember_bare(_wrap(_wrap(model, **o), **o), bare_shapes(make_net()))),
+    "in pieces": (Odds, _in_pieces),
+}
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("orig", [True, False])
-def test_tied_weights(orig: bool) -> None:
-    models = []
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, orig: bool) -> None:
+    """With noise, which depends on a parameter's place in the model: wrapping says it, and attach() says the same."""
+    make, wrap = MODELS[name]
+    for late in (False, True):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(make().to(BF16))
+        whole, model = models[0], wrap(models[1], use_orig_params=orig)
+        unknown = name in ("in pieces", "ignoring") and not (orig or late)  # places in the model
+        options = SMALL if unknown else {**SMALL, **STOCHASTIC}
+        if late:
+            forget_shards(model)
+        optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **options) for m in (model, whole))
+        if late:
+            optimizer.attach(model)
+        for step in range(2):
+            step_with(model, optimizer, step)
+            step_with(whole, expected, step)
+        assert_same_on_rank_0(gathered(model, optimizer), lambda w=whole, e=expected: snapshot_of(w, e))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_in_pieces_and_noise() -> None:
+    """Noise depends on which of all parameters each is; a unit does not know what stands beside it."""
+    model = _in_pieces(Odds().to(BF16), use_orig_params=False)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **STOCHASTIC)
+    before = gathered_parameters(model)
+    set_gradients(model, 0)
     for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Tied())
-    whole, model = models[0], fsdp1(models[1], ["mix"], use_orig_params=orig)
-    optimizer, expected = (shardopt.AdamW8bit(m.parameters(), block_size=16, **SMALL) for m in (model, whole))
-    for step in range(3):
-        _backward(model, step)
-        gradients = {param: param.grad for param in model.parameters() if param.grad is not None}
-        for name, gradient in gathered_tensors(model, gradients).items():
-            whole.get_parameter(name).grad = gradient
+        with pytest.raises(UnknownShardError, match=r"call optimizer\.attach\(model\) with the whole model"):
+            optimizer.step()
+    assert not any(optimizer.state.values())
+    assert_same(gathered_parameters(model), before)
+
+
+@pytest.mark.ranks(2)
+def test_units_of_their_own() -> None:
+    """An optimizer that has no other parameters than a unit's needs to know of none; another has those of both."""
+    wholes, models = [make_net(BF16) for _ in range(2)], [_wrap(make_net(BF16)) for _ in range(2)]
+    for whole, model in zip(wholes, nn.ModuleList([nn.Linear(2, 2), *models])[1:], strict=True):
+        optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **SMALL, **STOCHASTIC) for m in (model, whole))
+        step_with(model, optimizer, 0)
+        step_with(whole, expected, 0)
+        assert_same_on_rank_0(gathered(model, optimizer), lambda w=whole, e=expected: snapshot_of(w, e))
+    for each in (models, wholes):
+        stepped = shardopt.AdamW8bit([p for model in each for p in model.parameters()], **SMALL)
+        for step in range(2):
+            for model in each:
+                set_gradients(model, step)
+            stepped.step()
+    for model, whole in zip(models, wholes, strict=True):
+        assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_model_is_let_go(orig: bool) -> None:
+    """Parameters that an optimizer still has keep no model alive, before and after they were asked for their shards."""
+    for steps in (0, 1):
+        model = make_odds(use_orig_params=orig)[1]
+        optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
+        for step in range(steps):
+            step_with(model, optimizer, step)
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        assert alive() is None
+    optimizer = shardopt.AdamW8bit(make_odds(use_orig_params=orig)[1].parameters(), **SMALL)
+    gc.collect()
+    with pytest.raises(UnknownShardError, match="that does not say which elements it holds"):
         optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
-    assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
-
-
-@pytest.mark.ranks(3)
-def test_a_step_that_found_inf_calls_off() -> None:
-    """torch's protocol by hand: nothing changes, and the ranks go on together."""
-    model, optimizer = trained("fsdp1", 2)
-    before = gathered(model, optimizer)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
-    step_with(model, optimizer, 2)
-    assert_same(gathered(model, optimizer), before)
-    optimizer.grad_scale, optimizer.found_inf = None, None
-    step_with(model, optimizer, 2)
-    assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
 
 @pytest.mark.ranks(2)
@@ -132,36 +139,71 @@ def test_made_before_wrapping() -> None:
     assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_attached_again(way: str) -> None:
-    """Between steps, by this optimizer and by another one."""
-    model, optimizer = trained(way, 1)
-    optimizer.attach(model)
-    optimizer.attach(model)
-    step_with(model, optimizer, 1)
-    shardopt.SGD8bit(model.parameters()).attach(model)
-    step_with(model, optimizer, 2)
-    assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
+def _tiny() -> nn.Module:
+    """With four ranks, two of them hold nothing at all."""
+    return fsdp1(nn.Sequential(nn.Linear(1, 1)), [])
 
 
-@pytest.mark.ranks(3)
-def test_two_optimizers() -> None:
-    """Each has some of the parameters; every rank steps them in the same order."""
-    model, whole = fsdp1(make_net()), make_net()
-    names = list(model.bare_shapes)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("tiny", "orig"), [(False, True), (False, False), (True, True)])
+def test_wrapped_before_the_import(tiny: bool, orig: bool) -> None:
+    """Ranks without any gradient say so, too."""
+    model = _tiny() if tiny else make_odds(use_orig_params=orig)[1]
+    forget_shards(model)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    set_gradients(model, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        assert "FullyShardedDataParallel" in str(caught.value)
+        assert "import shardopt before wrapping the model, or call optimizer.attach(model) once" in str(caught.value)
+    assert not any(optimizer.state.values())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
-    def of(params: dict[str, Any]) -> list[ShardedOptimizer]:
-        odd, even = ([params[name] for name in names[k::2]] for k in (1, 0))
-        return [shardopt.AdamW8bit(odd, **SMALL), shardopt.Lion8bit(even, **SMALL)]
 
-    sharded = of({piece.name: piece.tensor for piece in pieces(model)})
-    plain = of(dict(whole.named_parameters()))
+@pytest.mark.ranks(4)
+def test_ranks_with_nothing() -> None:
+    """A rank that holds nothing takes part, has no state, and saves and loads that."""
+    model, whole = _tiny(), nn.Sequential(nn.Linear(1, 1))
+    with FullyShardedDataParallel.summon_full_params(model):
+        whole.load_state_dict({name: x.detach().clone() for name, x in model.module.named_parameters()})
+    optimizer, expected = (shardopt.AdamW8bit(m.parameters(), nonfinite="raise") for m in (model, whole))
     for step in range(3):
-        for each, optimizers in ((model, sharded), (whole, plain)):
-            for optimizer in optimizers:
-                step_with(each, optimizer, step)
-    assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
+        step_with(model, optimizer, step)
+        step_with(whole, expected, step)
+        optimizer.load_state_dict(optimizer.state_dict())
+    held = sum(piece.numel for piece in pieces(model))
+    assert bool(optimizer.state_dict()["state"]) is bool(held)
+    assert held or dist.get_rank() > 0
+    assert_same_on_rank_0(gathered(model, optimizer), lambda: snapshot_of(whole, expected))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_strided_weights(orig: bool) -> None:
+    """FSDP1 flattens such weights in the order of memory, which is not that of their elements.
+
+    It is nobody's business until one of our optimizers has to step them.
+    """
+    wrapped = _wrap(nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)), use_orig_params=orig)
+    theirs = torch.optim.AdamW(wrapped.parameters())
+    assert shardopt.memory_report(theirs).numel == sum(param.numel() for param in wrapped.parameters())
+    optimizer = shardopt.AdamW8bit(wrapped.parameters())
+    for call in (lambda: optimizer.attach(wrapped), optimizer.step):
+        with pytest.raises(RuntimeError, match=r"0\.weight.*contiguous"):
+            call()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("orig", [True, False])
+def test_gradients_that_are_not_shared_out_yet_are_refused(orig: bool) -> None:
+    model = fsdp1(make_net(), use_orig_params=orig)
+    optimizer = make_optimizer("fsdp1", model)
+    with model.no_sync():
+        loss_of(model, make_batch(0, dist.get_rank())).backward()
+    with pytest.raises(RuntimeError, match=r"got a gradient of shape .* expected"):
+        optimizer.step()
 
 
 #: A layout, a rule and options, and how many collectives there are in each step.
@@ -206,36 +248,7 @@ def test_bytes_of_a_round() -> None:
         step_with(model, optimizer, 0)
     shared = shared_blocks(model, 128)
     roll = 8 * (1 + sum(1 for blocks in shared.values() if blocks))
-    cut = sum(len(shared[name]) for name, shape in model.bare_shapes.items() if _is_coded(shape))
+    shapes = {name: torch.Size(shape) for name, shape in model.bare_shapes.items() if len(shape) > 1}
+    cut = sum(len(shared[name]) for name, shape in shapes.items() if shape[1:].numel() >= 32)
     assert cut > 0
     assert collectives[1][1] - roll == cut * 2 * 2 * 4
-
-
-def _is_coded(shape: Shape) -> bool:
-    """Whether the tests' options quantize a parameter: rows of 32 elements do."""
-    return len(shape) > 1 and torch.Size(shape[1:]).numel() >= 32
-
-
-def _memory(way: str) -> tuple[int, int, int]:
-    model, optimizer = trained(way, 1)
-    report = shardopt.memory_report(optimizer)
-    moments = sum(piece.numel * 2 for piece in pieces(model))
-    return report.numel, report.host.state, moments
-
-
-@pytest.mark.parametrize("way", ["fsdp1", "fsdp1 flat"])
-def test_memory_report(ranks: Pool, way: str) -> None:
-    """Each rank has its share of the state: a byte per element and moment, four where it is not quantized."""
-    for numel, state, moments in ranks.run(4, _memory, way):
-        assert numel >= moments // 2
-        assert moments < state < 1.1 * moments
-
-
-@pytest.mark.ranks(2)
-def test_memory_report_of_another_optimizer() -> None:
-    """torch's optimizer has no attach(), and needs none."""
-    model = fsdp1(make_net())
-    assert isinstance(model, FullyShardedDataParallel)
-    optimizer = torch.optim.AdamW(model.parameters())
-    expected = sum(piece.numel for piece in pieces(model))
-    assert shardopt.memory_report(optimizer).numel == expected

@@ -1,106 +1,294 @@
-"""State dicts under FSDP1 beside ``test_layouts.py``: state of some parameters, and state that is refused."""
+"""State dicts under FSDP1, and torch's own ways to an optimizer's state: bit for bit, to any number of ranks.
+
+State that torch cannot carry, and that of other elements, is refused at once, on all ranks, and nothing changes.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+)
+from torch.distributed.fsdp import StateDictType as Type
 
-from helpers import RULES
-from ranks.flat import forget_shards, gathered, pieces
-from ranks.models import Odds, copy_weights, fsdp1, make_odds
-from ranks.runs import snapshot_of, step_with
+import shardopt
+from ranks.collectives import counted_collectives
+from ranks.flat import forget_shards, gathered, is_flat, pieces
+from ranks.layouts import mesh_of
+from ranks.models import copy_weights, fsdp1, make_frozen, make_net, make_odds, named_parameters
+from ranks.pool import Pool
+from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, assert_same_on_rank_0
 from shardopt.optim import ShardedOptimizer
+from versions import needs_fsdp1_on_some_ranks
 
-SMALL = {"min_quantized_numel": 32}
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("orig", [True, False])
-def test_only_some_parameters_have_state(orig: bool) -> None:
-    """State of one unit, on the ranks that hold a part of it; the exchange of cut blocks takes place on all."""
-    whole, model = make_odds(use_orig_params=orig)
-    states = []
-    for each in (model, whole):
-        theirs = torch.optim.AdamW(each.parameters())
-        tensors = {p.name: p.tensor for p in pieces(model)} if each is model else dict(whole.named_parameters())
-        for name, param in tensors.items():
-            if name.startswith("units.3.") and param.numel():
-                param.grad = torch.ones_like(param)
-        theirs.step()
-        theirs.zero_grad()
-        states.append(theirs.state_dict())
-    ours, our_whole = (RULES["adamw"].make(m.parameters(), **SMALL) for m in (model, whole))
-    ours.load_state_dict(states[0])
-    our_whole.load_state_dict(states[1])
-    for each, optimizer in ((model, ours), (whole, our_whole)):
-        step_with(each, optimizer, 0)
-    assert_same_on_rank_0(gathered(model, ours), lambda: snapshot_of(whole, our_whole))
+SMALL = {"min_quantized_numel": 64}
+STEPS = 2
 
 
-def _fresh(orig: bool = True, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    model = make_odds(use_orig_params=orig)[1]
-    optimizer = RULES["adamw"].make(model.parameters(), **SMALL, **options)
+def _made(orig: bool, steps: int, group: Any = None, **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    model = fsdp1(make_net(), use_orig_params=orig, process_group=group)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **options)
+    for step in range(steps):
+        step_with(model, optimizer, step)
     return model, optimizer
 
 
-def _error(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
+def _refused(optimizer: ShardedOptimizer, remedy: str, call: Callable[[], object]) -> None:
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        optimizer.load_state_dict(state_dict)
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_unchanged(optimizer, before)
+
+
+def assert_unchanged(optimizer: Any, before: dict[str, Any]) -> None:
+    """The optimizer's state has the bits that its state dict had before."""
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert after["state"].keys() == before["state"].keys()
-    return str(caught.value)
+    for index, entries in before["state"].items():
+        assert_same(after["state"][index], entries)
+
+
+def _save(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    saved = FullyShardedDataParallel.optim_state_dict(*trained(way, STEPS, rule, **options))
+    if dist.get_rank() == 0:
+        torch.save(saved, path)
+    dist.barrier()
+
+
+def _load(way: str, path: Path, rule: str, options: dict[str, Any]) -> None:
+    """Goes on as a run in one process that was never saved."""
+    model, _ = trained(way, STEPS, rule, **options)
+    optimizer = make_optimizer(way, model, rule, **options)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, torch.load(path))
+    optimizer.load_state_dict(loaded)
+    assert_same(snapshot_of(model, optimizer), single(STEPS, rule, **options))
+    step_with(model, optimizer, STEPS)
+    assert_same(snapshot_of(model, optimizer), single(STEPS + 1, rule, **options))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rule", "options"),
+    [
+        ((3, "fsdp1"), (2, "fsdp1 flat"), "adamw", {}),
+        ((2, "fsdp1"), (1, "fsdp1 none flat"), "ademamix", {}),
+        ((1, "fsdp1"), (4, "fsdp1 hybrid"), "adamw", {"codec": "dynamic8"}),
+        ((4, "fsdp1 nested flat"), (3, "fsdp1"), "adamw", {"block_size": 16}),
+        ((3, "fsdp1"), (4, "fsdp1 nested"), "normuon", {}),
+    ],
+)
+def test_other_ranks_and_wrapping(
+    ranks: Pool,
+    tmp_path: Path,
+    before: tuple[int, str],
+    after: tuple[int, str],
+    rule: str,
+    options: dict[str, Any],
+) -> None:
+    """Blocks are cut at other places, and flat parameters are made of other parameters."""
+    ranks.run(before[0], _save, before[1], tmp_path / "optimizer.bin", rule, options)
+    ranks.run(after[0], _load, after[1], tmp_path / "optimizer.bin", rule, options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("orig", [True, False])
-def test_state_of_other_options_or_shards_is_refused(orig: bool) -> None:
-    model, optimizer = _fresh(orig)
+def test_all_ways_of_torch(orig: bool) -> None:
+    model, optimizer = _made(orig, 1)
+    expected, fsdp = gathered(model, optimizer), FullyShardedDataParallel
+    to_load = fsdp.optim_state_dict_to_load
+
+    def loads(state: Any) -> None:
+        theirs = shardopt.AdamW8bit(model.parameters(), **SMALL)
+        theirs.load_state_dict(state)
+        assert_same(gathered(model, theirs), expected)
+
+    loads(to_load(model, optimizer, fsdp.optim_state_dict(model, optimizer, optimizer.state_dict())))
+    full = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    loads(fsdp.shard_full_optim_state_dict(full, model, optim=optimizer))
+    loads(fsdp.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer))
+    named = fsdp.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, make_net())
+    loads(to_load(model, optimizer, fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_NAME, make_net())))
+    sharded = fsdp.sharded_optim_state_dict(model, optimizer)
+    loads(fsdp.flatten_sharded_optim_state_dict(sharded, model, optimizer))
+    only = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with fsdp.state_dict_type(model, Type.FULL_STATE_DICT, FullStateDictConfig(), only):
+        on_first = fsdp.optim_state_dict(model, optimizer)
+        assert bool(on_first) is (dist.get_rank() == 0)
+        loads(to_load(model, optimizer, on_first or None))
+    with fsdp.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        loads(to_load(model, optimizer, fsdp.optim_state_dict(model, optimizer)))
+
+
+def _on_a_mesh(steps: int) -> tuple[nn.Module, ShardedOptimizer]:
+    """Of DTensors in sharded state dicts, as DCP of PyTorch 2.13 loads no optimizer's state of ShardedTensors."""
+    model = fsdp1(make_net(), device_mesh=mesh_of((dist.get_world_size(),)))
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
+    for step in range(steps):
+        step_with(model, optimizer, step)
+    return model, optimizer
+
+
+def _save_by_dcp(path: Path) -> None:
+    model, optimizer = _on_a_mesh(2)
+    with FullyShardedDataParallel.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        dcp.save({"optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}, checkpoint_id=path)
+
+
+def _load_by_dcp(path: Path) -> None:
+    """Into the state of an optimizer that has taken another step, as DCP does."""
+    model, optimizer = _on_a_mesh(2)
+    expected = gathered(model, optimizer)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    other, theirs = _on_a_mesh(3)
+    with FullyShardedDataParallel.state_dict_type(other, Type.SHARDED_STATE_DICT):
+        state = {"optimizer": FullyShardedDataParallel.optim_state_dict(other, theirs)}
+        dcp.load(state, checkpoint_id=path)
+    with FullyShardedDataParallel.state_dict_type(model, Type.SHARDED_STATE_DICT):
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+    optimizer.load_state_dict(loaded)
+    assert_same(gathered(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_distributed_checkpoint(ranks: Pool, tmp_path: Path, world_size: int) -> None:
+    ranks.run(2, _save_by_dcp, tmp_path)
+    ranks.run(world_size, _load_by_dcp, tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_subnormal_moments() -> None:
+    """As in an embedding's rare rows."""
+    model, optimizer = _made(True, 1)
+    state = optimizer.state_dict(dequantize=True)
+    for entries in state["state"].values():
+        entries["exp_avg_sq"].mul_(0).add_(torch.linspace(1, 1.001, len(entries["exp_avg_sq"])) * 1e-42)
+    optimizer.load_state_dict(state)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.ranks(2)
+def test_dequantized_second_moments_of_rows_are_refused() -> None:
+    """Torch would take them for state of the parameter's shape."""
+    model, optimizer = trained("fsdp1", 1, "normuon")
+    state = optimizer.state_dict(dequantize=True)
+    with pytest.raises(RuntimeError, match="got dequantized state with second_momentum_buffer"):
+        FullyShardedDataParallel.optim_state_dict(model, optimizer, state)
+
+
+def _damage(saved: dict[str, Any], what: str) -> None:
+    if what == "options":
+        saved["param_groups"][0]["block_size"] = 64
+    for name, entries in saved["state"].items():
+        for key, value in [*entries.items()]:
+            if what in ("float16", "bfloat16"):
+                entries[key] = value.to(getattr(torch, what)).to(value.dtype)
+            elif what == "dtype" and value.dim():
+                entries[key] = value.double()
+            elif what == "missing" and key == "packed_1":
+                del entries[key]
+            elif what == "values" and name == "up.weight" and value.dim():
+                value.fill_(float("nan"))
+
+
+#: Damages, and the error.
+DAMAGES = {
+    "dtype": "got packed_0 of torch.float64, expected torch.float32",
+    "float16": "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted",
+    "bfloat16": "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted",
+    "missing": "expected step, packed_exact, packed_0, packed_1; was|got state that another rank refused",
+    "options": "got state saved with block_size=64, expected 128",
+    "values": "that stands for NaN or Inf|NaN, Inf or numbers below zero",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_damaged_state_is_refused(orig: bool) -> None:
+    """Before anything changes. Of state on one rank, the blocks that both have elements of lack the other's scales."""
+    model, optimizer = _made(orig, 1)
+    saved, before = FullyShardedDataParallel.optim_state_dict(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    for what, message in DAMAGES.items():
+        damaged = copy.deepcopy(saved)
+        _damage(damaged, what)
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, damaged)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(loaded)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+    message = "bytes of the scales of block" if dist.get_rank() == 1 else "got state that another rank refused"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(loaded if dist.get_rank() == 1 else {**loaded, "state": {}})
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("orig", "before", "after"),
+    [(True, shardopt.AdamW, shardopt.Lion), (False, shardopt.Lion, shardopt.SGD)],
+    ids=["moments", "names"],
+)
+def test_state_of_another_rule_is_refused(orig: bool, before: Any, after: Any) -> None:
+    """Packed entries have no names, and float32 moments of any rule are finite numbers."""
+    model = fsdp1(make_net(), use_orig_params=orig)
+    optimizer = before(model.parameters(), codec="fp32")
     step_with(model, optimizer, 0)
-    saved = optimizer.state_dict()
-    others = [_fresh(orig, block_size=16), _fresh(orig, codec="dynamic8")]  # models that live say what their shards are
-    block_size, codec = (_error(other, saved) for _, other in others)
-    assert "block_size=128" in block_size
-    assert "codec='log8'" in codec
-    whole = Odds()
-    whole_optimizer = RULES["adamw"].make(whole.parameters(), **SMALL)
-    step_with(whole, whole_optimizer, 0)
-    said = _error(optimizer, whole_optimizer.state_dict())
-    assert "got" in said
-    assert "expected" in said
+    other = after(model.parameters(), codec="fp32", **({"momentum": 0.9} if after is shardopt.SGD else {}))
+    step_with(model, other, 1)
+    unchanged = copy.deepcopy(other.state_dict())
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, other, saved)
+    with pytest.raises(ValueError, match=r"param group 0: got packed state of the moments \['exp_avg'"):
+        other.load_state_dict(loaded)
+    assert_unchanged(other, unchanged)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dequantize", [True, False])
-@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize(("orig", "dequantize"), [(True, True), (False, False)])
 def test_state_of_another_rank_is_refused(orig: bool, dequantize: bool) -> None:
     """Rank 0's file on every rank: the shapes of this model's shards happen to agree."""
     model = fsdp1(nn.Sequential(nn.Linear(64, 64, bias=False)), [], use_orig_params=orig)
-    optimizer = RULES["adamw"].make(model.parameters(), **SMALL)
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
     step_with(model, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict())
     shared = [optimizer.state_dict(dequantize=dequantize)]
     dist.broadcast_object_list(shared)
     whose = "another rank's" if dist.get_rank() == 0 else "this rank's"
-    assert f"got the state of other elements than {whose}" in _error(optimizer, shared[0])
+    with pytest.raises(ValueError, match=f"got the state of other elements than {whose}"):
+        optimizer.load_state_dict(shared[0])
+    assert_unchanged(optimizer, before)
 
 
 @pytest.mark.ranks(3)
 def test_attached_late() -> None:
-    """Loading has to know the shards: it says so, changes nothing, and works once it does."""
-    model, optimizer = _fresh()
-    step_with(model, optimizer, 0)
-    loaded = make_odds()[1]
+    """Loading has to know the shards, unless there is no state: it says so, changes nothing, and works once it does."""
+    model, optimizer = _made(True, 1)
+    loaded = fsdp1(make_net())
     forget_shards(loaded)
     copy_weights(model, loaded)
-    late = RULES["adamw"].make(loaded.parameters(), **SMALL)
+    late = shardopt.AdamW8bit(loaded.parameters(), **SMALL)
+    late.load_state_dict(late.state_dict())
     with pytest.raises(RuntimeError, match=r"call optimizer\.attach\(model\)"):
         late.load_state_dict(optimizer.state_dict())
     assert not late.state
@@ -112,12 +300,155 @@ def test_attached_late() -> None:
     assert_same(gathered(loaded, late), gathered(model, optimizer))
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("orig", [True, False])
+def test_only_some_parameters_have_state(orig: bool) -> None:
+    """State of one unit, on the ranks that hold a part of it; the exchange of cut blocks takes place on all."""
+    runs = []
+    for model in make_odds(use_orig_params=orig):
+        theirs = torch.optim.AdamW(model.parameters())
+        named = {p.name: p.tensor for p in pieces(model)} if is_flat(model) else dict(model.named_parameters())
+        for name, param in named.items():
+            if name.startswith("units.3.") and param.numel():
+                param.grad = torch.ones_like(param)
+        theirs.step()
+        ours = shardopt.AdamW8bit(model.parameters(), **SMALL)
+        ours.load_state_dict(theirs.state_dict())
+        step_with(model, ours, 0)
+        runs.append((model, ours))
+    assert_same_on_rank_0(gathered(*runs[1]), lambda: snapshot_of(*runs[0]))
+
+
 @pytest.mark.ranks(2)
-def test_empty_state_unattached() -> None:
-    """Frameworks save and load the state of an optimizer that has none yet."""
-    model = make_odds()[1]
-    forget_shards(model)
-    optimizer = RULES["adamw"].make(model.parameters(), **SMALL)
-    optimizer.load_state_dict(optimizer.state_dict())
+@pytest.mark.parametrize(("orig", "steps"), [(True, 0), (False, 1)])
+def test_flattened_state_is_refused(orig: bool, steps: int) -> None:
+    model, optimizer = _made(orig, steps)
+    flatten = StateDictOptions(flatten_optimizer_state_dict=True)
+    with counted_collectives() as collectives:
+        _refused(optimizer, "leave the option out", lambda: get_optimizer_state_dict(model, optimizer, options=flatten))
+    assert collectives == []
+    assert bool(optimizer.state) is bool(steps)
+
+
+def _in_groups(model: nn.Module) -> ShardedOptimizer:
+    """Neighbours in a unit have moments of different numbers and codecs."""
+    codecs = {"embed": "log8", "up": "fp32", "down": "companded16", "norm": "bf16", "conv": "dynamic8"}
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, param in named_parameters(model).items():
+        groups.setdefault(codecs.get(name.split(".")[0], "log4"), []).append(param)
+    options = {codec: {"codec": codec, "block_size": 16 * 2**place} for place, codec in enumerate(groups)}
+    options["dynamic8"]["amsgrad"] = True
+    return shardopt.AdamW(
+        [{"params": params, **options[codec]} for codec, params in groups.items()], min_quantized_numel=64
+    )
+
+
+def _of_some(ignored: Sequence[str], frozen: bool) -> tuple[nn.Module, ShardedOptimizer]:
+    """With modules that FSDP1 leaves alone, or with frozen parameters."""
+    bare = make_frozen(0) if frozen else make_net()
+    model = fsdp1(bare, ["conv"], ignored_modules=[bare.get_submodule(name) for name in ignored])
+    return model, _in_groups(model)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("ignored", "frozen"), [((), True), (("up", "norm"), False)])
+def test_groups_frozen_and_ignored_parameters(ignored: Sequence[str], frozen: bool) -> None:
+    model, optimizer = _of_some(ignored, frozen)
+    for step in range(2):
+        step_with(model, optimizer, step)
+    expected = gathered(model, optimizer)
+    saved = copy.deepcopy(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    theirs = _in_groups(model)
+    theirs.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, theirs, saved))
+    assert_same(gathered(model, theirs), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("orig", [True, False])
+def test_without_state(orig: bool) -> None:
+    """torch is shown the state that a first step begins with, and the optimizer keeps none."""
+    model, optimizer = _made(orig, 0)
+    saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     assert not optimizer.state
-    assert dist.get_world_size() == 2
+    assert saved["state"].keys() == dict(make_net().named_parameters()).keys()
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+    step_with(model, optimizer, 0)
+    assert_same(gathered(model, optimizer), gathered(*_made(orig, 1)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("orig", "steps", "flatten"), [(True, 0, False), (False, 1, False), (True, 1, True)])
+def test_loading_is_refused(orig: bool, steps: int, flatten: bool) -> None:
+    """On all ranks, even if only one has the state: codes and scales that torch gathered of our optimizer elsewhere."""
+    whole = make_net()
+    their_optimizer = shardopt.AdamW8bit(whole.parameters(), **SMALL)
+    step_with(whole, their_optimizer, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    saved = get_optimizer_state_dict(whole, their_optimizer, options=options)
+    model, optimizer = _made(orig, steps)
+    remedy = "shardopt.checkpoint.load(path, model, optimizer)"
+    load = FullyShardedDataParallel.optim_state_dict_to_load
+    _refused(optimizer, remedy, lambda: load(model, optimizer, saved))
+    _refused(optimizer, remedy, lambda: set_optimizer_state_dict(model, optimizer, saved, options=options))
+    if flatten:
+        return
+    on_first = saved if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    _refused(optimizer, remedy, lambda: set_optimizer_state_dict(model, optimizer, on_first, options=options))
+    only = FullOptimStateDictConfig(rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, Type.FULL_STATE_DICT, FullStateDictConfig(), only):
+        _refused(optimizer, remedy, lambda: load(model, optimizer, on_first or None))
+    fsdp, first = FullyShardedDataParallel, saved if dist.get_rank() == 0 else None
+    for given in ({"optim": optimizer}, {}):
+        _refused(optimizer, remedy, lambda given=given: fsdp.shard_full_optim_state_dict(saved, model, **given))
+        _refused(optimizer, remedy, lambda given=given: fsdp.scatter_full_optim_state_dict(first, model, **given))
+    _refused(optimizer, remedy, lambda: fsdp.flatten_sharded_optim_state_dict(saved, model, optimizer))
+    assert bool(optimizer.state) is bool(steps)
+
+
+@pytest.mark.ranks(3, timeout=40)
+@needs_fsdp1_on_some_ranks
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_on_some_ranks(first: int) -> None:
+    """The model is sharded over two of three ranks, which do not wait for the third."""
+    own = [first, first + 1]
+    group = dist.new_group(own)
+    if dist.get_rank() not in own:
+        return
+    whole = make_net()
+    theirs = shardopt.AdamW8bit(whole.parameters(), **SMALL)
+    step_with(whole, theirs, 0)
+    saved = get_optimizer_state_dict(whole, theirs)
+    model, optimizer = _made(True, 1, group)
+    on_first = saved if dist.get_rank(group) == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    remedy = "shardopt.checkpoint.load(path, model, optimizer)"
+    _refused(optimizer, remedy, lambda: set_optimizer_state_dict(model, optimizer, on_first, options=options))
+    scatter = FullyShardedDataParallel.scatter_full_optim_state_dict
+    _refused(optimizer, remedy, lambda: scatter(on_first or None, model, optim=optimizer, group=group))
+
+
+@pytest.mark.ranks(2)
+def test_state_of_torch() -> None:
+    """Moments of the parameters' shapes come in as ever; and go out, as float32."""
+    model, ours = _made(False, 0)
+    theirs = torch.optim.AdamW(model.parameters())
+    step_with(model, theirs, 0)
+    fsdp = FullyShardedDataParallel
+    saved = fsdp.optim_state_dict(model, theirs)
+    expected = _made(False, 0)
+    copy_weights(model, expected[0])
+    expected[1].load_state_dict(theirs.state_dict())
+    for load in (
+        lambda state: ours.load_state_dict(fsdp.optim_state_dict_to_load(model, ours, state)),
+        lambda state: set_optimizer_state_dict(model, ours, state),
+    ):
+        load(copy.deepcopy(saved))
+        assert_same(gathered(model, ours), gathered(*expected))
+        ours.state.clear()
+    ours.load_state_dict(theirs.state_dict())
+    exported = fsdp.optim_state_dict(model, ours, ours.state_dict(dequantize=True))
+    theirs.load_state_dict(fsdp.optim_state_dict_to_load(model, theirs, exported))
+    for index, entries in ours.state_dict(dequantize=True)["state"].items():
+        loaded = theirs.state_dict()["state"][index]
+        assert_same({key: loaded[key] for key in entries}, entries)

@@ -12,13 +12,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
+import shardopt.sharding.exchange
 from helpers import Shape, limited
 from live_bytes import LiveBytes
 from ranks.collectives import counted_collectives
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.muon import MATRICES, of_groups
 from ranks.pool import Pool
-from ranks.runs import SMALL
+from ranks.runs import SMALL, single, snapshot_of, trained
+from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from shardopt.step.muon.matrices import padded
 
@@ -91,6 +93,15 @@ def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
     for way in ("ddp", "single"):
         ((counts, _),) = ranks.run(1, _net, way)
         assert not counts
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "most"), [(3, 1), (4, 2)])
+def test_messages_to_few_ranks_at_a_time(world_size: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardopt.sharding.exchange, "MOST_PEERS", most)
+        for way in ("fsdp", "fsdp1"):
+            assert_same(snapshot_of(*trained(way, 2, "normuon")), single(2, "normuon"))
 
 
 def _most_bytes(way: str, pairs: int, memory: int) -> int:

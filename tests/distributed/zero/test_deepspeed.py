@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 import shardopt
@@ -290,6 +291,26 @@ def test_muon_by_marks_of_deepspeed(stage: int) -> None:
     assert_same(*snapshots)
 
 
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "NorMuon8bit"), (2, "Muon8bit"), (3, "NorMuon8bit")])
+def test_losses_of_muon_with_and_without_offload(stage: int, kind: str) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/8463: DeepSpeed's own Muon has losses that differ by 0.094."""
+    runs = []
+    for zero in ({}, OFFLOAD):
+        params = {"adamw_lr": 3e-3, "lr": 2e-2}
+        engine = make_engine(make_net(), config(stage, kind, zero=zero, params=params, gradient_accumulation_steps=2))
+        losses = []
+        for step in range(24):
+            loss = loss_of(engine, make_batch(step, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        runs.append((losses, engine_snapshot(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+    assert sum(losses[-6:]) < sum(losses[:6]), "the runs learn something"
+
+
 #: With an L2 penalty, which all gradients have in common, so that the estimate grows.
 PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
 
@@ -297,19 +318,6 @@ PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple
 @pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, {}), (3, OFFLOAD)])
 def test_sums_over_all_parameters(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
     deepspeed_ranks.run(3, runs_as_whole, twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY)))
-
-
-@pytest.mark.deepspeed_ranks(2)
-def test_sums_over_all_param_groups() -> None:
-    settings = config(0, "Prodigy8bit", params=PRODIGY)
-    model, whole = make_net(), make_net()
-    groups, expected = ([{**group, "lr": 1.0} for group in groups_of(m)] for m in (model, whole))
-    engine = stepped_engine(settings, STEPS, model, model_parameters=groups)
-    optimizer = shardopt.Prodigy8bit(expected, **{**HYPER, **PRODIGY})
-    for step in range(STEPS):
-        step_whole(whole, optimizer, step)
-    assert_as_whole(engine, whole, optimizer)
-    assert optimizer.param_groups[0]["d"] > PRODIGY["d0"]
 
 
 @pytest.mark.parametrize(
@@ -362,8 +370,7 @@ def test_portable_checkpoint(
         deepspeed_ranks.run(size, work, tmp_path, twins(_config(layout), grouped="masters" not in layout), *more)
 
 
-@pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "portable"), [(2, False), (3, True)])
 def test_checkpoints_have_the_estimate(deepspeed_ranks: Pool, tmp_path: Path, stage: int, portable: bool) -> None:
     of = twins(config(stage, "Prodigy8bit", params=PRODIGY))
     save, load = (save_portable, load_portable) if portable else (save_own, load_own)

@@ -100,9 +100,7 @@ def test_sums_over_parts_of_the_parameters_are_refused(stage: int, zero: dict[st
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "zero", "sections"), [(1, {}, BF16_OPTIMIZER), (2, ROUND_ROBIN, BF16), (2, OFFLOAD, {}), (3, {}, {})]
-)
+@pytest.mark.parametrize(("stage", "zero", "sections"), [(1, {}, BF16_OPTIMIZER), (2, ROUND_ROBIN, BF16), (3, {}, {})])
 def test_state_of_single_parameters_is_refused(stage: int, zero: dict[str, Any], sections: dict[str, Any]) -> None:
     """On all ranks, whether they hold elements of the parameter or not; masters are given out."""
     settings = config(stage, zero=zero, **sections)
@@ -151,7 +149,7 @@ def test_model_parallel_and_other_experts_are_refused(parallel: dict[str, Any]) 
     ("version", "known"),
     [
         *((version, True) for version in ("0.19.8", "0.19.10", "0.19.8+3b1d7ad", "0.19.9.dev1")),
-        *((version, False) for version in ("0.0.0", "0.9.5", "0.19.7", "0.20", "1.0.0", "1.19.8")),
+        *((version, False) for version in ("0.9.5", "0.19.7", "0.20", "1.19.8")),
     ],
 )
 def test_known_versions(version: str, known: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -76,20 +75,6 @@ def _loaded(path: Path) -> Snapshot:
     return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "stage", "world_size"), [(2, 2, 4), pytest.param(2, 1, 2, marks=pytest.mark.slow)]
-)
-def test_any_to_any(deepspeed_ranks: Pool, tmp_path: Path, parallel: int, stage: int, world_size: int) -> None:
-    """From 2 ranks to others and back to one: all bits."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    deepspeed_ranks.run(2, _save, first, 2, 0)
-    deepspeed_ranks.run(world_size, _load_and_save, first, parallel, stage, second)
-    (expected,), (actual,) = (deepspeed_ranks.run(1, _loaded, path) for path in (first, second))
-    assert_same(actual, expected)
-    first_of, last_of = (actual[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in (0, EXPERTS - 1))
-    assert not torch.equal(first_of, last_of)
-
-
 def _own_experts(path: Path) -> list[tuple[int, torch.Tensor]]:
     """The first weights of this rank's experts, by their numbers."""
     engine = _engine(2, 1, 0, seed=9)
@@ -98,10 +83,17 @@ def _own_experts(path: Path) -> list[tuple[int, torch.Tensor]]:
     return [(2 * dist.get_rank() + place, expert[0].weight.detach()) for place, expert in enumerate(experts)]
 
 
-def test_each_expert_by_its_number(deepspeed_ranks: Pool, tmp_path: Path) -> None:
-    """A checkpoint of one rank that has all experts."""
-    deepspeed_ranks.run(1, _save, tmp_path, 1, 0)
-    (whole,) = deepspeed_ranks.run(1, _loaded, tmp_path)
-    for own in deepspeed_ranks.run(2, _own_experts, tmp_path):
+def test_any_to_any(deepspeed_ranks: Pool, tmp_path: Path) -> None:
+    """From a rank that has all experts to 2 ranks, to 4, and back to one: all bits, each expert by its number."""
+    paths = [tmp_path / name for name in ("one", "two", "four")]
+    deepspeed_ranks.run(1, _save, paths[0], 1, 0)
+    for world_size, stage, saved, loaded in ((2, 0, paths[0], paths[1]), (4, 2, paths[1], paths[2])):
+        deepspeed_ranks.run(world_size, _load_and_save, saved, 2, stage, loaded)
+    (expected,), *found = (deepspeed_ranks.run(1, _loaded, path) for path in paths)
+    for (actual,) in found:
+        assert_same(actual, expected)
+    weights = [expected[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in range(EXPERTS)]
+    assert not torch.equal(weights[0], weights[-1])
+    for own in deepspeed_ranks.run(2, _own_experts, paths[0]):
         for number, weight in own:
-            assert torch.equal(weight, whole[f"moe.deepspeed_moe.experts.deepspeed_experts.{number}.0.weight"])
+            assert torch.equal(weight, weights[number])

@@ -39,6 +39,7 @@ from ranks.models import TOKENS, loss_of, make_batch
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.sharding.deepspeed.offload import masters_in_memory
+from slow_cases import slow
 
 
 def _cpu(*what: str, **options: Any) -> dict[str, Any]:
@@ -140,8 +141,7 @@ def _large_whole(settings: dict[str, Any], steps: int) -> tuple[nn.Module, Any]:
         (("optimizer",), False, {}),
         (("optimizer",), True, BF16),
         (("optimizer", "param"), False, BF16),
-        pytest.param(("optimizer", "param"), True, {}, marks=pytest.mark.slow),
-        pytest.param(("param",), False, {}, marks=pytest.mark.slow),
+        *slow([(("optimizer", "param"), True, {}), (("param",), False, {})]),
     ],
 )
 def test_nvme(tmp_path: Path, what: tuple[str, ...], pipeline: bool, other: dict[str, Any]) -> None:
@@ -233,14 +233,9 @@ def _trained(settings: dict[str, Any], checkpoint: Callable[..., Tensor] | None)
 @pytest.mark.parametrize(
     ("kind", "stage", "zero"),
     [
-        ("deepspeed", 2, OFFLOAD),
+        ("deepspeed", 1, {}),
         ("reentrant", 3, {**_cpu("optimizer", "param"), **SUB_GROUPS}),
         ("torch", 2, OFFLOAD),
-        *(
-            pytest.param(kind, stage, zero, marks=pytest.mark.slow)
-            for kind in ("deepspeed", "reentrant", "torch")
-            for stage, zero in [(1, {}), (2, OFFLOAD), (3, {**_cpu("optimizer", "param"), **SUB_GROUPS})]
-        ),
     ],
 )
 def test_activation_checkpointing(kind: str, stage: int, zero: dict[str, Any]) -> None:
