@@ -16,42 +16,37 @@ namespace {
 
 namespace py = pybind11;
 
-// The words that describe a tensor in its implementation: the number of dimensions, sizes, strides, storage offset,
-// number of elements, dtype (16 bits), device (24) and flags, dispatch keys (which tell layout and negative bit).
-enum Word { kDims = 0, kSizes = 1, kStrides = 6, kOffset = 11, kNumel = 12, kType = 13, kKeys = 14 };
-constexpr int64_t kInline = 5;  // a tensor with more dimensions has sizes and strides elsewhere
-constexpr int64_t kTypeBits = 0xffffffffff, kDeviceBits = kTypeBits & ~int64_t{0xffff};
-
 using Handle = const void*;  // points to a pointer to a tensor's implementation
 template <class T>
 using Getter = int32_t (*)(Handle, T*);
 
 struct Libtorch {
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
-  size_t words;           // offset in bytes, in the implementation, of the words that describe the tensor
-  size_t storage;         // offset in bytes, there, of the pointer to the storage's implementation
-  size_t data, bytes;     // offsets in bytes, in the storage's implementation, of its address and its length
-  // Bits of the last word, the dispatch keys.
-  int64_t dense;     // set for strided tensors
-  int64_t negative;  // set for negative views
-  int64_t versions;  // some are set for all tensors with a version counter: not for tensors made in inference mode
   Getter<void*> data_ptr;
   Getter<int64_t*> sizes, strides;
-  Getter<int32_t> dtype;
-  int32_t float32, bfloat16, float16, int16;
-  // torch::autograd::impl::bump_version(const at::Tensor&), for which there is no C function.
+  Getter<int64_t> ndim, numel, offset, storage_bytes;
+  Getter<int32_t> dtype, device_type, device_index, layout;
+  int32_t strided, float32, bfloat16, float16, int16;
+  // Functions of C++, for which there are none of C: torch::autograd::impl::bump_version(const at::Tensor&), which
+  // tensors made in inference mode refuse, and at::native::is_inference and is_neg.
   void (*bump_version)(Handle);
+  bool (*is_inference)(Handle);
+  bool (*is_negative)(Handle);
 
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
-  const int64_t* words_of(PyObject* tensor) const {
-    return reinterpret_cast<const int64_t*>(*static_cast<const char* const*>(handle(tensor)) + words);
+  int64_t type_of(Handle tensor) const {
+    return get(dtype, tensor) | int64_t{get(device_type, tensor)} << 16 | int64_t{get(device_index, tensor) + 2} << 32;
   }
-  // nullptr for a tensor without storage, such as a sparse one.
-  const char* storage_of(PyObject* tensor) const {
-    return *reinterpret_cast<const char* const*>(*static_cast<const char* const*>(handle(tensor)) + storage);
+  bool is_strided(Handle tensor) const {
+    int64_t* found = nullptr;
+    return layout == nullptr ? strides(tensor, &found) == 0 : get(layout, tensor) == strided;
   }
-  static int64_t word_at(const char* object, size_t offset) {
-    return *reinterpret_cast<const int64_t*>(object + offset);
+  // Calls a function that cannot fail.
+  template <class T>
+  static T get(Getter<T> getter, Handle tensor) {
+    T value{};
+    getter(tensor, &value);
+    return value;
   }
 };
 
@@ -88,76 +83,25 @@ class Context {
   py::object manager_;
 };
 
-// Finds the words that describe a tensor in its implementation, which begin right before the sizes. Checks, with pairs
-// of tensors that differ in one respect each, that the words show the difference.
-void find_words(Libtorch& torch, const py::module_& module) {
-  const auto empty = [&](const char* dtype, const char* device, auto... sizes) -> py::object {
-    return module.attr("empty")(sizes..., py::arg("dtype") = module.attr(dtype), py::arg("device") = device);
-  };
-  const py::object tensor = empty("float32", "cpu", 3, 5), high = empty("float32", "cpu", 2, 2, 2, 2, 2, 2);
-  int64_t* sizes = nullptr;
-  torch.sizes(torch.handle(tensor.ptr()), &sizes);
-  torch.words = reinterpret_cast<char*>(sizes - kSizes) - *static_cast<char* const*>(torch.handle(tensor.ptr()));
-  const auto word = [&](const py::object& of, int index) { return torch.words_of(of.ptr())[index]; };
-  const int64_t keys = word(tensor, kKeys);
-  torch.negative = keys ^ word(module.attr("_neg_view")(tensor), kKeys);
-  torch.dense = keys & ~word(tensor.attr("to_sparse")(), kKeys);
-  {
-    const Context inference(module.attr("inference_mode")(true));
-    torch.versions = keys & ~word(empty("float32", "cpu", 1), kKeys);
-  }
-  const auto described = [&](const py::object& of, int64_t ndim, int64_t offset, int64_t numel, int64_t first_stride) {
-    int64_t* strides = nullptr;
-    torch.strides(torch.handle(of.ptr()), &strides);
-    return word(of, kDims) == ndim && word(of, kOffset) == offset && word(of, kNumel) == numel &&
-           strides[0] == first_stride && (ndim > kInline || strides == torch.words_of(of.ptr()) + kStrides);
-  };
-  const auto changed = [&](const py::object& other) { return (word(tensor, kType) ^ word(other, kType)) & kTypeBits; };
-  if (!described(tensor, 2, 0, 15, 5) || !described(tensor[py::int_(1)], 1, 5, 5, 1) ||
-      !described(tensor.attr("t")(), 2, 0, 15, 1) || !described(high, 6, 0, 64, 32) || changed(high) != 0 ||
-      changed(empty("float16", "cpu", 1)) == 0 || (changed(empty("float32", "meta", 1)) & kDeviceBits) == 0 ||
-      keys != word(high, kKeys) || torch.dense == 0 || torch.versions == 0 || torch.negative == 0 ||
-      (keys & torch.negative) != 0)
-    throw std::runtime_error("a tensor's implementation of another layout");
-}
-
-// The offset of a word in an object, searched for in the object's first `end` bytes.
-size_t offset_of(uint64_t word, const char* object, size_t end) {
-  for (size_t offset = 0; offset < end; offset += sizeof(word)) {
-    if (*reinterpret_cast<const uint64_t*>(object + offset) == word) return offset;
-  }
-  throw std::runtime_error("a storage of another layout");
-}
-
-// Finds the pointer to a tensor's storage, which stands before the words that describe the tensor, and the words of the
-// storage with its address and length. Checks, with storages of other lengths, that the words show the lengths.
-void find_storage(Libtorch& torch, const py::module_& module) {
-  constexpr size_t kLooked = 64;  // bytes to search of a storage's implementation, which is longer
-  for (const int64_t numel : {997, 331, 1}) {
-    const py::object tensor = module.attr("empty")(numel, py::arg("device") = "cpu");
-    const py::object storage = tensor.attr("untyped_storage")();
-    const auto implementation = storage.attr("_cdata").cast<uint64_t>();
-    const char* object = reinterpret_cast<const char*>(implementation);
-    const size_t pointer =
-        offset_of(implementation, *static_cast<const char* const*>(torch.handle(tensor.ptr())), torch.words);
-    const size_t data = offset_of(storage.attr("data_ptr")().cast<uint64_t>(), object, kLooked);
-    const size_t bytes = offset_of(storage.attr("nbytes")().cast<uint64_t>(), object, kLooked);
-    if (numel == 997) torch.storage = pointer, torch.data = data, torch.bytes = bytes;
-    if (pointer != torch.storage || data != torch.data || bytes != torch.bytes)
-      throw std::runtime_error("a storage of another layout");
-  }
-}
-
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
-  const Context usual(torch.attr("inference_mode")(false));  // even if the first step is taken in inference mode
   Libtorch found{};
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
   find(library, "aoti_torch_get_sizes", found.sizes);
   find(library, "aoti_torch_get_strides", found.strides);
+  find(library, "aoti_torch_get_dim", found.ndim);
+  find(library, "aoti_torch_get_numel", found.numel);
+  find(library, "aoti_torch_get_storage_offset", found.offset);
+  find(library, "aoti_torch_get_storage_size", found.storage_bytes);
   find(library, "aoti_torch_get_dtype", found.dtype);
+  find(library, "aoti_torch_get_device_type", found.device_type);
+  find(library, "aoti_torch_get_device_index", found.device_index);
+  found.layout = reinterpret_cast<Getter<int32_t>>(dlsym(library, "aoti_torch_get_layout"));  // PyTorch 2.6 has none
   find(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", found.bump_version);
+  find(library, "_ZN2at6native12is_inferenceERKNS_6TensorE", found.is_inference);
+  find(library, "_ZN2at6native6is_negERKNS_6TensorE", found.is_negative);
+  found.strided = constant(library, "aoti_torch_layout_strided");
   found.float32 = constant(library, "aoti_torch_dtype_float32");
   found.bfloat16 = constant(library, "aoti_torch_dtype_bfloat16");
   found.float16 = constant(library, "aoti_torch_dtype_float16");
@@ -170,24 +114,28 @@ Libtorch load(const py::module_& torch) {
   if (found.data_ptr(found.handle(parameter.ptr()), &data) != 0 ||
       reinterpret_cast<uint64_t>(data) != parameter.attr("data_ptr")().cast<uint64_t>())
     throw std::runtime_error("another data_ptr in C than in Python");
-  find_words(found, torch);
-  find_storage(found, torch);
   return found;
 }
 
 struct Access {
-  py::module_ python;  // torch's Python functions, used if the words were not found
-  PyTypeObject* tensor_type;
+  py::module_ python;  // torch's Python functions
+  PyTypeObject *tensor_type, *parameter_type;
   Libtorch torch{};
-  std::string fault;  // empty if the words were found
+  std::string fault;  // empty if the C functions were found
 
   bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
-  bool is_fast() const { return fault.empty(); }
+  // Whether the C functions read the tensor. Those of a subclass may have no memory, which is an error in C that torch
+  // logs; so may tensors that are not strided.
+  bool is_fast(PyObject* tensor) const {
+    const PyTypeObject* type = Py_TYPE(tensor);
+    return fault.empty() && (type == tensor_type || type == parameter_type) && torch.is_strided(torch.handle(tensor));
+  }
 };
 
 const Access* new_access() {
   const py::module_ torch = py::module_::import("torch");
-  auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr())};
+  auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr()),
+                                  reinterpret_cast<PyTypeObject*>(torch.attr("nn").attr("Parameter").ptr())};
   try {
     result->torch = load(torch);
   } catch (const std::runtime_error& error) {
@@ -268,42 +216,37 @@ bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == access().tens
 int64_t type_number(PyObject* object) {
   const Access& tensors = access();
   if (!tensors.is_tensor(object)) return 0;
-  return tensors.is_fast() ? tensors.torch.words_of(object)[kType] & kTypeBits : type_by_python(object);
+  return tensors.fault.empty() ? tensors.torch.type_of(tensors.torch.handle(object)) : type_by_python(object);
 }
 
 bool TensorFormat::take(PyObject* tensor) {
   if (!access().is_tensor(tensor)) return false;
-  if (!access().is_fast()) return take_by_python(tensor);
+  if (!access().is_fast(tensor)) return take_by_python(tensor);
   const Libtorch& torch = access().torch;
   const Handle handle = torch.handle(tensor);
-  const int64_t* words = words_ = torch.words_of(tensor);
-  if ((words[kKeys] & torch.dense) == 0) return false;
-  int64_t *sizes = nullptr, *strides = nullptr;
-  if (torch.strides(handle, &strides) != 0 || torch.sizes(handle, &sizes) != 0) return false;
-  ndim_ = words[kDims];
-  if (ndim_ <= kInline && sizes != words + kSizes) return false;  // a subclass computes its sizes
+  const int64_t *sizes = torch.get(torch.sizes, handle), *strides = torch.get(torch.strides, handle);
+  ndim_ = torch.get(torch.ndim, handle);
   lengths_.assign(sizes, sizes + ndim_);
   lengths_.insert(lengths_.end(), strides, strides + ndim_);
-  offset_ = words[kOffset];
-  type_ = words[kType] & kTypeBits;
-  keys_ = words[kKeys];
-  int32_t number = 0;
-  torch.dtype(handle, &number);
+  offset_ = torch.get(torch.offset, handle);
+  type_ = torch.type_of(handle);
+  implementation_ = *static_cast<const char* const*>(handle);
+  negative_ = torch.is_negative(handle);
+  const int32_t number = torch.get(torch.dtype, handle);
   dtype = number == torch.float32    ? static_cast<uint8_t>(DType::kFloat32)
           : number == torch.bfloat16 ? static_cast<uint8_t>(DType::kBFloat16)
           : number == torch.float16  ? static_cast<uint8_t>(DType::kFloat16)
                                      : kNoDType;
   const bool two_bytes = number == torch.bfloat16 || number == torch.float16 || number == torch.int16;
   // For dtypes that are not stepped, a lower bound.
-  const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;
-  finish(itemsize, words[kNumel], (keys_ & torch.negative) != 0);
+  finish(number == torch.float32 ? 4 : two_bytes ? 2 : 1, torch.get(torch.numel, handle));
   return true;
 }
 
-void TensorFormat::finish(int64_t itemsize, int64_t numel, bool is_negative) {
+void TensorFormat::finish(int64_t itemsize, int64_t numel) {
   const int64_t *sizes = lengths_.data(), *strides = sizes + ndim_;
   int64_t inner = 1, last = 0;
-  strided = is_negative;
+  strided = negative_;
   for (int64_t i = ndim_ - 1; i >= 0; --i) {
     strided = strided || (sizes[i] != 1 && strides[i] != inner && numel != 0);
     inner *= sizes[i];
@@ -321,21 +264,21 @@ bool TensorFormat::take_by_python(PyObject* tensor) {
     lengths_ = sizes;
     lengths_.insert(lengths_.end(), strides.begin(), strides.end());
     offset_ = handle.attr("storage_offset")().cast<int64_t>();
-    type_ = type_by_python(handle);
-    keys_ = handle.attr("is_neg")().cast<bool>();
+    type_ = type_number(handle.ptr());
+    negative_ = handle.attr("is_neg")().cast<bool>();
     const py::object kind = handle.attr("dtype");
     dtype = kind.is(torch.attr("float32"))    ? static_cast<uint8_t>(DType::kFloat32)
             : kind.is(torch.attr("bfloat16")) ? static_cast<uint8_t>(DType::kBFloat16)
             : kind.is(torch.attr("float16"))  ? static_cast<uint8_t>(DType::kFloat16)
                                               : kNoDType;
-    finish(handle.attr("element_size")().cast<int64_t>(), handle.attr("numel")().cast<int64_t>(), keys_ != 0);
+    finish(handle.attr("element_size")().cast<int64_t>(), handle.attr("numel")().cast<int64_t>());
     return true;
   });
 }
 
 bool TensorFormat::read_by_python(PyObject* tensor, uint64_t& address) const {
   TensorFormat now;
-  if (!now.take_by_python(tensor) || now.offset_ != offset_ || now.type_ != type_ || now.keys_ != keys_ ||
+  if (!now.take_by_python(tensor) || now.offset_ != offset_ || now.type_ != type_ || now.negative_ != negative_ ||
       now.lengths_ != lengths_)
     return false;
   return by_python(tensor, [&](const py::handle& handle) {
@@ -348,60 +291,44 @@ bool TensorFormat::read_by_python(PyObject* tensor, uint64_t& address) const {
 
 bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
   if (!access().is_tensor(tensor)) return false;
-  if (!access().is_fast()) return read_by_python(tensor, address);
+  if (!access().is_fast(tensor)) return read_by_python(tensor, address);
   const Libtorch& torch = access().torch;
-  const int64_t* words = torch.words_of(tensor);
-  if (words[kDims] != ndim_ || words[kOffset] != offset_ || (words[kType] & kTypeBits) != type_ ||
-      words[kKeys] != keys_)
-    return false;
   const Handle handle = torch.handle(tensor);
-  const int64_t *sizes = words + kSizes, *strides = words + kStrides;
-  if (ndim_ > kInline) {
-    int64_t *far_sizes = nullptr, *far_strides = nullptr;
-    if (torch.sizes(handle, &far_sizes) != 0 || torch.strides(handle, &far_strides) != 0) return false;
-    sizes = far_sizes, strides = far_strides;
-  }
-  for (int64_t i = 0; i < ndim_; ++i) {
-    if (sizes[i] != lengths_[i] || strides[i] != lengths_[ndim_ + i]) return false;
-  }
-  const char* storage = torch.storage_of(tensor);
-  if (storage == nullptr) return false;
+  if (torch.get(torch.ndim, handle) != ndim_ || torch.get(torch.offset, handle) != offset_ ||
+      torch.type_of(handle) != type_ || torch.is_negative(handle) != negative_)
+    return false;
+  const int64_t *sizes = torch.get(torch.sizes, handle), *strides = torch.get(torch.strides, handle);
+  if (!std::equal(sizes, sizes + ndim_, lengths_.begin()) ||
+      !std::equal(strides, strides + ndim_, lengths_.begin() + ndim_))
+    return false;
   void* data = nullptr;
   if (torch.data_ptr(handle, &data) != 0) return false;  // lets a lazy clone have memory of its own
-  if (bytes_ != 0 && (torch.word_at(storage, torch.data) == 0 || torch.word_at(storage, torch.bytes) < bytes_))
-    return false;
+  if (bytes_ != 0 && (data == nullptr || torch.get(torch.storage_bytes, handle) < bytes_)) return false;
   address = reinterpret_cast<uint64_t>(data);
   return true;
 }
 
 bool TensorFormat::is_without_memory(PyObject* tensor) {
-  if (!access().is_tensor(tensor)) return false;
-  if (!access().is_fast()) {
-    return by_python(tensor, [](const py::handle& handle) {
-      const Memory storage(handle);
-      return storage.address == 0 && storage.bytes > 0;
-    });
-  }
-  const Libtorch& torch = access().torch;
-  if ((torch.words_of(tensor)[kKeys] & torch.dense) == 0) return false;
-  const char* storage = torch.storage_of(tensor);
-  return storage != nullptr && torch.word_at(storage, torch.data) == 0 && torch.word_at(storage, torch.bytes) > 0;
+  return access().is_tensor(tensor) && by_python(tensor, [](const py::handle& handle) {
+           const Memory storage(handle);
+           return storage.address == 0 && storage.bytes > 0;
+         });
 }
 
 bool TensorFormat::has_shape_of(const TensorFormat& other) const {
   return ndim_ == other.ndim_ && std::equal(lengths_.begin(), lengths_.begin() + ndim_, other.lengths_.begin());
 }
 
-bool TensorFormat::has_device_of(const TensorFormat& other) const { return ((type_ ^ other.type_) & kDeviceBits) == 0; }
+bool TensorFormat::has_device_of(const TensorFormat& other) const { return (type_ ^ other.type_) >> 16 == 0; }
 
 void bump_versions(PyObject* tensors) {
   const Libtorch& torch = access().torch;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* tensor = PyList_GET_ITEM(tensors, i);
     if (!access().is_tensor(tensor)) throw std::invalid_argument("got a list of other objects than tensors");
-    if (!access().is_fast()) {
+    if (!access().fault.empty()) {
       access().python.attr("autograd").attr("graph").attr("increment_version")(py::handle(tensor));
-    } else if ((torch.words_of(tensor)[kKeys] & torch.versions) != 0) {
+    } else if (!torch.is_inference(torch.handle(tensor))) {
       torch.bump_version(torch.handle(tensor));
     }
   }

@@ -1,8 +1,7 @@
-// Reads torch tensors without torch's headers: through the C functions that libtorch exports for compiled models
-// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation; and, for a tensor that is
-// like one that these functions have described, through the words that describe it in the implementation, whose place
-// is found and checked by the C functions once. If that check fails, tensors are read by Python's public functions,
-// which takes microseconds for each, and a warning says so.
+// Reads torch tensors without torch's headers, through the C functions that libtorch exports for compiled models
+// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation. Tensors of subclasses, and
+// all tensors if a function is missing, are read by Python's public functions, which takes microseconds for each; in
+// the second case a warning says so.
 #pragma once
 
 #include <Python.h>
@@ -42,8 +41,9 @@ class TensorFormat {
 
   // Prefetches the memory that `read` is about to look at; without effect if the tensor that was taken is gone.
   void prefetch() const {
-    __builtin_prefetch(words_);
-    __builtin_prefetch(words_ + 14);
+    __builtin_prefetch(implementation_);
+    __builtin_prefetch(implementation_ + 64);
+    __builtin_prefetch(implementation_ + 128);
     __builtin_prefetch(lengths_.data());
   }
 
@@ -56,14 +56,15 @@ class TensorFormat {
  private:
   bool take_by_python(PyObject* tensor);
   bool read_by_python(PyObject* tensor, uint64_t& address) const;
-  // Derives bytes_ and strided from the words that were read.
-  void finish(int64_t itemsize, int64_t numel, bool is_negative);
+  // Derives bytes_ and strided from the other members.
+  void finish(int64_t itemsize, int64_t numel);
 
   int64_t ndim_ = -1, offset_ = 0;
-  int64_t type_ = 0, keys_ = 0;     // words of the implementation: dtype and device; dispatch keys
-  int64_t bytes_ = 0;               // bytes that the storage has at least; 0 without elements
-  std::vector<int64_t> lengths_;    // sizes, then strides in elements
-  const int64_t* words_ = nullptr;  // words of the tensor that was taken, which may be gone
+  int64_t type_ = 0;                      // dtype and device
+  bool negative_ = false;                 // the negative bit
+  int64_t bytes_ = 0;                     // bytes that the storage has at least; 0 without elements
+  std::vector<int64_t> lengths_;          // sizes, then strides in elements
+  const char* implementation_ = nullptr;  // of the tensor that was taken, which may be gone
 };
 
 }  // namespace shardopt

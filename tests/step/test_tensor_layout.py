@@ -1,6 +1,6 @@
 """A PyTorch whose tensors are not as the step reads them: it reads them through Python, with one warning.
 
-Steps then have the same bits, and notice the same changes. A program fails the check of the tensors' layout on purpose.
+Steps then have the same bits, and notice the same changes. A program fails the check of libtorch's C functions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,17 +19,17 @@ from ranks.layouts import values
 from shardopt import _C
 
 BROKEN = """
-import contextlib, sys, warnings
+import sys, warnings
 from unittest.mock import patch
 import torch
 sys.path[:] = {path!r}
 import shardopt
 from shardopt import _C
-with {patched}, warnings.catch_warnings(record=True) as caught:
+with patch.object(torch.Tensor, 'data_ptr', lambda tensor: 1), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     fault = _C.tensor_access_fault()
 assert fault == (
-    f"got PyTorch {{torch.__version__}} with a tensor's implementation of another layout, expected a build of "
+    f"got PyTorch {{torch.__version__}} with another data_ptr in C than in Python, expected a build of "
     "PyTorch 2.6 to 2.15 for Linux"
 ), fault
 text = fault + "; steps are slower, as they read tensors through Python: install one"
@@ -38,13 +37,6 @@ assert [(each.category, str(each.message)) for each in caught] == [(RuntimeWarni
 warnings.simplefilter("error")  # no other warning
 """
 
-#: Functions that make the tensors which the layout is checked with, and others that make the tensor compared with them.
-PATCHES = {
-    "negative views": "patch.object(torch, '_neg_view', lambda tensor: tensor)",
-    "strides": "patch.object(torch.Tensor, 't', lambda tensor: tensor)",
-    "dtypes": "patch.object(torch, 'empty', lambda *size, dtype=0, of=torch.empty, **more: of(*size, **more))",
-    "devices": "patch.object(torch, 'empty', lambda *size, device=0, of=torch.empty, **more: of(*size, **more))",
-}
 STEPS = """
 from test_tensor_layout import stepped
 assert stepped() == {expected!r}
@@ -57,9 +49,9 @@ for change in list(CHANGES.values())[::3]:
 """
 
 
-def run(programs: Programs, folder: Path, patched: str, rest: str) -> None:
+def run(programs: Programs, folder: Path, rest: str) -> None:
     path = [str(Path(__file__).parent), *sys.path]
-    programs.run(BROKEN.format(path=path, patched=patched) + rest, folder)
+    programs.run(BROKEN.format(path=path) + rest, folder)
 
 
 def stepped() -> str:
@@ -91,10 +83,5 @@ def test_this_pytorch_is_read_without_python() -> None:
     assert _C.tensor_access_fault() == ""
 
 
-@pytest.mark.parametrize("patched", PATCHES.values(), ids=PATCHES)
-def test_a_fault_is_found(patched: str, programs: Programs, tmp_path: Path) -> None:
-    run(programs, tmp_path, patched, "")
-
-
 def test_same_bits_and_changes_through_python(programs: Programs, tmp_path: Path) -> None:
-    run(programs, tmp_path, PATCHES["strides"], STEPS.format(expected=stepped()) + CHANGES)
+    run(programs, tmp_path, STEPS.format(expected=stepped()) + CHANGES)
