@@ -8,11 +8,10 @@ module replaces ``transformers.trainer.deepspeed_load_checkpoint``.
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import transformers.trainer as _trainer
 from accelerate.state import AcceleratorState
@@ -72,8 +71,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
             save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
         if _by_deepspeed() and args.should_save:  # Trainer reads this file by itself
             torch.save(lr_scheduler.state_dict(), folder / _trainer.SCHEDULER_NAME)
-        name = "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
-        torch.save(_random_state(), folder / name)
+        _trainer.Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # which Trainer reads by itself, too
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Loads if the training is resumed. All ranks call this.
@@ -170,12 +168,3 @@ def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
 def _saved(stateful: Any) -> dict[str, Any]:
     """The state without MultiStepLR's milestones, whose keys are numbers, and which its constructor makes."""
     return {key: value for key, value in stateful.state_dict().items() if key != "milestones"}
-
-
-def _random_state() -> dict[str, Any]:
-    """The contents of Trainer's ``rng_state.pth``."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
-    if torch.cuda.is_available():
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        states["cuda"] = torch.cuda.get_rng_state_all() if is_distributed else torch.cuda.get_rng_state()
-    return states

@@ -244,7 +244,7 @@ class ShardedOptimizer(OptimizerInterface):
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
-        if released is not None:
+        if released is not None and not released.overlaps_forward:
             released.check_step(closure, scaling)
         loss = None
         if closure is not None:

@@ -231,7 +231,8 @@ class HeldParameters(ReleasedParameters):
         shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
         nothing = torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")
         over_all = OverAll(shard_of(param).counted() for param in self._parameters)
-        is_finite = _is_finite(over_all.total(shares, nothing, largest=False))
+        total = over_all.total(shares, nothing, largest=False)
+        is_finite = math.isfinite(_C.sum_value(total.numpy()))
         for device in {param.device for param in self._parameters}:
             here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
             found[device] = torch.maximum(found[device], here) if device in found else here
@@ -245,9 +246,6 @@ class HeldParameters(ReleasedParameters):
     def wait_for_gradients(self) -> None:
         """Waits until gradients have left the device's memory; exceptions are left to whoever needs the gradients."""
         wait([held.arrival for held in self._gradients.values() if held.arrival is not None])
-
-    def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Refuses nothing: closures and loss scales work as without a release."""
 
     def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
         """Prepares the steps of the parameters whose gradients are in the host's memory.
@@ -329,7 +327,8 @@ def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list
     offloaded = {param: residency.of(param).offload == "step" for param in params}
     by_holders: dict[Exchange, list[Tensor]] = {}
     for param in params:
-        if (holders := _holders_of(shard_of(param))) is not None:
+        holders = shard_of(param).parts
+        if holders is not None and any(len(numbers) > 1 for numbers in holders.numbers_in_world):
             by_holders.setdefault(holders, []).append(param)
     for holders, shared in by_holders.items():
         stays = torch.tensor([not offloaded[param] for param in shared], dtype=torch.int32, device=shared[0].device)
@@ -346,15 +345,3 @@ def _once_arrived(held: HostGradient, name: str, step: Callable[[], None]) -> Ca
         step()
 
     return work
-
-
-def _is_finite(words: Tensor) -> bool:
-    return math.isfinite(_C.sum_value(words.numpy()))
-
-
-def _holders_of(shard: Shard) -> Exchange | None:
-    """The ranks that hold the parts of a shard's parameter; None where this rank has all of it."""
-    ranks = shard.parts
-    if ranks is not None and all(len(numbers) == 1 for numbers in ranks.numbers_in_world):
-        return None
-    return ranks

@@ -59,7 +59,16 @@ class HostGradient:
             shares: of the norm; grows. Empty for no share.
         """
         try:
-            self._take(gradient, first=first, staging=staging, shares=shares)
+            source, total = gradient.view(-1), self.sum.view(-1)
+            numel = residency.CHUNK_BYTES // total.itemsize
+            places = torch.split(total, numel)
+            copies_to = places if first and source.dtype == total.dtype else staging.pieces(places, source.dtype)
+            arriving = _arriving(torch.split(source, numel), copies_to)
+            for place, piece in zip(places, arriving, strict=True):
+                if piece.data_ptr() != place.data_ptr():
+                    place.copy_(piece) if first else place.add_(piece)  # in float32, where it is the sum's dtype
+                if shares:
+                    take_pass(place, _C.NormPass.squares, shares[self.holders])
         except BaseException:
             self.is_lost = True
             raise
@@ -75,18 +84,6 @@ class HostGradient:
                 f"{name}: got a gradient that did not arrive in the host's memory, as its copy raised an exception, "
                 "expected a whole one; call optimizer.zero_grad() and backward() again"
             )
-
-    def _take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Counted | None, Tensor]) -> None:
-        source, total = gradient.view(-1), self.sum.view(-1)
-        numel = residency.CHUNK_BYTES // total.itemsize
-        places = torch.split(total, numel)
-        copies_to = places if first and source.dtype == total.dtype else staging.pieces(places, source.dtype)
-        arriving = _arriving(torch.split(source, numel), copies_to)
-        for place, piece in zip(places, arriving, strict=True):
-            if piece.data_ptr() != place.data_ptr():
-                place.copy_(piece) if first else place.add_(piece)  # in float32, where it is the sum's dtype
-            if shares:
-                take_pass(place, _C.NormPass.squares, shares[self.holders])
 
 
 class Staging:

@@ -40,10 +40,7 @@ class GradientParts:
         self._left: dict[Tensor, int] = {}  # parameters that are left to this step(), and their calls
         self._parts: Counter[Tensor] = Counter()  # that these got in this backward pass
         self._several: set[Tensor] = set()  # those that got several in a backward pass of this step
-        self._task, self._is_within = (
-            -1,
-            False,
-        )  # PyTorch's number of the running backward pass; whether it is in another
+        self._task, self._is_within = -1, False  # PyTorch's number of the running pass; whether it is in another
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientParts, ()  # copies of the model are not released
