@@ -150,19 +150,6 @@ def test_gradients_that_are_no_numbers(nonfinite: str) -> None:
     assert_equal(got, expected)
 
 
-def test_a_parameter_that_comes_to_share_memory_is_refused() -> None:
-    """At the same address, with the same shape."""
-    memory = torch.zeros(40, 80)
-    param = Parameter(memory[:, ::2])
-    optimizer = RULES["adamw"].make([param], **OPTIONS)
-    for t in range(2):
-        param.grad = values((40, 40), t)
-        optimizer.step()
-    param.data = memory[0, ::2].expand(40, 40)
-    with pytest.raises(RuntimeError, match="whose elements share memory"):
-        optimizer.step()
-
-
 def test_expanded_gradients() -> None:
     got, expected = (RULES["adamw"].make([Parameter(values((48, 40), 1))], **OPTIONS) for _ in range(2))
     for t in range(3):
