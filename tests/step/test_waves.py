@@ -71,3 +71,13 @@ def test_waves(matrices: list[Matrix], memory: int) -> None:
     for one in matrices:
         loads[owner_of[id(one)]] += one.flops
     assert max(loads.values()) - min(loads.values()) <= max(one.flops for one in matrices)
+
+
+def test_costliest_first() -> None:
+    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
+    for place in range(4):
+        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, part=0, number=i) for i in range(4)]
+        (wave,) = waves_of(matrices, 10**9, "cpu")
+        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
+        large = owners.pop(place)
+        assert set(owners.values()) == {1 - large}
