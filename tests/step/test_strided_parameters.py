@@ -19,9 +19,10 @@ from live_bytes import LiveBytes
 from ranks.layouts import values
 from ranks.offload import late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
+from shardopt.kernels.dispatch import CpuCall
 from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
-from step_problem import params_of, tables_made
+from step_problem import params_of, step, tables_made
 from strided_problem import BF16, OPTIONS, assert_equal, make, reversed_dims, run, set_gradients
 
 STEPPED: list[tuple[str, dict[str, Any]]] = [
@@ -132,6 +133,28 @@ def test_no_memory_for_the_largest_copy_in_bytes() -> None:
                 optimizer.step()
             assert_same(everything(optimizer), before)
         optimizer.step()
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_no_memory_for_tables(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the memory that they need before any of them steps."""
+    optimizer = RULES["adamw"].make([Parameter(torch.zeros(width, 512).T) for width in (256, 300, 128)])
+    step(optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())  # tables are made anew
+    before, update, known = everything(optimizer), CpuCall.update, []
+
+    def refuse(self: CpuCall, *args: Any) -> None:
+        known.append(self)
+        if len(known) > place:
+            raise torch.OutOfMemoryError("out of memory")
+        update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuCall, "update", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(optimizer, 1)
+    assert_same(everything(optimizer), before)
+    step(optimizer, 1)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
