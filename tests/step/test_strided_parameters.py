@@ -95,11 +95,11 @@ def test_one_copy_at_a_time(strided_gradients: bool) -> None:
     params = [Parameter(torch.zeros(width, 512).T) for width in (256, 300, 128)]
     params.append(Parameter(torch.zeros(512, 1024)))
     optimizer = RULES["adamw"].make(params)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.zeros_like(param) if strided_gradients else torch.zeros(param.shape)
-        with LiveBytes() as live:
-            optimizer.step()
+    for param in params:
+        param.grad = torch.zeros_like(param) if strided_gradients else torch.zeros(param.shape)
+    optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
     assert live.most == 512 * 300 * 4 * (2 if strided_gradients else 1)
 
 
