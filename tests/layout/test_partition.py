@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard as ShardDim
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import Parameter
 
 from ranks.layouts import Shape
-from shardopt.layout import FlatShard, Placed, boxes
+from shardopt.layout import (
+    Division,
+    FlatShard,
+    Placed,
+    Region,
+    Shard,
+    UnknownShardError,
+    assign,
+    assign_later,
+    assigned,
+    boxes,
+    shard_of,
+)
 from shardopt.layout.partition import Cut, GridPartition, Partition, RangePartition
 from shardopt.sharding.dtensor import DTensorShard
 
@@ -60,7 +77,7 @@ def owners_of(shape: Shape, partition: Partition, offsets: int) -> torch.Tensor:
     return owners
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(drawn=st.one_of(grids(), flat_ranges()), data=st.data())
 def test_every_element_has_one_owner(drawn: tuple[Shape, Partition, int], data: st.DataObject) -> None:
     shape, partition, ranks = drawn
@@ -123,7 +140,7 @@ def _partitions_of(shape: Shape, mesh: Shape, placements: tuple[Any, ...]) -> li
 @pytest.mark.parametrize("mesh", [(4,), (3, 4), (2, 1, 2)], ids=str)
 def test_placements(shape: Shape, mesh: Shape) -> None:
     """All combinations of replicated and sharded dimensions are partitions, uneven ones too."""
-    options = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    options = [Replicate(), *(ShardDim(dim) for dim in range(len(shape)))]
     for placements in itertools.product(options, repeat=len(mesh)):
         assert all(_partitions_of(shape, mesh, placements))
 
@@ -131,7 +148,55 @@ def test_placements(shape: Shape, mesh: Shape) -> None:
 @pytest.mark.parametrize(("rows", "is_rule"), [(6, True), (14, True), (8, True), (7, False)])
 def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
     """Where the ranks of tensor parallel have equal parts, which FSDP2 may cut unevenly."""
-    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    placements = (_StridedShard(0, split_factor=2), ShardDim(0))
     assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
-    assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), Shard(0))) == [False] * 6
+    assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), ShardDim(0))) == [False] * 6
     assert _partitions_of((rows, 5), (3,), (_StridedShard(0, split_factor=2),)) == [False] * 3
+
+
+# Shards of parameters -------------------------------------------------------------------------------------------------
+
+
+def test_who_holds_all_of_it() -> None:
+    assert Shard((6, 10), (6, 10)).division is None
+    assert FlatShard((6, 10), 0, 60).division is None
+    whole, parts = Region(0, 6, 10, 10), (Region(0, 3, 10, 10), Region(30, 3, 10, 10))
+    assert Division(None, (whole, whole)).is_copied  # type: ignore[arg-type]
+    assert not Division(None, parts).is_copied  # type: ignore[arg-type]
+    for shard in (Shard((6, 10), (3, 10)), Shard((6, 10), (6, 5)), FlatShard((6, 10), 0, 59)):
+        with pytest.raises(UnknownShardError, match=r"division to say which ranks hold the rest"):
+            _ = shard.division
+
+
+def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:
+    params = [torch.zeros(2, 3) for _ in range(2)]
+    calls = []
+
+    def read() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise RuntimeError("not yet")
+        if len(calls) > 2:
+            for param in params:
+                assign(param, Shard((4, 3), (2, 3)))
+
+    assign(params[0], Shard((9, 3), (2, 3)))
+    assign_later(params, read)
+    assert calls == []
+    with pytest.raises(RuntimeError, match="not yet"):
+        shard_of(params[0])
+    assert assigned(params[0]) is None
+    assert [shard_of(param).global_shape for param in params] == [(4, 3), (4, 3)]
+    assign(params[1], Shard((5, 3), (2, 3)))
+    assert shard_of(params[1]).global_shape == (5, 3)
+    assert calls == [0, 1, 2]
+
+
+def test_a_parameter_is_pickled_without_its_shard() -> None:
+    """Frameworks put parameters into their checkpoints; a shard knows of process groups, which cannot be pickled."""
+    param = Parameter(torch.arange(6.0))
+    assign(param, FlatShard((2, 6), 0, 6, (6,), exchange=threading.Lock()))  # type: ignore[arg-type]
+    assert assigned(pickle.loads(pickle.dumps(param))) is None
+    assert assigned(copy.deepcopy(param)) in (None, assigned(param))
+    assign_later([param], threading.Lock().acquire)
+    assert assigned(pickle.loads(pickle.dumps(param))) is None

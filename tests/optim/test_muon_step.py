@@ -374,7 +374,7 @@ def test_state_without_second_moments() -> None:
 
 
 def test_second_moments_that_are_replaced_or_damaged() -> None:
-    """Those put into the state count in the next step; a state dict with some below zero is refused."""
+    """Moments put into the state count in the next step; a state dict with some below zero is refused."""
     untouched, replaced = (advance(normuon(), range(2)) for _ in range(2))
     state = replaced.state[params_of(replaced)[0]]
     state["second_momentum_buffer"] = torch.full_like(state["second_momentum_buffer"], 0.25)

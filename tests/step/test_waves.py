@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
-from shardopt.layout import Division
+from shardopt.layout import Division, Region
 from shardopt.layout.division import ranges
 from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, waves_of
 
 
-def matrix(rows: int, cols: int, ranks: int, **own: int) -> Matrix:
+def matrix(rows: int, cols: int, ranks: int, **own: Any) -> Matrix:
     """A matrix of a parameter by itself, in equal ranges; or whole on the only rank."""
     size, numel = -(-rows * cols // ranks), rows * cols
     regions = tuple(ranges([min(rank * size, numel) for rank in range(ranks + 1)]))
     division = Division(cast(Any, "all"), regions) if ranks > 1 else None
     given: dict[str, Any] = {"spec": None, "start": 0, "first": 0, "group": 0, "scale": 1.0, "row_decay": None}
     given |= {"division": division, "regions": regions, "newton_schulz": NewtonSchulz((QUINTIC,) * 5, 1e-7)}
-    return Matrix(rows=rows, cols=cols, row_ranges=((0, 0),) * ranks, **given, **own)
+    return Matrix(rows=rows, cols=cols, row_ranges=((0, 0),) * ranks, **{**given, **own})
 
 
 @st.composite
@@ -71,3 +71,25 @@ def test_waves(matrices: list[Matrix], memory: int) -> None:
     for one in matrices:
         loads[owner_of[id(one)]] += one.flops
     assert max(loads.values()) - min(loads.values()) <= max(one.flops for one in matrices)
+
+
+def test_costliest_first() -> None:
+    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
+    for place in range(4):
+        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, part=0, number=i) for i in range(4)]
+        (wave,) = waves_of(matrices, 10**9, "cpu")
+        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
+        large = owners.pop(place)
+        assert set(owners.values()) == {1 - large}
+
+
+def test_ranks_that_differ_have_waves_of_their_own() -> None:
+    parts, whole = tuple(ranges([0, 300, 600])), Region(0, 30, 20, 20)
+    one, other = (Division(cast(Any, name), parts) for name in ("one", "other"))
+    copies = Division(cast(Any, "one"), (whole, whole))
+    matrices = [
+        matrix(30, 20, 2, tensor=i, part=0, number=i, division=d, regions=d.regions if d else (whole,))
+        for i, d in enumerate([one, None, other, copies, one, None, copies])
+    ]
+    waves = waves_of(matrices, 10**9, "cpu")
+    assert [sorted(m.tensor for m in wave.matrices) for wave in waves] == [[0, 4], [1, 5], [2], [3, 6]]

@@ -132,64 +132,112 @@ def test_a_gradient_in_another_direction_is_found(monkeypatch: pytest.MonkeyPatc
         power_between(actual["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
 
 
+# Single operations ----------------------------------------------------------------------------------------------------
+
+
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight) + bias  # in two roundings, as in shardopt.unit
 
 
-def dropped(x: Tensor, p: float) -> Tensor:
-    torch.manual_seed(0)
-    return F.dropout(x, p)
+def seeded(function: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return function(x, 0.36)
+
+    return call
 
 
-def unit_dropped(x: Tensor, p: float) -> Tensor:
-    torch.manual_seed(0)
-    return unit.dropout(x, p)
+def free(function: Callable[..., Tensor], *more: Any) -> Callable[..., Tensor]:
+    return lambda *x: function(*x, *more, constrained=False)
 
 
-#: What is not in the transformer: unit-scaled, plain, the shapes of its inputs, and how many of them are no parameters.
-OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], int]] = {
-    "linear": (unit.linear, affine, [(3, 8, 24), (40, 24), (40,)], 1),
-    "matmul": (unit.matmul, torch.matmul, [(2, 8, 24), (2, 24, 5)], 2),
-    "gelu": (lambda x: unit.gelu(x, 0.5), lambda x: F.gelu(x * 0.5) / 0.5, [(8, 24)], 1),
-    "silu": (lambda x: unit.silu(x, 2.0), lambda x: x * torch.sigmoid(x * 2.0), [(8, 24)], 1),
-    "softmax": (lambda x: unit.softmax(x, 1, 2.0), lambda x: F.softmax(x * 2.0, 1), [(8, 24)], 1),
+def between(share: float, a: float, b: float) -> float:
+    return a ** (1 - share) * b**share
+
+
+LINEAR, PRODUCT, ROWS, QKV = [(3, 8, 20), (40, 20), (40,)], [(2, 8, 24), (2, 24, 5)], [(8, 24)], [(2, 3, 16, 8)] * 3
+NORM = [(8, 24), (24,), (24,)]
+GELU, SILU = between(0.5, 2, (2 / (1 - 1 / math.pi)) ** 0.5), between(0.5, 2, 2**0.5)
+SILU_2, SOFTMAX = between(16 / 17, 2, (2 / (1 - 1 / math.pi)) ** 0.5), between(0.5, 24, 24**0.5)
+ATTENTION, CAUSAL = 1 / between(1 / 9, 16**-0.5, 1), 1 / between(1 / 9, (math.log(16) / 16) ** 0.5, 1)
+
+#: Unit-scaled operation, the plain one, shapes of inputs and parameters, and the factors that docs/unit_scaling.md says
+#: the output and the gradients have. A loss is a mean, of which the plain gradients have the number of elements.
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]], list[float]]] = {
+    "linear": (unit.linear, affine, LINEAR, [20**-0.5, 20**-0.5, 24**-0.5, 24**-0.5]),
+    "linear, free": (free(unit.linear), affine, LINEAR, [20**-0.5, 40**-0.5, 24**-0.5, 24**-0.5]),
+    "readout": (unit.readout, affine, LINEAR, [1 / 20, 40**-0.5, 24**-0.5, 24**-0.5]),
+    "matmul": (unit.matmul, torch.matmul, PRODUCT, [24**-0.5] * 3),
+    "matmul, free": (free(unit.matmul), torch.matmul, PRODUCT, [24**-0.5, 5**-0.5, 8**-0.5]),
+    "gelu": (lambda x: unit.gelu(x, 0.5), lambda x: F.gelu(x * 0.5) / 0.5, ROWS, [GELU, GELU]),
+    "gelu, free": (free(unit.gelu, 0.5), lambda x: F.gelu(x * 0.5) / 0.5, ROWS, [GELU, SILU]),
+    "silu": (lambda x: unit.silu(x, 2.0), lambda x: x * torch.sigmoid(x * 2.0), ROWS, [SILU_2, SILU_2]),
+    "swiglu": (unit.swiglu, lambda x, gate: x * F.silu(gate), ROWS * 2, [SILU] * 3),
+    "softmax": (lambda x: unit.softmax(x, 1, 2.0), lambda x: F.softmax(x * 2.0, 1), ROWS, [SOFTMAX, SOFTMAX]),
+    "softmax, free": (free(unit.softmax, 1, 2.0), lambda x: F.softmax(x * 2.0, 1), ROWS, [SOFTMAX, 12**0.75]),
     "attention": (
         lambda *qkv: unit.attention(*qkv, causal=False, mult=2.0),
         lambda *qkv: F.scaled_dot_product_attention(*qkv, scale=0.25),
-        [(2, 3, 16, 8)] * 3,
-        3,
+        QKV,
+        [ATTENTION] * 4,
     ),
-    "layer_norm": (
-        lambda x, weight, bias: unit.layer_norm(x, weight, bias),
-        lambda x, weight, bias: F.layer_norm(x, (24,), weight, bias),
-        [(8, 24), (24,), (24,)],
-        1,
+    "causal attention": (
+        lambda *qkv: unit.attention(*qkv, causal=True, mult=2.0),
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, scale=0.25, is_causal=True),
+        QKV,
+        [CAUSAL] * 4,
     ),
-    "rms_norm": (unit.rms_norm, lambda x, weight: plain_norm(x) * weight, [(8, 24), (24,)], 1),
-    "add": (unit.add, torch.add, [(8, 24), (24,)], 2),
-    "dropout": (lambda x: unit_dropped(x, 0.5), lambda x: dropped(x, 0.5), [(8, 24)], 1),
-    "mse_loss": (unit.mse_loss, lambda x, y: F.mse_loss(x, y, reduction="sum") / 256, [(8, 32), (8, 32)], 2),
+    "layer_norm": (unit.layer_norm, lambda x, *affine: F.layer_norm(x, (24,), *affine), NORM, [1, 1, 8**-0.5, 8**-0.5]),
+    "rms_norm": (unit.rms_norm, lambda x, weight: plain_norm(x) * weight, NORM[:2], [1, 1, 8**-0.5]),
+    "embedding": (
+        lambda weight: unit.embedding(torch.arange(24) % 8, weight),
+        lambda weight: F.embedding(torch.arange(24) % 8, weight),
+        [(16, 8)],
+        [1, (16 / 24) ** 0.5],
+    ),
+    "add": (unit.add, torch.add, NORM[:2], [2**-0.5] * 3),
+    "add, free": (free(unit.add), torch.add, NORM[:2], [2**-0.5, 1, 8**-0.5]),
+    "dropout": (seeded(unit.dropout), seeded(F.dropout), ROWS, [0.8, 0.8]),
+    "mse_loss": (unit.mse_loss, F.mse_loss, [(8, 32)] * 2, [1, 256 * 8**-0.5, 256 * 8**-0.5]),
     "cross_entropy": (
         lambda x: unit.cross_entropy(x, torch.arange(8), 2.0),
-        lambda x: F.cross_entropy(x * 2.0, torch.arange(8), reduction="sum") / 8,
-        [(8, 24)],
-        1,
+        lambda x: F.cross_entropy(x * 2.0, torch.arange(8)),
+        ROWS,
+        [1, 8 * 24 / 23**0.5 / 2],
     ),
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The output has a factor, the gradients of all inputs have one, and each parameter has its own."""
-    draw_powers(monkeypatch, 5)
-    scaled, plain, shapes, inputs = OPERATIONS[name]
+def ratios(name: str, ratio: Callable[[Tensor, Tensor], float]) -> list[float]:
+    """Between the output, the gradients of inputs and of parameters, and those of the plain operation."""
+    scaled, plain, shapes, _ = OPERATIONS[name]
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
-    actual, expected = scaled(*leaves), plain(*leaves)
-    power_between(actual, expected)
-    upstream = torch.randn(actual.shape, dtype=torch.float64, generator=generator)
-    pairs = zip(
-        torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
-    )
-    ratios = [power_between(*pair) for pair in pairs]
-    assert len({*ratios[:inputs]}) <= 1
+    outputs = scaled(*leaves), plain(*leaves)
+    upstream = torch.randn(outputs[1].shape, dtype=torch.float64, generator=generator)
+    gradients = (torch.autograd.grad(output, leaves, upstream) for output in outputs)
+    return [ratio(*outputs), *(ratio(*pair) for pair in zip(*gradients, strict=True))]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The page's factors, and nothing but factors: with powers of two in their place all elements have the same."""
+    found = ratios(name, lambda a, b: float(a.detach().norm() / b.detach().norm()))
+    assert found == pytest.approx(OPERATIONS[name][-1], rel=2.0**-40)
+    draw_powers(monkeypatch, 5)
+    ratios(name, power_between)
+
+
+@pytest.mark.parametrize(("mult", "ratio"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.3)])
+def test_residual_weights(mult: float, ratio: float) -> None:
+    """Layers of a kind have equal shares in the last sum, as these options say; that of squares is 1."""
+    x = torch.eye(7, dtype=torch.float64)  # the embedding, and what each layer adds
+    total = x[0]
+    for layer, tau in zip(x[1:], unit.residual_weights(6, mult, ratio), strict=True):
+        branch, skip = unit.residual_split(total, tau)
+        total = unit.residual_add(branch * 0 + layer, skip, tau)
+        assert total[: int(layer.argmax()) + 1].square().sum() == pytest.approx(1)
+    embedding, attention, mlp = total[0], total[1::2], total[2::2]
+    torch.testing.assert_close(attention, ratio * mlp)
+    assert torch.allclose(mlp, mlp[0])
+    assert total[1:].square().sum() == pytest.approx(2 * (mult * float(embedding)) ** 2)
