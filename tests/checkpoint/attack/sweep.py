@@ -24,7 +24,7 @@ from attack.forked import HUNG, Outcome, fault, shown, summary
 SWEEPS = {
     **{name: name for name in ("hostile", "damage", "releases", "cached_steps")},
     **dict.fromkeys(("race", "pairs", "forks"), "two_processes"),
-    **dict.fromkeys(("interrupts", "kills"), "signals"),
+    "kills": "signals",
     **{name: name for name in ("differing", "submeshes")},
 }
 

@@ -23,7 +23,6 @@ COUNTS = {
     "race": (20, 2000),
     "pairs": (6, 160),
     "forks": (3, 100),
-    "interrupts": (6, 160),
     "damage": (16, 1500),
     "kills": (6, 400),
     "releases": (6, 500),
