@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 import shardopt
 from helpers import CASES
-from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same, snapshot
 from slow_cases import slow
 
@@ -172,13 +171,3 @@ def test_with_released_gradients(released: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(run, expected)
-
-
-@pytest.mark.parametrize("offload", ["state", "step"])
-def test_with_offload(offload: str) -> None:
-    with offload_from_cpu():
-        run, expected = make("adamw", offload=offload), make("adamw", offload=offload)
-        get_optimizer_state_dict(*run)
-        advance(*run)
-        advance(*expected)
-        assert_alike(run, expected)

@@ -24,15 +24,6 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     warn_of_one_thread.cache_clear()
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_warns_once() -> None:
-    with pytest.warns(RuntimeWarning, match=MESSAGE):
-        warn_of_one_thread(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_one_thread(2)
-
-
 @pytest.mark.parametrize(("threads", "ranks"), [(2, 2), (1, 12), (1, 24)])
 def test_does_not_warn(monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -534,7 +534,8 @@ def _text(rng: Random, state: State) -> str:
 #: The more often, the more likely.
 MUTATIONS: list[Callable[[Random, State], str]] = [
     *([_replace, _number] * 5),
-    *([_exchange, _option, _list] * 3),
+    *([_exchange, _list] * 5),
+    *([_option] * 3),
     *([_delete, _rename, _add, _rule, _extra, _rows] * 2),
     *(_sum, _shape, _table, _duplicate_key, _text),
 ]
