@@ -79,23 +79,6 @@ def test_loading_other_weights(weights: str) -> None:
         )
 
 
-@pytest.mark.parametrize("weights", ["bf16 24", "fp16 32"])
-def test_steps_go_on_from_what_was_loaded(weights: str) -> None:
-    """A new optimizer over other parameters, given weights and then a state dict, is the old one."""
-    dtype, options = ALL[weights]
-    optimizer = trained(weights)
-    params, other = make("adamw", "log8", {name: x * 2 for name, x in start(dtype).items()}, **options)
-    saved = optimizer.full_precision_parameters()
-    other.load_full_precision_parameters(dict(zip(params.values(), saved.values(), strict=True)))
-    assert_same(named(other.full_precision_parameters()), named(saved))
-    other.load_state_dict(optimizer.state_dict())
-    own = dict(zip(params, saved, strict=True))
-    for t in (3, 4):
-        step(optimizer, own, gradients(t, dtype))
-        step(other, params, gradients(t, dtype))
-    assert_same(everything(other), everything(optimizer))
-
-
 WRONG: list[tuple[Callable[[dict[Tensor, Tensor]], Any], type[Exception], str]] = [
     (
         lambda weights: dict(list(weights.items())[1:]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import RULES
+from shardopt.kernels import transfers_cuda
+from shardopt.state import host_threads
 
 ROWS, COLS = 64, 1024
 
@@ -96,3 +99,21 @@ def test_shared_storage_counts_once() -> None:
     buffer = torch.zeros(2 * ROWS * COLS)
     report = shardopt.memory_report(shardopt.AdamW8bit([Parameter(half.view(ROWS, COLS)) for half in buffer.chunk(2)]))
     assert report.host.parameters == 4 * report.numel == 4 * buffer.numel()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("offload", ["step", "state"])
+def test_the_first_step_of_a_cpu_in_one_thread_warns(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+    """Where a GPU's step is offloaded to it."""
+    monkeypatch.setattr(transfers_cuda, "CudaTransfers", lambda *args, **options: None)
+    monkeypatch.setattr(host_threads, "_cores", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    host_threads.warn_of_one_thread.cache_clear()
+    residency = shardopt.AdamW([Parameter(torch.zeros(2))])._internals.residency
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for device in ("cuda", "cuda", "cpu"):
+            residency.transfers(torch.device(device), offload)
+    host_threads.warn_of_one_thread.cache_clear()
+    message = "got 1 thread for the CPU's steps, expected up to 6"
+    assert [message in str(each.message) for each in caught] == ([True] if offload == "step" else [])

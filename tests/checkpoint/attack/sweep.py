@@ -25,7 +25,7 @@ SWEEPS = {
     **{name: name for name in ("hostile", "damage", "releases", "cached_steps")},
     **dict.fromkeys(("race", "pairs", "forks"), "two_processes"),
     "kills": "signals",
-    **{name: name for name in ("differing", "submeshes")},
+    "submeshes": "submeshes",
 }
 
 
