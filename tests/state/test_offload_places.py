@@ -203,20 +203,6 @@ def test_copies_are_waited_for_before_memory_goes() -> None:
         assert Noting.waits == before + 1
 
 
-def test_replaced_parameters_let_their_budget_go() -> None:
-    """But as long as their state is there, it counts."""
-    params = [parameter() for _ in range(3)]
-    optimizer = make(params[0], device_state_budget=SIZE)
-    step(optimizer, params[0])
-    optimizer.param_groups[0]["params"][0] = params[1]
-    step(optimizer, params[1])
-    assert offloads(optimizer, *params[:2]) == [None, "state"]
-    optimizer.state.clear()
-    optimizer.param_groups[0]["params"][0] = params[2]
-    step(optimizer, params[2])
-    assert offloads(optimizer, params[2]) == [None]
-
-
 def test_sizes() -> None:
     sizes = [(0, 0), (7, 7), ("12", 12), ("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("64KiB", 1 << 16)]
     assert [bytes_of(size) for size, _ in sizes] == [expected for _, expected in sizes]
