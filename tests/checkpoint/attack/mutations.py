@@ -353,7 +353,7 @@ def _with_rule(rng: Random, state: State, line: Json) -> str:
     rule: Json = {key: line.pop(key) for key in RULE if key in line}
     try:
         files = files_of_elements({**line, **rule}) if 0 not in shape and math.prod(shape) < 2**16 else None
-    except (TypeError, ValueError, OverflowError):
+    except (IndexError, TypeError, ValueError, OverflowError):
         files = None  # of a shape that has another rule
     if how == "the same by parts" and files is not None:  # harmless
         rule = {"parts": [list(part) for part in rectangles(files)]}
