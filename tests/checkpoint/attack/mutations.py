@@ -249,8 +249,9 @@ def _delete(rng: Random, state: State) -> str:
 def _rename(rng: Random, state: State) -> str:
     place = some_place(rng, state.tree, lambda place, value: isinstance(place[-1], str) and not is_in_rows(place))
     owner = at(state.tree, place[:-1])
+    others = [key for key in owner if key != "tables"]
     odd = ["optimizer.", "extra.", "model.", "optimizer", "optimizer.weight.", ".step"]
-    new = rng.choice([place[-1] + "_", place[-1].upper(), rng.choice(odd), rng.choice([*owner]), rng.choice(NAMES)])
+    new = rng.choice([place[-1] + "_", place[-1].upper(), rng.choice(odd), rng.choice(others), rng.choice(NAMES)])
     owner[new] = owner.pop(place[-1])
     return f"{shown_place(place)} is now called {shown(new)}"
 
