@@ -51,67 +51,39 @@ def memory_of(saving: Future[None]) -> int:
     return saving.stager._buffer.data_ptr()
 
 
-def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path, may_write: threading.Event) -> None:
-    """As long as its future is there, and not before it is complete."""
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_async_save_takes_the_memory_of_the_last_one(tmp_path: Path, may_write: threading.Event, on_disk: bool) -> None:
+    """As long as its future is there, and not before it is complete. On a disk, in files without names."""
     model, optimizer = trained()
     expected, saves = [], []
+    staging = tmp_path / "staging" if on_disk else None
+    (tmp_path / "staging").mkdir()
+
+    def save(number: int) -> Future[None]:
+        return shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer, staging_dir=staging)
+
     for number in range(2):
         expected.append(everything(model, optimizer))
-        saves.append(shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer))
+        saves.append(save(number))
         step_with(model, optimizer, number)
+    assert not saves[0].cancel()
+    assert not saves[0].done()
     may_write.set()
     for saving in saves:
         saving.result()
     assert memory_of(saves[0]) != memory_of(saves[1])
     expected.append(everything(model, optimizer))
-    saves.append(shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer))
+    saves.append(save(2))
     assert memory_of(saves[2]) == memory_of(saves[1])
     saves[2].result()
     for number in range(3):
         assert_loads(tmp_path / str(number), expected[number])
+    assert os.listdir(tmp_path / "staging") == []
     memory = weakref.ref(saves[2].stager)
     del saving
     saves.clear()
     gc.collect()
     assert memory() is None
-
-
-def test_async_save_cannot_be_cancelled(tmp_path: Path, may_write: threading.Event) -> None:
-    """The next save takes other memory as long as the copies are being written."""
-    model, optimizer = trained()
-    expected = everything(model, optimizer)
-    first = shardopt.checkpoint.async_save(tmp_path / "first", model, optimizer)
-    cancelled, done = first.cancel(), first.done()
-    step_with(model, optimizer, 50)
-    second = shardopt.checkpoint.async_save(tmp_path / "second", model, optimizer)
-    may_write.set()
-    first.result()
-    second.result()
-    assert not cancelled
-    assert not done
-    assert_loads(tmp_path / "first", expected)
-
-
-def test_copies_on_a_local_disk(tmp_path: Path) -> None:
-    """In a file without a name, which the next save takes again."""
-    staging = tmp_path / "staging"
-    staging.mkdir()
-    model, optimizer = trained()
-    expected, saves = [], []
-    for number in range(2):
-        expected.append(everything(model, optimizer))
-        saves.append(
-            shardopt.checkpoint.async_save(tmp_path / str(number), model, optimizer, staging_dir=staging, epoch=number)
-        )
-        step_with(model, optimizer, number)
-        saves[-1].result()
-        assert os.listdir(staging) == []
-    assert memory_of(saves[0]) == memory_of(saves[1])
-    for number in range(2):
-        assert assert_loads(tmp_path / str(number), expected[number]) == {"epoch": number}
-    in_memory = shardopt.checkpoint.async_save(tmp_path / "2", model, optimizer)
-    in_memory.result()
-    assert memory_of(in_memory) != memory_of(saves[1])
 
 
 def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

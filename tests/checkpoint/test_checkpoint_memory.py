@@ -46,11 +46,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("freed", [True, False])
-@pytest.mark.parametrize("saves", [save, async_save])
 @pytest.mark.parametrize("which", WRONG)
-def test_a_storage_that_is_too_small_is_not_saved(
-    tmp_path: Path, which: str, saves: Callable[..., Any], freed: bool
-) -> None:
+def test_a_storage_that_is_too_small_is_not_saved(tmp_path: Path, which: str, freed: bool) -> None:
+    saves = save if freed else async_save
     model, optimizer = trained()
     save(tmp_path, model, optimizer)
     before = sorted((path.name, path.read_bytes()) for path in tmp_path.iterdir())
@@ -138,16 +136,9 @@ def test_views_whose_memory_has_other_values(tmp_path: Path, view: str, saves: C
         future.result()
     target = nn.Module()
     for name in model.state_dict():
-        setattr(target, name, nn.Buffer(torch.zeros_like(plain)))
+        setattr(target, name, nn.Buffer(torch._neg_view(torch.ones_like(plain))))
     assert torch.equal(load(tmp_path, target).extra["extra"], plain)
     assert all(torch.equal(tensor, plain) for tensor in target.state_dict().values())
-
-
-def test_a_negative_view_is_loaded_into(tmp_path: Path) -> None:
-    save(tmp_path, nn.ParameterDict({"weight": values((7, 130), 3)}))
-    model = nn.ParameterDict({"weight": torch._neg_view(torch.ones(7, 130))})
-    load(tmp_path, model)
-    assert torch.equal(model["weight"], values((7, 130), 3))
 
 
 @pytest.mark.parametrize("saves", [save, async_save])

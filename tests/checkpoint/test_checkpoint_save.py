@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import pickle
 import secrets
@@ -13,8 +14,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import filelock
@@ -92,6 +94,39 @@ def test_any_other_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
             shardopt.checkpoint.save(tmp_path, Two(2))
     assert threading.active_count() == before
     assert_only(tmp_path, seed=1)
+
+
+@pytest.mark.parametrize("interrupted", [saved, assert_holds])
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[[Path, int], None]) -> None:
+    """At calls of functions, among which are those that Python makes: the folder stays whole, and all threads end."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)  # in a destructor Python itself ignores it
+    saved(tmp_path, 2)
+    before, raised = threading.active_count(), []
+    for at in itertools.count(1, 41):
+        calls = itertools.count(1)
+
+        def entered(frame: FrameType, event: str, argument: Any, calls: Iterator[int] = calls, at: int = at) -> None:
+            if event == "call" and next(calls) == at:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+        sys.setprofile(entered)
+        try:
+            interrupted(tmp_path, 2)
+        except BaseException as error:  # another one only where clean-up failed after the interrupt
+            raised.append({type(error), type(error.__context__)})
+        finally:
+            sys.setprofile(None)
+        while threading.active_count() > before:
+            time.sleep(0.01)
+        assert_holds(tmp_path, 2)
+        if next(calls) <= at:
+            break
+    assert len(raised) > 10
+    assert all(KeyboardInterrupt in types for types in raised)
+    saved(tmp_path, 3)
+    assert_only(tmp_path, 3)
 
 
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,24 +32,18 @@ DTYPES = [torch.uint8, torch.int8, torch.float32, torch.bfloat16, torch.float16,
 SHAPES = [(9 << 20,), (2, 9 << 20), (1, 2, 9000, 1001), (), (1,), (0,), (0, 5), (5, 0), (130, 3)]
 
 
-def test_any_shape(tmp_path: Path) -> None:
+def test_any_shape_dtype_and_strides(tmp_path: Path) -> None:
     """Chunks have at most 8 MiB, and begin at multiples of 64 bytes."""
-    extra = {str(number): values_of(shape, torch.uint8, number) for number, shape in enumerate(SHAPES)}
-    shardopt.checkpoint.save(tmp_path, nn.Identity(), **extra)
-    found = shardopt.checkpoint.load(tmp_path, nn.Identity()).extra
-    assert all(torch.equal(found[key], tensor) for key, tensor in extra.items())
-    ((*chunks,),) = read_saved(tmp_path).tables
-    assert max(torch.Size(chunk.shape).numel() for chunk in chunks) <= 8 << 20
-    assert all(chunk.position % 64 == 0 for chunk in chunks)
-
-
-def test_any_dtype_and_strides(tmp_path: Path) -> None:
-    extra: dict[str, Any] = {str(dtype): values_of((7, 40), dtype) for dtype in DTYPES}
+    extra: dict[str, Any] = {str(n): values_of(shape, torch.uint8, n) for n, shape in enumerate(SHAPES)}
+    extra |= {str(dtype): values_of((7, 40), dtype) for dtype in DTYPES}
     extra |= {"transposed": extra["torch.float32"].t(), "strided": extra["torch.float16"][::3, 1::2]}
     shardopt.checkpoint.save(tmp_path, nn.Identity(), **extra)
     found = shardopt.checkpoint.load(tmp_path, nn.Identity()).extra
     for key, tensor in extra.items():
         assert (found[key].dtype, found[key].shape, bits(found[key])) == (tensor.dtype, tensor.shape, bits(tensor))
+    ((*chunks,),) = read_saved(tmp_path).tables
+    assert max(torch.Size(chunk.shape).numel() for chunk in chunks) <= 8 << 20
+    assert all(chunk.position % 64 == 0 for chunk in chunks)
 
 
 def test_only_what_is_needed_is_read_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,21 +223,21 @@ def test_the_newest_stay(tmp_path: Path, keep_last: int | None, left: Sequence[i
     assert names(tmp_path) == ["step-12"]
 
 
-#: By kind of an older folder: whether it is a checkpoint of the run, and the files that stay if it goes; None if not.
-OLDER: dict[str, tuple[bool, list[str] | None]] = {
-    "whole": (True, []),
-    "whole, notes": (True, ["notes.txt"]),
-    "data": (False, []),
-    "data, notes": (False, ["notes.txt"]),
-    "lock": (False, []),
-    "unfinished": (False, []),
-    "nothing": (False, []),
-    "notes": (False, None),
-    "whole, damaged": (False, None),
-    "another's": (False, None),
-    "data, locked": (False, None),
-    "link": (False, None),
-    "file": (False, None),
+STRAY = "0123456789abcdef-0.bin"
+#: By kind of an older folder: whether it is a checkpoint of the run, files that are there (or as well), and the files
+#: that stay if it goes; None if it stays.
+OLDER: dict[str, tuple[bool, list[str], list[str] | None]] = {
+    "whole": (True, [], []),
+    "whole, notes": (True, ["notes.txt"], ["notes.txt"]),
+    "data": (False, [STRAY, f"{INDEX}.0123456789abcdef"], []),
+    "data, notes": (False, [STRAY, "notes.txt"], ["notes.txt"]),
+    "lock": (False, [LOCK], []),
+    "nothing": (False, [], []),
+    "notes": (False, ["notes.txt"], None),
+    "whole, damaged": (False, [], None),
+    "another's": (False, [INDEX], None),
+    "data, locked": (False, [STRAY], None),
+    "link": (False, [], None),
 }
 
 
@@ -252,24 +246,13 @@ def fill(folder: Path, kind: str) -> None:
         save(folder.parent.parent, 1, name="archived-{}")
         folder.symlink_to(folder.parent.parent / "archived-1")
         return
-    if kind == "file":
-        folder.touch()
-        return
     folder.mkdir()
     if "whole" in kind:
         shardopt.checkpoint.save(folder, nn.Linear(3, 2))
-    if "data" in kind:
-        (folder / "0123456789abcdef-0.bin").write_bytes(b"data")
-    if kind in ("lock", "unfinished"):
-        (folder / LOCK).touch()
-    if kind == "unfinished":
-        (folder / f"{INDEX}.0123456789abcdef").write_text("{")
-    if "notes" in kind:
-        (folder / "notes.txt").touch()
+    for name in OLDER[kind][1]:
+        (folder / name).write_text('{"someone": "else"}')
     if kind == "whole, damaged":
         flip(folder / INDEX, 50)
-    if kind == "another's":
-        (folder / INDEX).write_text('{"someone": "else"}')
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -280,15 +263,16 @@ def test_only_older_checkpoints_and_what_saves_left_go(tmp_path: Path, keep_last
         shardopt.checkpoint.save(runs / folder, nn.Linear(3, 2))
     for step, kind in enumerate(OLDER):
         fill(runs / f"step-{step}", kind)
+    (runs / "step-12").touch()
     before = {path.name: names(path) if path.is_dir() else None for path in runs.iterdir()}
     lock = FileLock(runs / f"step-{list(OLDER).index('data, locked')}" / LOCK)
     lock.acquire()
-    before[Path(lock.lock_file).parent.name] = ["0123456789abcdef-0.bin", LOCK]
+    before[Path(lock.lock_file).parent.name] = [STRAY, LOCK]
     save(runs, 20, keep_last)
     found = {path.name: names(path) if path.is_dir() else None for path in runs.iterdir()}
     assert len(found.pop("step-20") or ()) == 3
     kept = 1
-    for step, (is_checkpoint, left) in reversed(list(enumerate(OLDER.values()))):
+    for step, (is_checkpoint, _, left) in reversed(list(enumerate(OLDER.values()))):
         kept += is_checkpoint
         if left is not None and (kept > keep_last or not is_checkpoint):
             before[f"step-{step}"] = left

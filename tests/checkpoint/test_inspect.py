@@ -16,17 +16,10 @@ from shardopt.__main__ import main
 from shardopt.checkpoint import CheckpointError, load, save
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16())
-        self.bias = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-        self.register_buffer("seen", torch.tensor([3.0, 5.0]))
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    model = Small()
+    model = nn.Linear(128, 64, dtype=torch.bfloat16)
+    model.register_buffer("seen", torch.tensor([3.0, 5.0]))
     optimizer = shardopt.AdamW4bit(model.parameters(), master_weight_bits=24)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -68,11 +61,10 @@ def test_without_an_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "param group 0: got no parameters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("position", [7, 100])
-def test_damage_is_an_error(saved: Path, position: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data,) = saved.glob("*.bin")
     content = bytearray(data.read_bytes())
-    content[position] ^= 1
+    content[100] ^= 1
     data.write_bytes(content)
     assert main(["inspect", str(saved)]) == 1
     assert "checksum" in capsys.readouterr().err

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shardopt
-from attack.index_file import read_index, write_fitting, write_index
+from attack.index_file import read_index, read_saved, write_index
+from attack.mutations import State
 from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import snapshot_of, step_with
@@ -237,9 +238,10 @@ def test_damage(tmp_path: Path, edit: str) -> None:
     model = _model()
     optimizer = _stepped(Counting, model)
     shardopt.checkpoint.save(tmp_path, model, optimizer)
-    index = read_index(tmp_path)
-    EDITS[edit](index)
-    write_fitting(tmp_path, index)
+    state = State(read_saved(tmp_path))
+    EDITS[edit](state.tree)
+    state.fit_names()
+    state.write(tmp_path)
     trained(optimizer, list(model))
     before, groups = bits(list(model), optimizer), repr(optimizer.param_groups)
     with pytest.raises(CheckpointError) as raised:

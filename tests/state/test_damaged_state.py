@@ -15,7 +15,6 @@ from torch import Tensor
 import shardopt
 from helpers import everything
 from ranks.snapshot import assert_same
-from shardopt.codec import CODECS
 from test_state_dict import advance, made, params_of
 
 NAN, INF = math.nan, math.inf
@@ -76,31 +75,25 @@ SQ_SCALES = MATRIX_GOT + "exp_avg_sq_codes with exp_avg_sq_scales"
 #: Codecs, changes of a state dict, and what loading it says.
 DAMAGE: list[tuple[str, Change, str]] = [
     ("log8", put("exp_avg_scales", NAN, 5, 1), MATRIX_GOT + "exp_avg_codes with exp_avg_scales"),
-    ("companded8", put("exp_avg_scales", -1.0, 5, 1), MATRIX_GOT + "exp_avg_codes with exp_avg_scales"),
     ("dynamic8", put("exp_avg_sq_scales", INF, 5, 1), SQ_SCALES),
-    *(("log8", put("exp_avg_sq_scales", scale, 5, 1, 0), SQ_SCALES) for scale in (NAN, -INF, -1.0)),
-    *(("log8", put("exp_avg_sq_scales", step, 5, 1, 1), SQ_SCALES) for step in (NAN, -1.0, 0.0, 1.5, 2e6)),
+    *(("log8", put("exp_avg_sq_scales", step, 5, 1, 1), SQ_SCALES) for step in (NAN, 0.0, 1.5, 2e6)),
     ("log8", code_in_a_block_of_zeros, SQ_SCALES),
     ("log8", infinite_product, MATRIX_GOT + "exp_avg_codes with exp_avg_scales and exp_avg_sq_scales that stands for"),
     ("fp32", put("exp_avg", NAN), MATRIX_GOT + "exp_avg that stands for NaN"),
-    ("bf16", put("exp_avg_sq", -1.0), MATRIX_GOT + "exp_avg_sq that stands for NaN"),
     (
         "log8",
         lambda s: s["state"][VECTOR].update(exp_avg=torch.full((300,), -INF)),
         VECTOR_GOT + "exp_avg that stands for NaN",
     ),
     ("log8", lambda s: s["state"].update({MATRIX: [1]}), MATRIX_GOT + "its state as"),
-    ("log8", lambda s: s["state"].update({MATRIX: {1: 2}}), MATRIX_GOT + "its state"),
     (
         "log8",
         lambda s: s["state"][MATRIX].update(exp_avg_codes=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         MATRIX_GOT + "values that cannot be read",
     ),
     ("log8", lambda s: s.update(state=[]), "got a state dict with state as list"),
-    ("log8", lambda s: s.pop("state"), "got a state dict with state as NoneType"),
     ("log8", lambda s: s.pop("param_groups"), "got a state dict with"),
     ("log8", lambda s: s.update(param_groups=[[0]]), "param group 0: got list, expected a dict"),
-    ("log8", lambda s: s["param_groups"][0].pop("params"), "param group 0: got params as None"),
     ("log8", lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got params as"),
     (
         "log8",
@@ -113,8 +106,6 @@ DAMAGE: list[tuple[str, Change, str]] = [
         "param group 0: nonfinite: got tensor",
     ),
     ("log8", lambda s: s["param_groups"][0].update(lr=NAN), "param group 0: lr"),
-    ("log8", lambda s: s["param_groups"][0].update(betas=(2, 3)), "param group 0: betas"),
-    ("log8", lambda s: s["param_groups"][0].update(eps=None), "param group 0: eps"),
 ]
 
 
@@ -163,13 +154,10 @@ def test_scales_whose_product_no_element_has() -> None:
 
 WRONG_STEPS: dict[str, object] = {
     "nan": torch.tensor(NAN),
-    "negative": torch.tensor(-5.0),
     "a fraction": torch.tensor(1.5),
     "beyond the kernels' integers": torch.tensor(1e30),
     "complex": torch.tensor(1j),
-    "three": torch.ones(3),
     "sparse": torch.ones(1).to_sparse(),
-    "text": "3",
     "nothing": None,
     "a large number": 10**400,
 }
@@ -209,33 +197,6 @@ def test_layouts() -> None:
     advance(optimizer, range(2, 3), torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("codec", "strided"),
-    [
-        ("log8", lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)),
-        ("bf16", lambda x: torch.stack([x, x], -1)[..., 0]),
-    ],
-)
-def test_dense_entries_may_have_any_strides(codec: str, strided: Callable[[Tensor], Tensor]) -> None:
-    """Loaded tensors are copied, so that the kernels can step them."""
-    optimizer, other = (made("adamw", torch.bfloat16, codec=codec, master_weight_bits=32) for _ in range(2))
-    advance(optimizer, range(2), torch.bfloat16)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    for state in state_dict["state"].values():
-        state.update({key: strided(x) if x.dim() > 1 else x for key, x in state.items()})
-    other.load_state_dict(state_dict)
-    for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
-        assert_same(mine, theirs)
-        assert all(entry.is_contiguous() for entry in mine.values())
-
-
-def test_parameters_are_named_as_the_optimizer_knows_them() -> None:
-    optimizer = shardopt.AdamW8bit([(f"layer.{index}", param) for index, param in enumerate(params_of())])
-    state_dict = of_torch()
-    put("exp_avg", NAN)(state_dict)
-    assert_refused(optimizer, state_dict, "layer.0: got exp_avg that stands for NaN")
-
-
 def test_a_run_that_diverged_says_so() -> None:
     """With nonfinite="propagate" the state is as torch's would be: such a state is saved, and not loaded."""
     (param,) = params = [torch.nn.Parameter(torch.ones(7))]
@@ -244,18 +205,3 @@ def test_a_run_that_diverged_says_so() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match=r"the run had diverged when it was saved, .* load an earlier one"):
         shardopt.AdamW8bit(params).load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("codec", ["log8", "dynamic8", "fp32"])
-@pytest.mark.parametrize(("rule", "moment"), [("lion", "exp_avg"), ("momentum", "momentum_buffer")])
-def test_moments_of_other_rules(rule: str, moment: str, codec: str) -> None:
-    optimizer = made(rule, codec=codec)
-    advance(optimizer, range(1))
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    put(f"{moment}_scales" if CODECS[codec].blockwise else moment, NAN)(state_dict)
-    assert_refused(optimizer, state_dict, MATRIX_GOT + moment)
-
-
-@pytest.mark.parametrize("state_dict", [None, [], "state"], ids=repr)
-def test_something_that_is_no_dict(state_dict: Any) -> None:
-    assert_refused(made("adamw"), state_dict, "got a state dict with state as NoneType")

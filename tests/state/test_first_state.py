@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import shardopt
 from helpers import CASES
-from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same, snapshot
 from slow_cases import slow
 
@@ -99,32 +98,6 @@ def test_the_run_is_that_without_it(rule: str, way: str) -> None:
     assert_alike(run, expected)
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "options"),
-    [
-        ("adamw", torch.bfloat16, {"master_weight_bits": 24}),
-        ("prodigy", torch.float16, {"master_weight_bits": 32}),
-        ("adamw", torch.float32, {"codec": "log4"}),
-        ("torch.AdamW", torch.float32, {}),
-    ],
-)
-def test_a_state_dict_from_before_the_first_step_loads(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Into a new optimizer, and into one that has gone on."""
-    expected = make(rule, dtype, **options)
-    advance(*expected)
-    model, optimizer = make(rule, dtype, **options)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    for used in (False, True):
-        loaded = make(rule, dtype, **options)
-        if used:
-            first = copy.deepcopy(loaded[0].state_dict())
-            advance(*loaded)
-            loaded[0].load_state_dict(first)
-        set_optimizer_state_dict(*loaded, saved)
-        advance(*loaded)
-        assert_alike(loaded, expected)
-
-
 @pytest.mark.parametrize("by", ["reset", "load"])
 def test_after_the_state_was_forgotten(by: str) -> None:
     expected, run = make("adamw"), make("adamw")
@@ -172,13 +145,3 @@ def test_with_released_gradients(released: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(run, expected)
-
-
-@pytest.mark.parametrize("offload", ["state", "step"])
-def test_with_offload(offload: str) -> None:
-    with offload_from_cpu():
-        run, expected = make("adamw", offload=offload), make("adamw", offload=offload)
-        get_optimizer_state_dict(*run)
-        advance(*run)
-        advance(*expected)
-        assert_alike(run, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import RULES
+from shardopt.kernels import transfers_cuda
+from shardopt.state import host_threads
 
 ROWS, COLS = 64, 1024
 
@@ -76,22 +79,6 @@ def test_docstrings_tell_the_bytes(rule: str, codec: str, statement: str) -> Non
     assert round(per_parameter(rule, codec), 3) == (float(number[0]) if number else 0)
 
 
-def test_the_ledger_of_adamw_adds_up() -> None:
-    """The docstring's table: codes and scales of each moment."""
-    doc = shardopt.AdamW.__doc__
-    assert doc is not None
-    entries = dict(re.findall(r"(exp_avg(?:_sq)?_(?:codes|scales))\s+(\d+(?: / \d+)?)", doc))
-    for codec in ("log8", "companded8", "dynamic8"):
-        optimizer = stepped("adamw", codec=codec)
-        (state,) = optimizer.state.values()
-        for name, value in entries.items():
-            others = re.search(rf"{name}\s+[\d /]*\(log8\), (\d+ / \d+) \(others\)", doc)
-            value = others[1] if others and codec != "log8" else value
-            parts = [float(part) for part in value.split("/")]
-            assert state[name].nbytes / (ROWS * COLS) == parts[0] / (parts[1] if len(parts) > 1 else 1)
-    assert len(entries) == 4
-
-
 def test_other_optimizers_and_other_things() -> None:
     """An engine of DeepSpeed is no optimizer: its message says which part of it to pass."""
     theirs = torch.optim.AdamW([param := Parameter(torch.zeros(ROWS, COLS))])
@@ -114,9 +101,19 @@ def test_shared_storage_counts_once() -> None:
     assert report.host.parameters == 4 * report.numel == 4 * buffer.numel()
 
 
-def test_printed() -> None:
-    text = str(shardopt.memory_report(stepped("adamw")))
-    assert text.splitlines()[0] == f"{ROWS * COLS:,} parameters on this rank"
-    for kind in ("parameters", "gradients", "state", "scales", "master_weights", "total"):
-        assert re.search(rf"^{kind} ", text, re.MULTILINE)
-    assert "10.094" in text  # parameters, gradients, codes and scales
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("offload", ["step", "state"])
+def test_the_first_step_of_a_cpu_in_one_thread_warns(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+    """Where a GPU's step is offloaded to it."""
+    monkeypatch.setattr(transfers_cuda, "CudaTransfers", lambda *args, **options: None)
+    monkeypatch.setattr(host_threads, "_cores", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    host_threads.warn_of_one_thread.cache_clear()
+    residency = shardopt.AdamW([Parameter(torch.zeros(2))])._internals.residency
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for device in ("cuda", "cuda", "cpu"):
+            residency.transfers(torch.device(device), offload)
+    host_threads.warn_of_one_thread.cache_clear()
+    message = "got 1 thread for the CPU's steps, expected up to 6"
+    assert [message in str(each.message) for each in caught] == ([True] if offload == "step" else [])

@@ -19,7 +19,6 @@ from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory
 from shardopt.state.options import bytes_of
-from shardopt.state.tensor_state import TensorState
 
 SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
 FROZEN = {"requires_grad": False}
@@ -59,20 +58,6 @@ def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | N
     return [optimizer._internals.residency.of(param).offload for param in params]
 
 
-def test_budget_is_for_what_would_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Column shards, whose state always stays, take nothing of it, also from parameters that are added later."""
-    monkeypatch.setattr(TensorState, "exchanges_columns", property(lambda spec: spec.shard.global_shape == (8, 8)))
-    columns, first, later = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (9, 9), (9, 9)))
-    size = 2 * 4 * first.numel()
-    optimizer = shardopt.AdamW8bit([columns, first], codec="fp32", offload="state", device_state_budget=2 * size)
-    places = [optimizer._internals.residency.of(param).offload for param in (columns, first)]
-    optimizer.add_param_group({"params": [later]})
-    assert [*places, optimizer._internals.residency.of(later).offload] == [None, None, None]
-    last = nn.Parameter(torch.zeros(1))
-    optimizer.add_param_group({"params": [last]})
-    assert optimizer._internals.residency.of(last).offload == "state"
-
-
 def test_param_groups_share_the_budget() -> None:
     """So all that offload say the same about it: when they are made, and if one is changed by hand."""
     option, value, other, same = "device_state_budget", "1MiB", 0, 1 << 20
@@ -108,17 +93,6 @@ def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatc
         shardopt.AdamW8bit(params, offload="state", codec="fp32")
     shardopt.AdamW8bit(params, offload="state", codec="fp32", device_state_budget="1MiB")
     shardopt.AdamW8bit(params, codec="fp32")
-
-
-def test_other_ranks_may_have_theirs_already(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first step there has to be memory for this rank's state only."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    available[0] = 4 * SIZE
-    param = parameter()
-    optimizer = make(param)
-    available[0] = SIZE
-    step(optimizer, param)
-    assert offloads(optimizer, param) == ["state"]
 
 
 @pytest.mark.parametrize("failing", ["too little", "allocation"])
@@ -227,20 +201,6 @@ def test_copies_are_waited_for_before_memory_goes() -> None:
         before = Noting.waits
         assert offloads(optimizer, other) == ["state"]
         assert Noting.waits == before + 1
-
-
-def test_replaced_parameters_let_their_budget_go() -> None:
-    """But as long as their state is there, it counts."""
-    params = [parameter() for _ in range(3)]
-    optimizer = make(params[0], device_state_budget=SIZE)
-    step(optimizer, params[0])
-    optimizer.param_groups[0]["params"][0] = params[1]
-    step(optimizer, params[1])
-    assert offloads(optimizer, *params[:2]) == [None, "state"]
-    optimizer.state.clear()
-    optimizer.param_groups[0]["params"][0] = params[2]
-    step(optimizer, params[2])
-    assert offloads(optimizer, params[2]) == [None]
 
 
 def test_sizes() -> None:

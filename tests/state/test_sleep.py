@@ -7,7 +7,6 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +67,7 @@ SLEEPS: dict[str, Callable[[ShardedOptimizer], object]] = {
     ("rule", "options", "sleep"),
     [
         *(("adamw", {"codec": "log4", "dtype": BF16, "master_weight_bits": 24}, sleep) for sleep in SLEEPS),
-        ("adamw", {}, "offload and reload"),
-        ("ademamix", {"codec": "fp32"}, "woken by the step"),
-        ("momentum", {"codec": "bf16"}, "offload and reload"),
+        ("ademamix", {"codec": "fp32"}, "offload and reload"),
         ("lamb", {}, "woken by the step"),
         ("prodigy", {}, "saved and loaded asleep"),
         ("nadam", {}, "saved and loaded asleep"),
@@ -87,25 +84,6 @@ def test_same_bits(rule: str, options: dict[str, Any], sleep: str) -> None:
             set_gradients(model, step, leave_out=1 if step < 2 else None)
             optimizer.step()
     assert_equal(got, expected)
-
-
-@pytest.mark.parametrize("asleep", [False, True])
-def test_portable_checkpoint(tmp_path: Path, asleep: bool) -> None:
-    """Written and read asleep; what was loaded stays in the host's memory until it is needed."""
-    saved, loaded, expected = make(None), make(None), make(None)
-    for pair in (saved, expected):
-        run(*pair, steps=2)
-    run(*loaded, first=7, steps=1)
-    for _, optimizer in (saved, loaded):
-        if asleep:
-            optimizer.offload()
-    shardopt.checkpoint.save(tmp_path, *saved)
-    shardopt.checkpoint.load(tmp_path, *loaded)
-    assert_equal(loaded, expected)
-    assert loaded[1]._internals.residency.asleep == asleep
-    for pair in (loaded, expected):
-        run(*pair, first=2, steps=2)
-    assert_equal(loaded, expected)
 
 
 @pytest.mark.parametrize("offload", ["state", "step"])
@@ -196,13 +174,9 @@ def test_copies_sleep_and_wake(copied: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("rule", "options", "offload", "asleep"),
     [
-        ("adamw", {}, None, False),
         ("adamw", {"dtype": BF16, "master_weight_bits": 24}, "step", False),
-        ("adamw", {"dtype": BF16, "master_weight_bits": 24}, None, True),
         ("prodigy", {}, "state", False),
-        ("prodigy", {}, None, True),
-        ("nadam", {}, "step", True),
-        ("sgd", {}, None, False),
+        ("nadam", {}, None, True),
     ],
 )
 def test_reset_state(rule: str, options: dict[str, Any], offload: str | None, asleep: bool) -> None:

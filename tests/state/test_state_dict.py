@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -105,18 +104,6 @@ def test_names_dtypes_and_shapes(codec: str) -> None:
                 dtype = BF16 if codec == "bf16" and param.numel() >= 4096 else FP32
                 expected |= dict.fromkeys(("exp_avg", "exp_avg_sq"), (dtype, shape))
             assert actual == expected
-
-
-def test_loading_copies_state_and_takes_over_the_groups() -> None:
-    optimizer, other = trained(lr=0.5, betas=(0.5, 0.6)), made("adamw")
-    state_dict = optimizer.state_dict()
-    before = copy.deepcopy(state_dict)
-    other.load_state_dict(state_dict)
-    assert other.param_groups[0]["lr"] == 0.5
-    assert other.param_groups[0]["betas"] == (0.5, 0.6)
-    advance(other, range(1, 3))
-    for index, state in before["state"].items():
-        assert_same(state_dict["state"][index], state)
 
 
 def test_hooks_of_users_are_called() -> None:

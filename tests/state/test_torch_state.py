@@ -26,72 +26,49 @@ def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
     return tensor_state_of(param, group, optimizer.rule(group).moments)
 
 
-TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}, ("exp_avg", "exp_avg_sq")),
-    "adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, ("exp_avg", "exp_avg_sq")),
-    "momentum": (
-        torch.optim.SGD,
-        {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
-        ("momentum_buffer",),
-    ),
-}
-RULES_AND_CODECS = [
-    *(("adamw", codec) for codec in CODEC_NAMES),
-    ("adam", "log8"),
-    *(("momentum", c) for c in ("log8", "fp32")),
-]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize(("rule", "codec"), RULES_AND_CODECS)
-def test_a_state_dict_of_torch_is_quantized(rule: str, codec: str) -> None:
-    theirs_class, hyper, moments = TORCH[rule]
-    theirs = theirs_class(params_of(), **hyper)
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_moments_are_coded_and_decoded(codec: str) -> None:
+    """Those of torch as they are loaded, and those that torch is given."""
+    theirs, again = (torch.optim.AdamW(params_of(), lr=1e-2, weight_decay=0.1) for _ in range(2))
     advance(theirs, range(5))
-    ours = made(rule, codec=codec)
+    ours = made("adamw", codec=codec)
     ours.load_state_dict(through_a_file(theirs.state_dict()))
     for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
-        expected = specification(ours, mine).encode({name: theirs.state[other][name] for name in moments})
+        expected = specification(ours, mine).encode({name: theirs.state[other][name] for name in MOMENTS})
         state = dict(ours.state[mine])
-        assert state.pop("step") == theirs.state[other].get("step", 1.0)
+        assert state.pop("step") == 5
         assert_same(dict(sorted(state.items())), dict(sorted(expected.items())))
     advance(ours, range(5, 8))
-
-
-@pytest.mark.parametrize(("rule", "codec"), RULES_AND_CODECS)
-def test_torch_loads_a_dequantized_state_dict(rule: str, codec: str) -> None:
-    theirs_class, hyper, moments = TORCH[rule]
-    ours = trained(rule, 5, codec=codec)
-    own_before = everything(ours)
-    theirs = theirs_class(params_of(), **hyper)
-    theirs.load_state_dict(through_a_file(ours.state_dict(dequantize=True)))
-    assert_same(everything(ours), own_before)
-    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+    before = everything(ours)
+    again.load_state_dict(through_a_file(ours.state_dict(dequantize=True)))
+    assert_same(everything(ours), before)
+    for mine, other in zip(ours.param_groups[0]["params"], again.param_groups[0]["params"], strict=True):
         decoded = specification(ours, mine).decode(ours.state[mine])
-        assert list(decoded) == list(moments)
-        assert_same({name: theirs.state[other][name] for name in moments}, decoded)
-        assert theirs.state[other]["step"] == 5
+        assert_same({name: again.state[other][name] for name in MOMENTS}, decoded)
+        assert again.state[other]["step"] == 8
         other.data.copy_(mine.data)
     if codec == "fp32":  # and it is the same optimizer with the same hyper-parameters that goes on
-        for each in (ours, theirs):
-            advance(each, range(5, 8))
-        for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        for each in (ours, again):
+            advance(each, range(8, 10))
+        for mine, other in zip(ours.param_groups[0]["params"], again.param_groups[0]["params"], strict=True):
             torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize(("rule", "codec", "bits"), [("adamw", "log8", 24), ("momentum", "fp32", 32)])
-def test_master_weights_and_torch(rule: str, codec: str, bits: int) -> None:
+def test_master_weights_and_torch() -> None:
     """Low bits are left out; and master weights made from a state of torch's begin as the parameters."""
-    theirs_class, hyper, moments = TORCH[rule]
-    ours = trained(rule, dtype=BF16, codec=codec, master_weight_bits=bits)
+    ours = trained("adamw", dtype=BF16, master_weight_bits=24)
     dequantized = through_a_file(ours.state_dict(dequantize=True))
-    assert all(set(state) == {"step", *moments} for state in dequantized["state"].values())
-    theirs = theirs_class(params_of(BF16), **hyper)
+    assert all(set(state) == {"step", *MOMENTS} for state in dequantized["state"].values())
+    theirs = torch.optim.AdamW(params_of(BF16))
     theirs.load_state_dict(dequantized)
     advance(theirs, range(3, 4), BF16)
     for state_dict in (dequantized, theirs.state_dict()):
-        again = made(rule, BF16, codec=codec, master_weight_bits=bits)
+        again = made("adamw", BF16, master_weight_bits=24)
         again.load_state_dict(state_dict)
-        assert again.param_groups[0]["master_weight_bits"] == bits
+        assert again.param_groups[0]["master_weight_bits"] == 24
         for state, trained_state in zip(again.state.values(), ours.state.values(), strict=True):
             low_bits = state["master_low_bits"]
             assert not low_bits.any()
@@ -100,24 +77,12 @@ def test_master_weights_and_torch(rule: str, codec: str, bits: int) -> None:
         advance(again, range(3, 5), BF16)
 
 
-@pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
-def test_dequantized_state_changes_the_codec(codec: str) -> None:
-    """The way that the error about another codec advises."""
-    ours = trained(codec="log8", block_size=64)
-    other = made("adamw", codec=codec, block_size=256, min_quantized_numel=0)
-    other.load_state_dict(ours.state_dict(dequantize=True))
-    group = other.param_groups[0]
-    assert (group["codec"], group["block_size"], group["min_quantized_numel"]) == (codec, 256, 0)
-    for mine, theirs in zip(ours.param_groups[0]["params"], group["params"], strict=True):
-        expected = specification(other, theirs).encode(specification(ours, mine).decode(ours.state[mine]))
-        assert_same({name: other.state[theirs][name] for name in expected}, expected)
-    advance(other, range(3, 5))
-
-
 # Rules with entries of their own --------------------------------------------------------------------------------------
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "amsgrad": ("AdamW", {"amsgrad": True}),
+    "adam": ("Adam", {"weight_decay": 0.1}),
+    "momentum": ("SGD", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}),
     "nadam": ("NAdam", {}),
     "radam": ("RAdam", {}),
     "adamax": ("Adamax", {}),
@@ -150,7 +115,7 @@ def test_from_torch_and_back(rule: str) -> None:
     ours.load_state_dict(saved)
     given = ours.state_dict(dequantize=True)["state"][0]
     expected = saved["state"][0]
-    assert given.keys() == expected.keys()
+    assert given.keys() - {"step"} == expected.keys() - {"step"}  # torch's SGD counts no steps
     for key, value in expected.items():
         if key == "mu_product":  # torch's has been rounded in every step
             torch.testing.assert_close(given[key], value, rtol=STEPS * 2.0**-24, atol=0.0)
@@ -190,12 +155,12 @@ def test_an_initial_sum_is_there_before_the_first_step() -> None:
 def test_a_slow_average_survives_in_16_bits() -> None:
     """10,000 steps with a mean of a twentieth of the noise: beside float32, the error is below 3% of the average."""
     generator = torch.Generator().manual_seed(0)
-    scale = torch.randn((32, 256), generator=generator).exp()
-    mean = 0.05 * scale * torch.randn((32, 256), generator=generator)
-    groups = [{"params": [Parameter(torch.zeros(32, 256))], "codec": codec} for codec in ("log8", "fp32")]
-    optimizer = shardopt.AdEMAMix(groups, lr=0.0)
+    scale = torch.randn((8, 128), generator=generator).exp()
+    mean = 0.05 * scale * torch.randn((8, 128), generator=generator)
+    groups = [{"params": [Parameter(torch.zeros(8, 128))], "codec": codec} for codec in ("log8", "fp32")]
+    optimizer = shardopt.AdEMAMix(groups, lr=0.0, min_quantized_numel=64)
     for _ in range(10_000):
-        gradient = mean + scale * torch.randn((32, 256), generator=generator)
+        gradient = mean + scale * torch.randn((8, 128), generator=generator)
         for group in groups:
             group["params"][0].grad = gradient
         optimizer.step()

@@ -23,7 +23,7 @@ import torch
 import shardopt
 from attack.contents import Content, content, difference, fingerprint
 from attack.forked import Outcome, call, fault, ok, shown
-from attack.index_file import INDEX, Saved, Tensors, file_name, read_saved, strict_tensors, value_of, with_checksum
+from attack.index_file import INDEX, Saved, Tensors, read_saved, strict_tensors, value_of
 from attack.mutations import mutated
 from attack.recut import recut
 from attack.rules import Json
@@ -38,13 +38,8 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
     shutil.copytree(base / "pristine", folder)
     mutation = "none"
     if number:
-        mutation, text, files = mutated(rng, _saved[0])
-        (folder / INDEX).write_bytes(with_checksum(text))
-        for file, parts in files.items():
-            with (folder / file_name(_saved[0].content, file)).open("wb") as opened:
-                for position, data in parts.items():
-                    opened.seek(position)
-                    opened.write(data)
+        mutation, state = mutated(rng, _saved[0])
+        state.write(folder)
     with_optimizer = number == 0 or rng.random() > 0.1
     mutation += "" if with_optimizer else "; loaded without optimizer"
     outcome = call(lambda: check(folder, with_optimizer, must_succeed=number == 0))

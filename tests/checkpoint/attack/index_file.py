@@ -140,21 +140,6 @@ def read_saved(folder: Path) -> Saved:
     return Saved(content, data, tables)
 
 
-def write_fitting(folder: Path, content: Json) -> None:
-    """Writes a changed index, and the tables that fit its tensors' names.
-
-    Chunks of tensors that it lacks are left out. A tensor that has another name, and is described as before, keeps its
-    chunks.
-    """
-    before = read_saved(folder)
-    old, new = before.content["tensors"], content["tensors"]
-    names = {name: name for name in old if name in new}
-    for name in new.keys() - old.keys():
-        names |= {was: name for was in old.keys() - names.keys() if old[was] == new[name]}
-    fit_tables(before.tables, sorted(old), names, sorted(new))
-    Saved(content, before.data, before.tables).write(folder)
-
-
 def fit_tables(tables: list[list[Chunk]], old: list[str], names: dict[str, str], new: list[str]) -> None:
     """Gives the rows of tables the numbers of tensors after a change of names, and removes those of others.
 

@@ -23,13 +23,11 @@ COUNTS = {
     "race": (20, 2000),
     "pairs": (6, 160),
     "forks": (3, 100),
-    "interrupts": (6, 160),
     "damage": (16, 1500),
     "kills": (6, 400),
     "releases": (6, 500),
     "cached_steps": (3, 550),
-    "differing": (4, 200),  # last, as the next: their pools have threads
-    "submeshes": (6, 400),
+    "submeshes": (6, 400),  # last: its pool has threads
 }
 
 
