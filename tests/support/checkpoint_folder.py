@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 import shardopt
 from attack.index_file import INDEX, file_name, read_index, strict_tensors
-from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.reading import find_reads, read_tensors
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.storage import folder_at
-from shardopt.checkpoint.table import StoredChunk
 
 LOCK = "checkpoint.lock"
 
@@ -69,17 +67,6 @@ def load(path: Path, tensors: Mapping[str, Chunks | Tensor]) -> None:
     chunks = {name: x if isinstance(x, Chunks) else Chunks.whole(x) for name, x in tensors.items()}
     index = ranks.agree(lambda: load_index(folder))
     ranks.agree(lambda: read_tensors(folder, index, chunks))
-
-
-def chunks_of(path: Path) -> dict[str, list[StoredChunk]]:
-    """The chunks of each tensor."""
-    index = index_of(path)
-    whole = {name: Chunks.whole(torch.empty(x.shape, dtype=x.dtype)) for name, x in index.tensors.items()}
-    found: dict[str, list[StoredChunk]] = {name: [] for name in whole}
-    with DataFiles(folder_at(path), index) as files:
-        for (_, chunk), targets in find_reads(files, index, whole).items():
-            found[targets[0][0][0]].append(chunk)
-    return {name: sorted(chunks) for name, chunks in found.items()}
 
 
 def index_of(path: Path) -> Index:

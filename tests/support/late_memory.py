@@ -68,7 +68,7 @@ class Block:
         self.users: list[Any] = []
 
     def poison(self) -> None:
-        self.memory.fill_(POISON)
+        ctypes.memset(self.address, POISON, self.end - self.address)
 
     def tensor(self, nbytes: int, on_free: Callable[[Block], None]) -> Tensor:
         """The memory, uint8: of the device, or of the host where it has no stream.

@@ -381,7 +381,7 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "offload step": partial(steps, offload="step"),
         "few chunks": partial(steps, offload="state", chunk=30000),
         "offload a part": partial(steps, offload="state", device_state_budget=4000),
-        "strided, prodigy": partial(steps, rule="prodigy", strided=True, offload="state"),
+        "strided, prodigy": partial(steps, rule="prodigy", strided=True, offload="state", chunk=30000),
         "strided step": partial(steps, strided=True, offload="step"),
         "lamb, master weights": partial(steps, rule="lamb", master_weight_bits=24, offload="state"),
         "device scalars": device_scalars,

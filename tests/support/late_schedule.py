@@ -235,9 +235,13 @@ class Device:
         self._poisons = True
         for entry in list(self._freed_blocks):
             block, after, until = entry
-            if all(work.done for work in after):
+            while after and after[-1].done:
+                after.pop()
+            if not after:
                 block.poison()
-                if all(work.done for work in until):
+                while until and until[-1].done:
+                    until.pop()
+                if not until:
                     self._freed_blocks.remove(entry)
         self._poisons = False
 

@@ -54,7 +54,9 @@ def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = 
     sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
     if sharded:
         found |= _gathered(sharded, on_all)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+    # What is on the host is copied first: waiting for what is on a device would hide a wait that the product lacks.
+    copies = {name: tensor.clone() for name, tensor in found.items()}
+    return {name: tensor.cpu() for name, tensor in copies.items()}
 
 
 def _gathered(sharded: Mapping[str, DTensor], on_all: bool) -> Snapshot:
