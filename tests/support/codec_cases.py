@@ -79,7 +79,6 @@ class Kind(NamedTuple):
 
 
 KINDS = [Kind(codec, signed) for codec in BLOCKWISE for signed in (True, False)]
-SIGNED = [kind for kind in KINDS if kind.signed]
 seeds = st.integers(0, 2**32 - 1)
 #: How many powers of e the magnitudes in a block spread over.
 spreads = st.sampled_from([0.0, 0.1, 1.0, 4.0, 20.0])

@@ -30,8 +30,8 @@ SOURCES = ("tests/kernels/cuda_emulation/emulate.cpp", "csrc/bindings_cuda.cpp",
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
-def compile_library(folder: Path, *options: str) -> Path:
-    """Builds what stands in for the CUDA part of ``shardopt._C``, with further options of the compiler; its path."""
+def build(folder: Path) -> ModuleType:
+    """What stands in for the CUDA part of ``shardopt._C``, built in the folder."""
     compiler = os.environ.get("CXX", "c++")
     library = folder / "cuda_emulated.so"
     headers = ["tests/kernels/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
@@ -39,14 +39,8 @@ def compile_library(folder: Path, *options: str) -> Path:
     # Types under names of their own: a build with CUDA has registered those of the real ones with NumPy.
     renamed = ["-DCudaTask=EmulatedCudaTask"]
     flags = [*renamed, "-std=c++17", "-O0", *EXACT, "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-unknown-pragmas"]
-    command = [compiler, *flags, *options, *(f"-I{h}" for h in headers), *SOURCES, "-o", str(library)]
+    command = [compiler, *flags, *(f"-I{h}" for h in headers), *SOURCES, "-o", str(library)]
     subprocess.run(command, cwd=ROOT, check=True)
-    return library
-
-
-def build(folder: Path) -> ModuleType:
-    """The extension, as the environment variable CUDA_EMULATED names it, else built in the folder."""
-    library = os.environ.get("CUDA_EMULATED") or compile_library(folder)
     spec = importlib.util.spec_from_file_location("cuda_emulated", library)
     assert spec is not None
     assert spec.loader is not None

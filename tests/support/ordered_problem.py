@@ -88,10 +88,6 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def needs_custom_reduce_scatter(way: str) -> bool:
-    return "fsdp" in way or "hsdp" in way
-
-
 can_replace_reduce_scatter = hasattr(FSDPModule, "set_custom_reduce_scatter")
 
 
