@@ -15,7 +15,7 @@ import torch
 
 import cuda_emulated
 import message_problem
-from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, Named, at_odd_offset, step
+from helpers import CODEC_NAMES, EIGHT_BIT, RULES, RULES_AND_CODECS, Named, Shape, at_odd_offset, step
 from kernel_problem import DTYPES, gradients, make, run, start, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
@@ -28,6 +28,7 @@ from weight_formats import BF16, FP32
 
 SHAPES = ((31,), (257,), (1030,), (3, 31), (70, 33), (2, 129), (3, 130), (33, 257), (1, 1032))
 SOME_DTYPES = ("fp32", "bf16", "fp16-fp32")
+LAUNCHED = 448  # gradients whose addresses a launch takes
 #: The cover in float32, in which the last bit of an update shows, other dtypes with one rule and codec, and Muon, both
 #: of whose passes are kernels; what comes between these is PyTorch's.
 IN_TURN = [(*pair, "fp32") for pair in RULES_AND_CODECS]
@@ -67,6 +68,16 @@ def aligned_gradients(t: int, dtype: torch.dtype) -> Named:
     return found
 
 
+def sparse_gradients(t: int, dtype: torch.dtype, shapes: tuple[Shape, ...]) -> Named:
+    """Rows, blocks and elements that no gradient reaches, or only some whose squares are zero."""
+    found = {name: gradient.clone() for name, gradient in gradients(t, dtype, shapes).items()}
+    for gradient in found.values():
+        gradient[:6] = 0.0
+        gradient[4::9, ::3] = 1e-30
+        gradient[7:, 5::7] = 0.0
+    return found
+
+
 #: The kernels of usual rules, codecs and formats: each rule and codec, each rule and format, each codec and format.
 USUAL = [
     (rule, codec, weights)
@@ -89,32 +100,16 @@ def test_aligned_blocks(emulated: ModuleType, rule: str, codec: str, weights: st
     assert turns / 4 < emulated.quick_turns() - before < turns
 
 
-@pytest.mark.parametrize(("codec", "weights"), [(codec, weights) for rule, codec, weights in USUAL if rule == "adamw"])
-def test_zeros_in_the_second_moment(emulated: ModuleType, codec: str, weights: str) -> None:
-    """First steps; rows, blocks and elements that no gradient reaches, or only some whose squares are zero."""
-    dtype, options = ALIGNED_FORMATS[weights]
-    for shape in ((16, 128), (19, 130)):
-        steps = [{name: x.clone() for name, x in gradients(t, dtype, (shape,)).items()} for t in (1, 2, 5)]
-        for (gradient,) in (found.values() for found in steps):
-            gradient[:6] = 0.0
-            gradient[4, ::3] = gradient[9, ::3] = 1e-30
-            gradient[7:, 5::7] = 0.0
-        before = emulated.quick_turns()
-        cuda_emulated.compare(emulated, "adamw", codec, start(dtype, (shape,)), steps, **options)
-        if shape == (16, 128):
-            assert emulated.quick_turns() - before == 4 * len(steps)
-
-
 #: Whole, aligned blocks beside others: a thread block steps one, two or three tasks of the former, and the latter.
-MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33)), ((9, 128), (2, 128), (5, 384), (3, 1000)))
+MIXED = (((9, 128), (19, 130)), ((9, 128), (2, 128), (75, 33), (5, 384), (3, 1000)))
 
 
 @usual_kernels
 def test_aligned_and_other_blocks(emulated: ModuleType, rule: str, codec: str, weights: str) -> None:
-    """Warps of a thread block take either kind: all kernels that step both."""
+    """Warps of a thread block take either kind: all kernels that step both. With zeros in the second moment, too."""
     dtype, options = ALIGNED_FORMATS[weights]
-    for shapes in MIXED:
-        steps = [gradients(t, dtype, shapes) for t in (1, 2, 4)]
+    for shapes, of_step in product(MIXED, (gradients, sparse_gradients)):
+        steps = [of_step(t, dtype, shapes) for t in (1, 2, 4)]
         before = emulated.quick_turns()
         cuda_emulated.compare(emulated, rule, codec, start(dtype, shapes), steps, **options)
         assert emulated.quick_turns() > before
@@ -168,7 +163,8 @@ def step_pieces(kernels: ModuleType, rule: str, codec: str, weights: str, pieces
             cuda_emulated.use(kernels, monkeypatch)
             skipped = cuda.run(CudaCall, steps=4)
         assert_same(cuda.snapshot(), cpu.snapshot())
-        cuda.assert_nothing_written_around()
+        for problem in (cpu, cuda):
+            problem.assert_nothing_written_around()
         assert skipped == wanted > 0, name
         if pieces is ROWS:
             assert kernels.quick_turns() > before, f"{name}: usual numbers went to the general kernel"
@@ -212,57 +208,41 @@ def test_a_launch_per_format(emulated: ModuleType, monkeypatch: pytest.MonkeyPat
     assert other == -1
 
 
-@pytest.mark.parametrize(
-    ("block_size", "codec"), [*zip([16, 32, 64, 256, 512, 4096], 2 * EIGHT_BIT, strict=True), (4096, "log8")]
-)
-def test_block_sizes(emulated: ModuleType, codec: str, block_size: int) -> None:
-    shapes = ((2, 5000), (70, 33), (3, 257), (2, 4096))
-    steps = [gradients(t, FP32, shapes) for t in (1, 3)]
-    cuda_emulated.compare(emulated, "adamw", codec, start(FP32, shapes), steps, block_size=block_size)
-
-
-def test_more_gradients_than_a_launch_takes(emulated: ModuleType) -> None:
-    shapes = tuple((n,) for n in range(1, emulated.cuda_launched_gradients + 3))
-    steps = [gradients(t, FP32, shapes) for t in (1, 2, 4)]
-    cuda_emulated.compare(emulated, "adamw", "log8", start(FP32, shapes), steps)
-
-
-def test_more_matrices_than_a_launch_takes(emulated: ModuleType) -> None:
-    """Muon's matrices alone count their steps in a launch that steps nothing else."""
-    shapes = tuple((rows, columns) for rows in range(1, 21) for columns in range(2, 27))
-    assert len(shapes) > emulated.cuda_launched_gradients
-    cuda_emulated.compare(emulated, "muon", "fp32", start(FP32, shapes), [gradients(t, FP32, shapes) for t in (1, 2)])
-
-
 def test_captured_steps_between_others(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [gradients(t, FP32, SHAPES) for t in (1, 2, 4, 5, 6)]
     wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)
     cuda_emulated.use(emulated, monkeypatch)
     params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
+    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph"):  # a capture needs a step before it
+        step(optimizer, params, steps[0])
     for gradient, capturing in zip(steps, (False, True, False, False, True), strict=True):
         monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda value=capturing: value)
         step(optimizer, params, gradient)
     assert_same(snapshot(params, optimizer), wanted)
 
 
-def test_a_capture_needs_a_step_before_it(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_emulated.use(emulated, monkeypatch)
-    params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
-    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA graph"):
-        step(optimizer, params, gradients(1, FP32, SHAPES))
+SIZES = ((2, 5000), (70, 33), (3, 257), (2, 4096))
+#: Rules, codecs, formats, shapes and block sizes. More gradients than a launch takes, and more matrices, whose steps
+#: Muon counts in a launch of their own; repaid weights in short blocks, and in long ones, which are read three times.
+OTHER_SIZES = [
+    *(("adamw", codec, "fp32", SIZES, n) for n, codec in zip([16, 32, 64, 256, 512, 4096], 2 * EIGHT_BIT, strict=True)),
+    ("adamw", "log8", "fp32", SIZES, 4096),
+    ("adamw", "log8", "fp32", tuple((n,) for n in range(1, LAUNCHED + 3)), 128),
+    ("muon", "fp32", "fp32", tuple((2 + n // 25, 2 + n % 25) for n in range(LAUNCHED + 20)), 128),
+    *(("repaid_adamw", "companded8", weights, SHAPES, n) for weights, n in (("fp32", 16), ("bf16+8", 1024))),
+    *(("repaid_adamw", "log8", "bf16+16", SHAPES, n) for n in (128, 1024)),
+]
 
 
-@pytest.mark.parametrize(("codec", "weights"), [("log4", "fp32"), ("log4", "bf16+8"), ("log8", "bf16+16")])
-def test_repaid(emulated: ModuleType, codec: str, weights: str) -> None:
-    """In short blocks, and in long ones, which the kernel reads three times."""
+@pytest.mark.parametrize(("rule", "codec", "weights", "shapes", "block_size"), OTHER_SIZES)
+def test_other_sizes(
+    emulated: ModuleType, rule: str, codec: str, weights: str, shapes: tuple[Shape, ...], block_size: int
+) -> None:
+    assert emulated.cuda_launched_gradients == LAUNCHED
     dtype, options = ALIGNED_FORMATS[weights]
-    steps = [gradients(t, dtype, SHAPES) for t in (1, 2, 3, 4)]
-    asked_for = "companded8" if codec == "log4" else codec
-    for block_size in (16, 128, 1024):
-        cuda_emulated.compare(
-            emulated, "repaid_adamw", asked_for, start(dtype, SHAPES), steps, block_size=block_size, **options
-        )
+    steps = [gradients(t, dtype, shapes) for t in (1, 2, 3)]
+    cuda_emulated.compare(emulated, rule, codec, start(dtype, shapes), steps, block_size=block_size, **options)
 
 
 def test_norms(emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

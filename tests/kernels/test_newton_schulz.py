@@ -1,51 +1,32 @@
-"""The Newton-Schulz iteration: torch.optim.Muon's bits, singular values near 1, and nothing but the matrix counts."""
+"""The Newton-Schulz iteration: singular values near 1, and nothing but the matrix counts.
+
+That it has torch.optim.Muon's bits: tests/optim/test_muon_torch.py.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from helpers import Shape, at_odd_offset
-from live_bytes import LiveBytes
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 
-SHAPES: tuple[Shape, ...] = ((64, 64), (48, 130), (130, 48), (1, 257), (257, 1), (1, 1), (3, 1000), (97, 96))
+SHAPES: tuple[Shape, ...] = ((64, 64), (48, 130), (130, 48), (1, 257), (257, 1), (1, 1), (3, 1000))
 QUINTIC_5 = (QUINTIC,) * 5
 #: bfloat16 rounds by up to 2^-9 of each element: so far a matrix moves whose 32 singular values are about 1.
 ROUNDING = 32**0.5 * 2.0**-9
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    saved = torch.get_num_threads()
-    yield
-    torch.set_num_threads(saved)
 
 
 def of(shape: Shape, seed: int = 0) -> Tensor:
     return values(shape, seed, torch.bfloat16)
 
 
-def theirs(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    muon = pytest.importorskip("torch.optim._muon", reason="this version of PyTorch has no Muon")
-    return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_bits_of_torch(shape: Shape) -> None:
-    for coefficients, steps, eps in [(QUINTIC, 5, 1e-7), (QUINTIC, 1, 1e-7), ((1.5, -0.5, 0.0), 9, 1e6)]:
-        got = NewtonSchulz((coefficients,) * steps, eps)(of(shape), in_float32=False)
-        assert got.shape == shape
-        assert_same({"o": got}, {"o": theirs(of(shape), coefficients, steps, eps)})
-
-
-@pytest.mark.parametrize("shape", [(40, 96), (96, 40), (40, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 96), (96, 40)], ids=str)
 def test_each_step_has_its_coefficients(shape: Shape) -> None:
     """Several steps are as one after the other, each by itself, but for the norm, which comes first and once."""
     x = of(shape)
@@ -60,20 +41,6 @@ def test_each_step_has_its_coefficients(shape: Shape) -> None:
     assert_same({"o": NewtonSchulz(POLAR_EXPRESS, 1e-7)(of(shape), in_float32=False)}, {"o": expected})
 
 
-def known_spectrum(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Orthonormal columns, rows, and singular values of a matrix of this shape, in float64."""
-    rank, generator = min(shape), torch.Generator().manual_seed(sum(shape))
-    u, v = (torch.linalg.qr(torch.randn(n, rank, generator=generator, dtype=torch.float64))[0] for n in shape)
-    return u, torch.logspace(0, -1.5, rank, dtype=torch.float64), v.T
-
-
-def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
-    """Singular values after the iteration in exact arithmetic."""
-    for a, b, c in coefficients:
-        s = a * s + b * s**3 + c * s**5
-    return s
-
-
 @pytest.mark.parametrize(
     ("coefficients", "least", "largest"),
     [
@@ -85,10 +52,14 @@ def polynomial(coefficients: Sequence[Coefficients], s: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(32, 32), (80, 32)], ids=str)
 def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], least: float, largest: float) -> None:
     """The matrix's singular values go through the polynomial, and the singular vectors stay where they were."""
-    u, s, v = known_spectrum(shape)
-    matrix = (u * s) @ v
+    generator = torch.Generator().manual_seed(sum(shape))
+    u, v = (torch.linalg.qr(torch.randn(n, 32, generator=generator, dtype=torch.float64))[0] for n in shape)
+    s = torch.logspace(0, -1.5, 32, dtype=torch.float64)
+    matrix = (u * s) @ v.T
     result = NewtonSchulz(tuple(coefficients), 1e-7)(matrix.bfloat16().contiguous()).double()
-    exact = polynomial(coefficients, s / s.norm())
+    exact = s / s.norm()
+    for a, b, c in coefficients:
+        exact = a * exact + b * exact**3 + c * exact**5
     assert least - 1e-3 <= exact.min()
     assert exact.max() <= largest + 1e-3
     actual = torch.linalg.svdvals(result)
@@ -96,16 +67,6 @@ def test_singular_values(shape: Shape, coefficients: Sequence[Coefficients], lea
     assert actual.max() <= largest + ROUNDING
     projected, expected = (result * matrix).sum(), (exact * s).sum()
     assert abs(projected - expected) <= 2.0**-7 * expected
-
-
-@pytest.mark.parametrize(
-    ("coefficients", "from_", "band"),
-    [(QUINTIC_5, 0.002, (0.682, 1.202)), (POLAR_EXPRESS[:5], 0.001, (0.846, 1.124)), (POLAR_EXPRESS, 0.001, (1, 1))],
-)
-def test_bands(coefficients: Sequence[Coefficients], from_: float, band: tuple[float, float]) -> None:
-    """Where all singular values from some least one on end up."""
-    exact = polynomial(coefficients, torch.logspace(math.log10(from_), 0, 100_001, dtype=torch.float64))
-    assert (round(float(exact.min()), 3), round(float(exact.max()), 3)) == band
 
 
 def test_scale_does_not_matter() -> None:
@@ -128,11 +89,10 @@ def test_zero_stays_zero_and_one_element_is_its_sign() -> None:
         assert abs(float(result) - (1 if value > 0 else -1)) <= 2.0**-7
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", [(150, 160), (300, 64), (1, 5000)], ids=str)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", [(150, 160), (1, 5000)], ids=str)
 def test_threads_and_memory_change_nothing(shape: Shape) -> None:
     """Neither where the matrix lies, aligned or not, nor what was allocated before."""
-    torch.set_num_threads(1)
     expected = {"o": NewtonSchulz(QUINTIC_5, 1e-7)(of(shape))}
     torch.set_num_threads(2)
     kept = []
@@ -141,18 +101,8 @@ def test_threads_and_memory_change_nothing(shape: Shape) -> None:
         assert_same({"o": NewtonSchulz(QUINTIC_5, 1e-7)(at_odd_offset(of(shape), offset))}, expected)
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("shape", [(40, 90), (90, 40), (1, 500)], ids=str)
-def test_workspace_is_enough(shape: Shape, device_type: str) -> None:
-    """At most so much lives beside the matrix, results of operations included."""
-    newton_schulz, matrix = NewtonSchulz(QUINTIC_5, 1e-7), of(shape)
-    with LiveBytes() as live:
-        newton_schulz(matrix, in_float32=device_type == "cpu")
-    assert 0 < live.most <= newton_schulz.workspace(*shape, device_type)
-
-
 @pytest.mark.parametrize("coefficients", [QUINTIC_5, POLAR_EXPRESS], ids=["quintic", "polar express"])
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if min(shape) > 1], ids=str)
+@pytest.mark.parametrize("shape", [(48, 130), (97, 96)], ids=str)
 def test_products_in_float32(shape: Shape, coefficients: Sequence[Coefficients]) -> None:
     """On the CPU. No further from the iteration in float64 than bfloat16 products are: sums are rounded otherwise."""
     newton_schulz, x = NewtonSchulz(coefficients, 1e-7), of(shape)
@@ -165,8 +115,3 @@ def test_products_in_float32(shape: Shape, coefficients: Sequence[Coefficients])
     assert torch.equal(newton_schulz(of(shape)), wide)
     errors = [((found.double() - exact).norm() / exact.norm()).item() for found in (wide, narrow)]
     assert errors[0] <= 1.25 * errors[1], errors
-
-
-def test_flops_do_not_know_of_transposition() -> None:
-    twice = NewtonSchulz((QUINTIC,) * 2, 1e-7)
-    assert twice.flops(40, 90) == twice.flops(90, 40) == 2 * (40 * 40 * 90 + 40 * 40 * 40 + 40 * 40 * 90)

@@ -1,4 +1,7 @@
-"""Steps with offload="step" that go on during the next forward pass: who waits for what. Their bits: held gradients."""
+"""Steps with offload="step" that go on during the next forward pass: who waits for what.
+
+That their bits are those of ordinary steps: test_held_gradients.py.
+"""
 
 from __future__ import annotations
 

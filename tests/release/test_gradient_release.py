@@ -1,4 +1,7 @@
-"""Steps during the backward pass: the bits of ordinary steps, few gradients at once, how it ends, what is refused."""
+"""Steps during the backward pass: the bits of ordinary steps, how releases end and fail, and what is refused.
+
+That few gradients live at once: tests/distributed/test_sharded_gradient_release.py.
+"""
 
 from __future__ import annotations
 
@@ -215,21 +218,6 @@ def test_nonfinite_elements_are_counted() -> None:
         assert pair.released.nonfinite_count == 3 * 66
 
 
-def test_few_gradients_live_at_once() -> None:
-    """A user's hook sees one gradient at a time, its own parameter's."""
-    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
-    live: list[int] = []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(
-            lambda _: live.append(sum(p.grad is not None for p in model.parameters()))
-        )
-    with shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters())):
-        model(torch.randn(2, 64)).sum().backward()
-    assert live == [1] * 24
-    model(torch.randn(2, 64)).sum().backward()
-    assert live[24:] == list(range(1, 25))
-
-
 def test_values_that_the_backward_pass_still_needs() -> None:
     """A parameter that is stepped too early for another use of it is an error of autograd's, not a wrong gradient."""
     torch.manual_seed(0)
@@ -239,31 +227,6 @@ def test_values_that_the_backward_pass_still_needs() -> None:
     x = torch.randn(2, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.tanh(x @ model.weight.detach())).sum().backward()
-
-
-def test_other_parameters_are_left_alone() -> None:
-    """Parameters of the model that the optimizer has not, and of the optimizer that the model has not."""
-    model, apart = make_net(), Parameter(torch.ones(3))
-    frozen = [model.conv.weight, model.conv.bias]
-    model.conv.requires_grad_(False)
-    held = [param for name, param in model.named_parameters() if not name.startswith("head")]
-    optimizer = RULES["adamw"].make([{"params": held}, {"params": [apart]}])
-    shardopt.release_gradients(model, optimizer)
-    (loss_of(model, make_batch(0)) + apart.sum()).backward()
-    assert model.head.weight.grad is not None
-    assert apart.grad is not None
-    assert model.up.weight.grad is None
-    assert torch.equal(apart, torch.ones(3))
-    optimizer.step()
-    assert not torch.equal(apart, torch.ones(3))
-    assert optimizer.state[model.up.weight]["step"] == optimizer.state[apart]["step"] == 1
-    optimizer.zero_grad()
-    for param in frozen:
-        param.requires_grad_(True)
-    loss_of(model, make_batch(1)).backward()
-    assert all(param.grad is not None for param in frozen)
-    optimizer.step()
-    assert [int(optimizer.state[param]["step"]) for param in (*frozen, model.up.weight)] == [1, 1, 2]
 
 
 # Ends, failures and refusals --------------------------------------------------------------------------------

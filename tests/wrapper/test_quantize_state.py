@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 import shardopt
+from helpers import through_a_file
 from shardopt import quantize_state
 from shardopt.wrapper.entries import WEIGHT_COPIES
 from shardopt.wrapper.known import BY_PARAMETER as LISTED_BY_PARAMETER
@@ -246,21 +246,13 @@ def test_dtypes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_double_precision(dtype: torch.dtype) -> None:
     """A float64 entry of a float64 parameter is quantized; beside a float32 parameter it is kept."""
-
-    class Double(Custom):
-        def step(self, closure: Any = None) -> None:
-            for param in self.param_groups[0]["params"]:
-                self.state[param].setdefault("moment", torch.zeros_like(param, dtype=torch.float64)).add_(param.grad)
-
-    params = [Parameter(torch.zeros(64, 128, dtype=dtype))]
-    params[0].grad = torch.ones_like(params[0])
-    optimizer = quietly(Double(params))
-    optimizer.step()
+    params = [Parameter(x.to(dtype)) for x in parameters()]
+    trained_before = trained(Custom(params), params)
+    for state in trained_before.state.values():
+        state["moment"] = state["moment"].double()
+    optimizer = quietly(trained_before)
     assert ("moment" in optimizer.state[params[0]]) == (dtype == torch.float32)
-    again = quietly(Double(params))
-    again.load_state_dict(optimizer.state_dict())
-    assert same(bits([], again), bits([], optimizer))
-    assert again.state_dict(dequantize=True)["state"][0]["moment"].dtype == torch.float64
+    assert optimizer.state_dict(dequantize=True)["state"][0]["moment"].dtype == torch.float64
 
 
 # Refusals.
@@ -405,15 +397,12 @@ def test_methods_of_the_optimizer_inside() -> None:
 # State dicts.
 
 
-def _loaded(duplicated: tuple[list[Parameter], Any]) -> tuple[list[Parameter], Any]:
+def _loaded(given: tuple[list[Parameter], Any]) -> tuple[list[Parameter], Any]:
     """Another optimizer with this one's state dict, by way of a file and of floats."""
-    params, optimizer = duplicated
+    params, optimizer = given
     others = copy.deepcopy(params)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     again = quantize_state(AdamW(others))
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
     assert same(bits([], again), bits([], optimizer))
     again.load_state_dict(optimizer.state_dict(dequantize=True))
     return others, again
@@ -498,17 +487,12 @@ def test_damaged_state_dicts_are_refused_and_change_nothing(damage: Damage, mess
 
 def test_a_stable_embedding_keeps_its_floats_alone() -> None:
     """A stable embedding's moments stay float32; entries of the same names are quantized for other parameters."""
-    models = [nn.Sequential(shardopt.StableEmbedding(100, 64), nn.Linear(64, 128)) for _ in range(2)]
-    params, others = (list(model.parameters()) for model in models)
-    optimizer, again = (quantize_state(AdamW(own)) for own in (params, others))
-    trained(optimizer, params, range(2))
-    models[1].load_state_dict(models[0].state_dict())
-    again.load_state_dict(optimizer.state_dict())
-    for run, own in ((optimizer, params), (again, others)):
-        trained(run, own, range(3, 4))
-    assert "exp_avg" in again.state[models[1].get_parameter("0.weight")]
-    assert "exp_avg_codes" in again.state[models[1].get_parameter("1.weight")]
-    assert same(bits(others, again), bits(params, optimizer))
+    model = nn.Sequential(shardopt.StableEmbedding(100, 64), nn.Linear(64, 128))
+    optimizer = trained(quantize_state(AdamW(params := list(model.parameters()))), params)
+    for _ in range(2):
+        assert "exp_avg" in optimizer.state[model.get_parameter("0.weight")]
+        assert "exp_avg_codes" in optimizer.state[model.get_parameter("1.weight")]
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_state_dicts_share_no_memory() -> None:

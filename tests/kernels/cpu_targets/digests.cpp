@@ -32,52 +32,29 @@ const Shape kShapes[] = {
 
 struct Format {
   WeightFormat weight;
-  DType gradient;
+  DType dtype, gradient;
   size_t bytes, low_bytes, gradient_bytes;
 };
+constexpr DType kSingle = DType::kFloat32, kBrain = DType::kBFloat16, kHalf = DType::kFloat16;
 const Format kFormats[] = {
-    {WeightFormat::kFloat32, DType::kFloat32, 4, 0, 4},
-    {WeightFormat::kBFloat16, DType::kBFloat16, 2, 0, 2},
-    {WeightFormat::kFloat16, DType::kFloat16, 2, 0, 2},
-    {WeightFormat::kBFloat16, DType::kFloat32, 2, 0, 4},
-    {WeightFormat::kBFloat16Plus8, DType::kBFloat16, 2, 1, 2},
-    {WeightFormat::kBFloat16Plus16, DType::kBFloat16, 2, 2, 2},
-    {WeightFormat::kFloat16Plus8, DType::kFloat16, 2, 1, 2},
-    {WeightFormat::kFloat16Plus16, DType::kFloat16, 2, 2, 2},
-    {WeightFormat::kBFloat16Stochastic, DType::kBFloat16, 2, 0, 2},
+    {WeightFormat::kFloat32, kSingle, kSingle, 4, 0, 4},
+    {WeightFormat::kBFloat16, kBrain, kBrain, 2, 0, 2},
+    {WeightFormat::kFloat16, kHalf, kHalf, 2, 0, 2},
+    {WeightFormat::kBFloat16, kBrain, kSingle, 2, 0, 4},
+    {WeightFormat::kBFloat16Plus8, kBrain, kBrain, 2, 1, 2},
+    {WeightFormat::kBFloat16Plus16, kBrain, kBrain, 2, 2, 2},
+    {WeightFormat::kFloat16Plus8, kHalf, kHalf, 2, 1, 2},
+    {WeightFormat::kFloat16Plus16, kHalf, kHalf, 2, 2, 2},
+    {WeightFormat::kBFloat16Stochastic, kBrain, kBrain, 2, 0, 2},
 };
 
+// Hyper-parameters that are not 0.9.
 const std::map<std::string, double> kHyper = {
-    {"lr", 1e-3},
-    {"beta1", 0.9},
-    {"beta2", 0.99},
-    {"beta3", 0.999},
-    {"eps", 1e-8},
-    {"coupled_decay", 0.01},
-    {"decoupled_decay", 0.02},
-    {"weight_decay", 0.02},
-    {"momentum", 0.9},
-    {"dampening", 0.1},
-    {"nesterov", 1.0},
-    {"alpha", 0.98},
-    {"alpha_steps", 3.0},
-    {"beta3_steps", 3.0},
-    {"log_beta1", -0.105},
-    {"log_beta3", -0.001},
-    {"lr_decay", 0.1},
-    {"decay_base", 0.96},
-    {"past_product", 0.81},
-    {"past_steps", 1.0},
-    {"least_variance", 0.001},
-    {"no_prox", 0.0},
-    {"scale", 0.5},
-    {"d", 1e-2},
-    {"d0", 1e-6},
-    {"bias_correction", 1.0},
-    {"safeguard_warmup", 0.0},
-    {"trust_coefficient", 0.1},
-    {"cautious", 1.0},
-    {"cautious_weight_decay", 1.0},
+    {"lr", 1e-3}, {"beta2", 0.99}, {"beta3", 0.999}, {"eps", 1e-8}, {"dampening", 0.1}, {"nesterov", 1.0},
+    {"alpha_steps", 3.0}, {"beta3_steps", 3.0}, {"log_beta1", -0.105}, {"log_beta3", -0.001}, {"past_steps", 1.0},
+    {"least_variance", 0.001}, {"no_prox", 0.0}, {"d", 1e-2}, {"d0", 1e-6}, {"bias_correction", 1.0},
+    {"safeguard_warmup", 0.0}, {"trust_coefficient", 0.1}, {"cautious", 1.0}, {"cautious_weight_decay", 1.0},
+    {"coupled_decay", 0.01}, {"decoupled_decay", 0.02}, {"weight_decay", 0.02}, {"lr_decay", 0.1},
 };
 
 // How a moment of a kind is coded in a state of a codec: bytes of a code, scales per block, and the code of zero.
@@ -100,66 +77,41 @@ constexpr Coding coding_of(generic::MomentKind kind) {
   return coding_in<Codec>(kind);
 }
 
-class Random {
- public:
-  uint64_t next() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    return state_ ^= state_ << 17;
+// Writes a random number from 2^-20 (float16: 2^-14) to 1. Some gradients are zero, some too large for a moment, NaN or
+// infinite.
+void put_random(char* to, uint64_t& state, DType dtype, bool is_gradient) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  const bool is_half = dtype == DType::kFloat16, is_single = dtype == DType::kFloat32;
+  const int mantissa_bits = is_single ? 23 : is_half ? 10 : 7;
+  const uint32_t largest = is_half ? 31 : 255;
+  uint32_t exponent = largest / 2 - 1 - state % (is_half ? 14 : 20);
+  uint32_t mantissa = state >> 32 & ((1u << mantissa_bits) - 1);
+  if (is_gradient && state % 16 == 0) exponent = mantissa = 0;
+  if (is_gradient && state % 997 == 1) {
+    exponent = largest - (state >> 20 & 1);
+    mantissa &= state >> 21 & 1;
   }
-
-  // From 2^-20 to 1; some are zero, one in a thousand is not finite or too large for a moment.
-  float gradient() {
-    const uint64_t r = next();
-    if (r % 16 == 0) return 0.0f;
-    if (r % 997 == 1) return r & 4096 ? __builtin_inff() : r & 8192 ? __builtin_nanf("") : -3e38f;
-    const uint32_t bits = static_cast<uint32_t>(107 + (r >> 8) % 20) << 23 | ((r >> 20) & 0x7fffff) | (r & 128) << 24;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-  }
-
- private:
-  uint64_t state_ = 88172645463325252ull;
-};
-
-void put(char* to, float x, DType dtype) {
-  uint32_t b;
-  std::memcpy(&b, &x, sizeof b);
-  if (dtype == DType::kFloat32) {
-    std::memcpy(to, &b, 4);
-    return;
-  }
-  // A bfloat16 is cut short; a float16 of the same sign and mantissa, from 2^-14 to 1, is enough for a test.
-  uint16_t half = static_cast<uint16_t>(b >> 16);
-  if (dtype == DType::kFloat16) {
-    const uint32_t exponent = b >> 23 & 255;
-    const uint32_t moved = exponent == 255 ? 31 : exponent < 113 ? 0 : exponent > 142 ? 30 : exponent - 112;
-    half = static_cast<uint16_t>(b >> 16 & 0x8000u) | static_cast<uint16_t>(moved << 10 | (b >> 13 & 0x3ff));
-  }
-  std::memcpy(to, &half, 2);
+  const uint32_t sign = state >> 63;
+  const uint32_t bits = (sign << (is_single ? 31 : 15)) | exponent << mantissa_bits | mantissa;
+  std::memcpy(to, &bits, is_single ? 4 : 2);
 }
 
 // Zeros, right before a page that cannot be read.
 class Buffer {
  public:
-  Buffer() = default;
-  explicit Buffer(size_t size) { make(size); }
-  ~Buffer() {
-    if (begin_) munmap(begin_, mapped_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
   void make(size_t size) {
     size_ = size;
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t used = (size + page - 1) / page * page;
     mapped_ = used + page;
-    void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED || mprotect(static_cast<char*>(pages) + used, page, PROT_NONE) != 0) std::abort();
-    begin_ = static_cast<char*>(pages);
+    begin_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (begin_ == MAP_FAILED || mprotect(begin_ + used, page, PROT_NONE) != 0) std::abort();
     data_ = begin_ + used - size;
+  }
+  ~Buffer() {
+    if (begin_) munmap(begin_, mapped_);
   }
 
   char* data() const { return data_; }
@@ -171,17 +123,10 @@ class Buffer {
   size_t mapped_ = 0, size_ = 0;
 };
 
-class Digest {
- public:
-  void add(const Buffer& bytes) {
-    for (size_t i = 0; i < bytes.size(); ++i)
-      value_ = (value_ ^ static_cast<unsigned char>(bytes.data()[i])) * 1099511628211ull;
-  }
-  unsigned long long value() const { return value_; }
-
- private:
-  uint64_t value_ = 14695981039346656037ull;
-};
+void add(uint64_t& digest, const Buffer& bytes) {
+  for (size_t i = 0; i < bytes.size(); ++i)
+    digest = (digest ^ static_cast<unsigned char>(bytes.data()[i])) * 1099511628211ull;
+}
 
 template <class Rule, class Codec>
 void run(int rule, int codec, const std::vector<const float*>& tables) {
@@ -190,17 +135,13 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
     for (const Shape& shape : kShapes) {
       const auto n = static_cast<size_t>(shape.rows * shape.cols);
       const auto blocks = static_cast<size_t>((shape.cols + shape.block_size - 1) / shape.block_size * shape.rows);
-      Random random;
-      Buffer param(n * format.bytes), low_bits(n * format.low_bytes), gradient(n * format.gradient_bytes);
-      Buffer codes[kMoments + 1], scales[kMoments + 1], extremes[kMoments + 1];
-      const DType weight_dtype = format.bytes == 4 ? DType::kFloat32
-                                 : format.weight == WeightFormat::kFloat16 ||
-                                         format.weight == WeightFormat::kFloat16Plus8 ||
-                                         format.weight == WeightFormat::kFloat16Plus16
-                                     ? DType::kFloat16
-                                     : DType::kBFloat16;
-      for (size_t i = 0; i < n; ++i)
-        put(param.data() + i * format.bytes, static_cast<float>(i % 37) / 40.0f - 0.4f, weight_dtype);
+      uint64_t random = 88172645463325252ull;
+      Buffer param, low_bits, gradient, sums, codes[kMoments + 1], scales[kMoments + 1], extremes[kMoments + 1];
+      param.make(n * format.bytes);
+      low_bits.make(n * format.low_bytes);
+      gradient.make(n * format.gradient_bytes);
+      sums.make(generic::kSumsOf<Rule> * sizeof(ExactSum));
+      for (size_t i = 0; i < n; ++i) put_random(param.data() + i * format.bytes, random, format.dtype, false);
       KernelRow kernel_row{};
       float step = 0.0f;
       kernel_row.param = param.address();
@@ -218,9 +159,7 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
         kernel_row.scales[k] = scales[k].address();
         kernel_row.extremes[k] = extremes[k].address();
       }
-      constexpr int kSums = generic::kSumsOf<Rule>;
-      Buffer sums(kSums * sizeof(ExactSum));
-      kernel_row.sums = kSums > 0 ? sums.address() : 0;
+      kernel_row.sums = sums.size() > 0 ? sums.address() : 0;
       kernel_row.numel = static_cast<double>(n);
       kernel_row.rows = shape.rows;
       kernel_row.cols = kernel_row.row_stride = kernel_row.global_row_numel = shape.cols;
@@ -233,34 +172,34 @@ void run(int rule, int codec, const std::vector<const float*>& tables) {
       kernel_row.cut = shape.cut;
       GroupRow group{};
       int h = 0;
-      for (const char* name : Rule::kHyper) group.hyper[h++] = kHyper.at(name);
+      for (const char* name : Rule::kHyper) group.hyper[h++] = kHyper.count(name) ? kHyper.at(name) : 0.9;
       group.gradient_scale = 1.0f;
       group.rule = rule;
       const StepCall call{&kernel_row, &group, tables.data(), Phase::kStep};
       int64_t skipped = 0;
-      Digest digest;
+      uint64_t digest = 14695981039346656037ull;
       for (int steps = 0; steps < 4; ++steps) {
         for (size_t i = 0; i < n; ++i)
-          put(gradient.data() + i * format.gradient_bytes, random.gradient(), format.gradient);
+          put_random(gradient.data() + i * format.gradient_bytes, random, format.gradient, true);
         std::memset(sums.data(), 0, sums.size());
         for (const Phase phase : {Phase::kSums, Phase::kStep, Phase::kRelative, Phase::kFinish}) {
-          if (phase == Phase::kSums && kSums == 0) continue;
+          if (phase == Phase::kSums && sums.size() == 0) continue;
           if (phase == Phase::kStep) step += 1.0f;
           StepCall now = call;
           now.phase = phase;
           skipped += SHARDOPT_KERNELS::cpu_kernel(codec, rule)(now, kernel_row, 0, static_cast<int64_t>(blocks));
         }
-        digest.add(param);
-        digest.add(low_bits);
+        add(digest, param);
+        add(digest, low_bits);
         for (int k = 0; k < kMoments; ++k) {
-          digest.add(codes[k]);
-          digest.add(scales[k]);
+          add(digest, codes[k]);
+          add(digest, scales[k]);
         }
       }
       std::printf("%s %s weights %d gradients %d, %lld rows of %lld in blocks of %d%s: %016llx, %lld skipped\n",
                   Rule::kName, Codec::kName, kernel_row.weight_format, kernel_row.gradient_dtype,
                   static_cast<long long>(shape.rows), static_cast<long long>(shape.cols), shape.block_size,
-                  shape.cut ? ", cut" : "", digest.value(), static_cast<long long>(skipped));
+                  shape.cut ? ", cut" : "", static_cast<unsigned long long>(digest), static_cast<long long>(skipped));
     }
   }
 }

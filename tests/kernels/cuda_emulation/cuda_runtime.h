@@ -16,12 +16,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#endif
-
 #define __device__
-// Not inline: the address sanitizer puts no red zones around the static variables of inline functions.
 #define __global__ static
 #define __forceinline__ inline
 #define __noinline__
@@ -78,28 +73,8 @@ struct Copy {
   size_t bytes;
 };
 
-// Copies a word. Bytes of a 16-byte word may belong to no tensor if others of it do: it lies in one page. With the
-// address sanitizer, which knows, they come as ones, so that a kernel that uses them leaves other bits than the CPU's.
-inline void do_copy(const Copy& copy) {
-#if defined(__SANITIZE_ADDRESS__)
-  const auto* const from = static_cast<const char*>(copy.from);
-  auto* const to = static_cast<unsigned char*>(copy.to);
-  size_t outside = 0;
-  if (copy.bytes == 16) {
-    for (size_t i = 0; i < copy.bytes; ++i) outside += static_cast<size_t>(__asan_address_is_poisoned(from + i));
-  }
-  if (outside > 0 && outside < copy.bytes) {
-    for (size_t i = 0; i < copy.bytes; ++i) {
-      to[i] = __asan_address_is_poisoned(from + i) ? 0xff : static_cast<unsigned char>(from[i]);
-    }
-    return;
-  }
-#endif
-  std::memcpy(copy.to, copy.from, copy.bytes);
-}
-
 // Where a coroutine or the scheduler goes on. swapcontext also exchanges signal masks, a system call that takes longer
-// than most of what lanes do between two waits. The address sanitizer follows stacks by swapcontext alone.
+// than most of what lanes do between two waits.
 struct Place {
   ucontext_t context;
   jmp_buf registers;
@@ -107,13 +82,9 @@ struct Place {
 
   // Goes on at another place, and comes back when somebody goes on here.
   void leave_for(Place& other) {
-#if defined(__SANITIZE_ADDRESS__)
-    swapcontext(&context, &other.context);
-#else
     if (_setjmp(registers)) return;
     if (std::exchange(other.entered, true)) _longjmp(other.registers, 1);
     setcontext(&other.context);
-#endif
   }
 };
 
@@ -236,6 +207,6 @@ inline void __pipeline_commit() {
 inline void __pipeline_wait_prior(size_t batches) {
   std::deque<std::vector<emulation::Copy>>& waiting = emulation::current().batches;
   for (; waiting.size() > batches; waiting.pop_front()) {
-    for (const emulation::Copy& copy : waiting.front()) emulation::do_copy(copy);
+    for (const emulation::Copy& copy : waiting.front()) std::memcpy(copy.to, copy.from, copy.bytes);
   }
 }
