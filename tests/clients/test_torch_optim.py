@@ -1,8 +1,6 @@
-"""Checks of torch over its database of optimizers (``OptimizerInfo``, test/test_optim.py), for every rule.
+"""What torch's own tests ask of every optimizer, and its averages of weights, for every rule.
 
-The wheels of torch have the database, which needs another package, but not the checks: test_torch_optim_suite.py runs
-torch's own file where there is one. Checks whose code is common to all rules stand in tests/optim, tests/state and
-tests/step.
+Checks of test/test_optim.py whose code is common to all rules stand in tests/optim, tests/state and tests/step.
 """
 
 from __future__ import annotations
