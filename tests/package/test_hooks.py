@@ -61,37 +61,32 @@ def test_a_module_that_fails_at_first(module_path: Path) -> None:
     assert len(seen) == 1
 
 
-#: A world of one rank with a wrapped model; FSDP1 needs a process group, and says on one rank that it shards nothing.
-WRAP = (
-    "import warnings, torch, torch.distributed as dist",
-    "from torch.distributed.fsdp import FullyShardedDataParallel",
-    "warnings.simplefilter('ignore')",
-    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
-    "model = FullyShardedDataParallel(torch.nn.Linear(64, 96), device_id=torch.device('cpu'))",
-)
-STEP = (
-    "optimizer = shardopt.AdamW8bit(model.parameters())",
-    "model(torch.ones(2, 64)).sum().backward()",
-    "optimizer.step()",
-)
+#: In a world of one rank; FSDP1 needs a process group, and says on one rank that it shards nothing.
+WRAPPED_BEFORE = """
+import warnings, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FullyShardedDataParallel(torch.nn.Linear(64, 96), device_id=torch.device("cpu"))
+import shardopt
+
+optimizer = shardopt.AdamW8bit(model.parameters())
+model(torch.ones(2, 64)).sum().backward()
+try:
+    optimizer.step()
+except RuntimeError as error:
+    assert "import shardopt before wrapping the model, or call optimizer.attach(model)" in str(error), error
+else:
+    raise AssertionError("it stepped")
+optimizer.attach(model)
+optimizer.step()
+"""
 
 
 def test_fsdp1_wrapped_before_the_import(programs: Programs, tmp_path: Path) -> None:
     """Nobody told the parameters: the error says what to do, and that helps."""
-    lines = (
-        *WRAP,
-        "import shardopt",
-        *STEP[:-1],
-        "try:",
-        "    optimizer.step()",
-        "except RuntimeError as error:",
-        "    assert 'import shardopt before wrapping the model, or call optimizer.attach(model)' in str(error), error",
-        "else:",
-        "    raise AssertionError('it stepped')",
-        "optimizer.attach(model)",
-        "optimizer.step()",
-    )
-    programs.run("\n".join(lines), tmp_path)
+    programs.run(WRAPPED_BEFORE, tmp_path)
 
 
 #: A stand-in for Accelerate's module of that name: the function is looked up when it is called.
