@@ -203,29 +203,6 @@ def test_experts(client_ranks: Pool) -> None:
     client_ranks.run(2, step_experts)
 
 
-def skip_a_step() -> None:
-    """A gradient of inf under Megatron's loss scale: Megatron skips the step on all ranks, before our optimizer's."""
-    with on_cpu():
-        run = make(torch.float32, loss_scale=2.0)
-        from shardopt.clients.megatron import replace_adam
-
-        replace_adam(run.optimizer, shardopt.AdamW8bit)
-        before = {name: param.detach().clone() for name, param in run.bare.named_parameters()}
-        for param in run.bare.parameters():
-            param.main_grad.zero_()
-        if dist.get_rank() == 1:
-            next(iter(run.bare.parameters())).main_grad.fill_(torch.inf)
-            run.chunk.buffers[0].grad_data.fill_(torch.inf)
-        succeeded, _, _ = run.optimizer.step()
-        assert not succeeded
-        assert not run.inner.optimizer.state
-        assert_same(dict(run.bare.named_parameters()), before)
-
-
-def test_a_skipped_step(client_ranks: Pool) -> None:
-    client_ranks.run(2, skip_a_step)
-
-
 def model_of(run: Run) -> dict[str, Any]:
     """The model in Megatron's sharded state dict."""
     from megatron.core.dist_checkpointing import ShardedTensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,11 +72,8 @@ def test_a_module_says_what_keeps_float32_and_what_are_layers() -> None:
     assert {parameter.unit for parameter in estimated_model().parameters} == {"", "layers.0", "layers.1", "layers.2"}
 
 
-def test_the_ladder() -> None:
-    """The bytes per parameter that the README states; the last is weights and a buffer of fixed size."""
-    model = Model.of_size("100B")
-    totals = [estimate(model, setup).device.total / model.numel for setup in ladder().values()]
-    assert [round(total, 2) for total in totals] == [16.0, 10.09, 7.09, 5.09, 2.0]
+def test_released_and_offloaded() -> None:
+    """The last rows of the ladder: the largest gradient, and a buffer of fixed size."""
     model = Model.of_size("7B")
     *_, released, offloaded = (estimate(model, setup).device for setup in ladder().values())
     gradient = 2 * 4096 * 4096
@@ -96,10 +92,8 @@ def test_the_ladder() -> None:
          46_702_792_704),
         ({"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000}, 9_241_705_984),
-        ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
-          "vocab_size": 50257}, 124_439_808),
     ],
-    ids=["grouped queries", "experts", "tied embeddings", "gpt2"],
+    ids=["grouped queries", "experts", "tied embeddings"],
 )  # fmt: skip
 def test_published_numbers_of_parameters(tmp_path: Path, config: dict[str, Any], numel: int) -> None:
     path = tmp_path / "config.json"
@@ -124,14 +118,10 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("size", ["big", "-7B", "100", "1e30", "nan"])
-def test_bad_sizes(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    assert f"got '{size}', expected a number of parameters" in failure(capsys, "--", size)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *((["--", size], f"got '{size}', expected a number of parameters") for size in ("big", "-7B", "100", "nan")),
         ([], "got neither or both of a size and --config"),
         (["7B", "--config", "x"], "got neither or both of a size and --config"),
         pytest.param(
@@ -190,7 +180,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
             "adamw8bit bfloat16 zero2 x 16 zero_offload=optimizer",
             (2 * 4, 8 * (4 + 4 + 2 + 2 + 0.09375) / 4),
         ),
-        ("--dtype bf16", "adamw8bit bfloat16 single", (6.09375 * 4, 0)),
         ("--dtype fp32 --master-weight-bits 24", "adamw8bit float32 single master_weight_bits=24", (10.09375 * 4, 0)),
     ],
 )
@@ -236,6 +225,5 @@ def test_console_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8-bit state, fp32 weights" in done.stdout
-    scripts = re.search(r"\[project\.scripts\]\n(.*)\n", (Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert scripts is not None
-    assert scripts[1] == 'shardopt = "shardopt.__main__:main"'
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.scripts]\nshardopt = "shardopt.__main__:main"\n' in project

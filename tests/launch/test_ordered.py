@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ranks.pool import Pool
-from train_job import TINY, assert_same_run, run, run_on
+from train_job import TINY, assert_same_run, run_on
 from versions import needs_fsdp2_on_the_cpu
 
 pytestmark = needs_fsdp2_on_the_cpu
@@ -34,18 +34,3 @@ def test_a_run_that_changes_its_number_of_ranks_twice(ranks: Pool, alone: Path, 
     for world_size, step in ((3, 3), (1, 6), (2, 8)):
         run_on(ranks, world_size, *job, "--checkpoint-interval", 1, "--stop-at-step", step)
     assert_same_run(tmp_path, alone)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--micro-batches", "5"], "got 5 on 1 ranks and a batch of 12, expected a multiple of the ranks"),
-        (["--accumulate", "2"], "ordered: got backend single and accumulate 2"),
-        (["--backend", "fsdp1"], "ordered: got backend fsdp1 and accumulate 1, expected fsdp2, ddp or single"),
-    ],
-)
-def test_refused(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert run(*ORDERED, "--backend", "single", "--data", text, "--output", tmp_path, *options) == 2
-    assert message in capsys.readouterr().err

@@ -91,8 +91,8 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *PRESETS])
-def test_signatures(name: str) -> None:
-    """Positional parameters and defaults are torch.optim's; the options are keyword-only."""
+def test_signatures_and_groups(name: str) -> None:
+    """Positional parameters and defaults are torch.optim's; the options are keyword-only; groups have every default."""
     _, params, *own, options = inspect.signature(getattr(shardopt, name).__init__).parameters.values()
     assert params.name == "params"
     rule = PRESETS.get(name, name)
@@ -102,6 +102,13 @@ def test_signatures(name: str) -> None:
     assert list(positional) == list(OPTIMIZERS[rule])
     assert options.kind is inspect.Parameter.VAR_KEYWORD
     assert "Options" in str(options.annotation)
+    optimizer = getattr(shardopt, name)(one())
+    expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **ESTIMATES.get(rule, {}), **OPTIONS}
+    expected["codec"] = {"4": "log4", "8": "log8"}.get(name.removesuffix("bit")[-1], "fp32")
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
+    assert optimizer.defaults == expected
+    assert isinstance(optimizer, getattr(shardopt, rule))
+    assert getattr(shardopt, name)(one(), codec="companded8").param_groups[0]["codec"] == "companded8"
 
 
 def test_clipping_has_torchs_signature() -> None:
@@ -117,19 +124,6 @@ def test_options() -> None:
     assert Options.__doc__ is not None
     for option in OPTIONS:
         assert f"        {option}: " in Options.__doc__, f"{option} is not documented"
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *PRESETS])
-def test_groups_have_every_default(name: str) -> None:
-    optimizer = getattr(shardopt, name)(one())
-    rule = PRESETS.get(name, name)
-    expected = {**OPTIMIZERS[rule], **IN_GROUPS.get(rule, {}), **ESTIMATES.get(rule, {}), **OPTIONS}
-    expected["codec"] = {"4": "log4", "8": "log8"}.get(name.removesuffix("bit")[-1], "fp32")
-    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == expected
-    assert optimizer.defaults == expected
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert isinstance(optimizer, getattr(shardopt, rule))
-    assert getattr(shardopt, name)(one(), codec="companded8").param_groups[0]["codec"] == "companded8"
 
 
 def public_things() -> list[tuple[str, Any]]:

@@ -77,7 +77,7 @@ def check_contents(wheel: Path, build: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="manylinux wheels")
-def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
+def test_a_wheel_and_the_source_in_an_empty_environment(tmp_path: Path) -> None:
     build = tmp_path / "build"
     build.mkdir()
     script = ROOT / "launch/wheel.sh"
@@ -87,27 +87,17 @@ def test_a_wheel_in_an_empty_environment(tmp_path: Path) -> None:
     check_contents(wheel, build)
     (sdist,) = (tmp_path / "dist").glob("shardopt-*.tar.gz")
     with tarfile.open(sdist) as archive:
-        assert files_of(ROOT) <= {name.partition("/")[2] for name in archive.getnames()}
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert files_of(ROOT) | sources | {"LICENSE", "README.md"} <= names
     python = tmp_path / ".venv/bin/python"
     run(sys.executable, "-m", "venv", tmp_path / ".venv", cwd=tmp_path)
     requirements = ROOT / "launch/requirements.txt"
     run(python, "-m", "pip", "install", "-q", "-c", requirements, wheel, cwd=tmp_path)
     run(python, "-c", TRAIN, cwd=tmp_path)
     assert "no fault" in run(python, "-m", "shardopt", "doctor", cwd=tmp_path).lower()
-
-
-@pytest.mark.slow
-def test_the_source_distribution_builds_a_wheel(tmp_path: Path) -> None:
-    """With the C++ sources, and without the checkout, a GPU or a driver."""
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT, cwd=tmp_path, SHARDOPT_CUDA="0")
-    (sdist,) = tmp_path.glob("shardopt-*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
-    assert tracked | {"LICENSE", "README.md", "shardopt/py.typed", "shardopt/_C.pyi"} <= names
-
+    # The source distribution builds a wheel as well, without the checkout, a GPU or a driver.
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, sdist, cwd=tmp_path, SHARDOPT_CUDA="0")
-    (wheel,) = tmp_path.glob("shardopt-*.whl")
-    site = tmp_path / ".venv"  # where TRAIN expects the package
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel, cwd=tmp_path)
-    run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{TRAIN}", cwd=tmp_path)
+    (built,) = tmp_path.glob("shardopt-*.whl")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", built, cwd=tmp_path)
+    run(python, "-c", TRAIN, cwd=tmp_path)

@@ -24,8 +24,6 @@ MULTINODE = ROOT / "launch" / "multinode"
 #: Where the launchers of this environment are.
 PROGRAMS = Path(sys.executable).parent
 
-DEEPSPEED = ("--backend", "deepspeed", "--deepspeed", str(ROOT / "configs" / "zero2.json"))
-
 #: A model of 30 thousand parameters: some of its matrices are quantized, some are too small.
 TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
 TINY_RUN = ("--batch", "12", "--steps", "8", "--warmup", "2", "--eval-windows", "10", "--eval-interval", "0")
@@ -98,18 +96,6 @@ def wait_for_checkpoint(output: Path, process: subprocess.Popen[str], timeout: f
         assert process.poll() is None, f"the run ended with {process.returncode}, expected a checkpoint first"
         assert time.monotonic() < deadline, f"no checkpoint in {timeout:g} s"
         time.sleep(0.02)
-
-
-def pid_of_rank(output: Path, rank: int) -> int:
-    """The process that is a rank of the run with this output."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = ((process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        if str(output).encode() in command and f"RANK={rank}".encode() in environment:
-            return int(process.name)
-    raise AssertionError(f"rank {rank} of the run in {output} not found")
 
 
 def edit_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:

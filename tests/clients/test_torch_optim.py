@@ -1,8 +1,6 @@
-"""Checks of torch over its database of optimizers (``OptimizerInfo``, test/test_optim.py), for every rule.
+"""What torch's own tests ask of every optimizer, and its averages of weights, for every rule.
 
-The wheels of torch have the database, which needs another package, but not the checks: test_torch_optim_suite.py runs
-torch's own file where there is one. Checks whose code is common to all rules stand in tests/optim, tests/state and
-tests/step.
+Checks of test/test_optim.py whose code is common to all rules stand in tests/optim, tests/state and tests/step.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import copy
 import io
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -67,30 +64,19 @@ def test_save_load_equality(rule: str) -> None:
     assert_same(everything(other), everything(optimizer))
 
 
-AVERAGES: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, int], Tensor]]] = {
-    "swa": ({}, lambda mean, value, count: mean + (value - mean) / (count + 1)),
-    "ema": (
-        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
-        lambda mean, value, count: mean.lerp(value, 1 - 0.9),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_averaged_models(kind: str) -> None:
+def test_averaged_models() -> None:
     """torch's averages of the weights see each step, and an optimizer of the averages' copies is its own."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64)
-    options, mean_of = AVERAGES[kind]
-    averaged = swa_utils.AveragedModel(model, **options)
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     inputs = torch.randn(8, 64)
     means: list[Tensor] = []
-    for step in range(4):
+    for _ in range(4):
         run(optimizer, lambda: (model(inputs) - inputs).square().mean(), 1)
         averaged.update_parameters(model)
         values = [param.detach().clone() for param in model.parameters()]
-        means = [mean_of(m, v, step) for m, v in zip(means, values, strict=True)] if means else values
+        means = [mean.lerp(value, 1 - 0.9) for mean, value in zip(means, values, strict=True)] if means else values
     assert all(map(torch.equal, averaged.module.parameters(), means))
     tuned = shardopt.AdamW8bit(averaged.parameters(), lr=1e-2, min_quantized_numel=64)
     before = everything(optimizer)

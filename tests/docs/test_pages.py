@@ -1,0 +1,100 @@
+"""The pages: links lead somewhere, every page can be reached, the site builds, and messages are the package's."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+OTHERS = ("benchmarks/RESULTS.md", "benchmarks/quality/results/tables.md", "tests/clients/README.md")
+PAGES = (*sorted(ROOT.glob("*.md")), *(ROOT / page for page in OTHERS), *sorted((ROOT / "docs").glob("*.md")))
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+MISSING = [package for package in ("mkdocs", "material", "mkdocstrings") if find_spec(package) is None]
+#: Messages that docs/troubleshooting.md explains.
+MESSAGES = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files that a page links to, with anchors; not those of other sites."""
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        if not re.match(r"[a-z]+:", link):
+            file, _, anchor = link.partition("#")
+            yield (page.parent / file).resolve() if file else page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links(page: Path) -> None:
+    for target, anchor in links(page):
+        assert target.exists(), f"{page.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to #{anchor}, which {target.name} lacks"
+
+
+def test_every_page_can_be_reached() -> None:
+    reached, pending = {README}, [README]
+    while pending:
+        new = {target for target, _ in links(pending.pop()) if target.suffix == ".md"} - reached
+        reached |= new
+        pending += new
+    assert set(PAGES) <= reached, f"not linked to: {sorted(page.name for page in set(PAGES) - reached)}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_the_site_has_every_page() -> None:
+    """Without MkDocs: its navigation names every page of docs/, and no other."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    named = set(re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *OTHERS}
+
+
+@pytest.mark.skipif(MISSING != [], reason=f"{', '.join(MISSING)} not installed: pip install 'shardopt[docs]'")
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    front = (tmp_path / "index.html").read_text()
+    assert "figures/memory.svg" in front
+    assert "quickstart/" in front
+    api = (tmp_path / "api" / "index.html").read_text()
+    assert "AdamW8bit" in api
+    assert re.findall(r".*:[a-z]+:(?:`|<code>).*", api) == [], "roles must not be shown raw"
+    assert "::</p>" not in api
+    assert re.search(r'<a [^>]*href="#shardopt[.\w]*"><code>', api), "roles must link to what the page has"
+
+
+def texts() -> str:
+    """All string constants of the package and setup.py, fields of f-strings left out."""
+    constants = []
+    for path in (ROOT / "setup.py", *sorted((ROOT / "shardopt").rglob("*.py"))):
+        constants += [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    return "\n".join(text for text in constants if isinstance(text, str))
+
+
+TEXTS = texts()
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 25
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_package_says_so(message: str) -> None:
+    for part in message.split("..."):
+        assert part.strip() in TEXTS, f"docs/troubleshooting.md has {part!r}, which no message of the package has"
