@@ -24,8 +24,7 @@ from ranks.deepspeed import (
     whole_snapshot,
 )
 from ranks.models import WAYS, fsdp1, make_net
-from ranks.pool import Pool
-from ranks.runs import snapshot_of, step_with
+from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same
 
 STEPS = 2
@@ -39,36 +38,20 @@ def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
 
-def _trained(
-    way: str,
-    overrides: dict[str, dict[str, Any]],
-    no_decay: tuple[str, ...] = (),
-    *,
-    before: bool = False,
-) -> tuple[nn.Module, Any]:
-    net = make_net()
-    options = {"min_quantized_numel": 64, "lr": 1e-2}
-    early = shardopt.param_groups(net, overrides, no_decay) if before else None
-    model = WAYS[way](net)
-    groups = early or shardopt.param_groups(model, overrides, no_decay)
-    if way == "zero":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=shardopt.AdamW8bit, **options)
-    else:
-        optimizer = shardopt.AdamW8bit(groups, **options)
-    for step in range(STEPS):
-        step_with(model, optimizer, step)
-    return model, optimizer
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("way", ["ddp", "zero", "fsdp1"])
-def test_groups_from_before_wrapping(ranks: Pool, way: str) -> None:
+def test_groups_from_before_wrapping(way: str) -> None:
     """These keep the parameters."""
-    ranks.run(3, _as_whole, way)
-
-
-def _as_whole(way: str) -> None:
-    run, whole = (_trained(each, OVERRIDES, NO_DECAY, before=True) for each in (way, "single"))
-    assert_same(snapshot_of(*run), snapshot_of(*whole))
+    snapshots = []
+    for each in (way, "single"):
+        net = make_net()
+        groups = shardopt.param_groups(net, OVERRIDES, NO_DECAY)
+        model = WAYS[each](net)
+        optimizer = make_optimizer(each, model, params=groups)
+        for step in range(STEPS):
+            step_with(model, optimizer, step)
+        snapshots.append(snapshot_of(model, optimizer))
+    assert_same(*snapshots)
 
 
 @pytest.mark.ranks(2)
@@ -109,7 +92,9 @@ def test_a_wrapped_part_of_a_model() -> None:
 @pytest.mark.parametrize(("way", "world_size"), [("zero", 1), ("zero", 2), ("fsdp", 2)])
 def test_names_in_errors_are_those_of_the_parameters(way: str, world_size: int) -> None:
     """A rank of ZeroRedundancyOptimizer steps some of a group's parameters, in another order."""
-    model, optimizer = _trained(way, {}, ())
+    model = WAYS[way](make_net())
+    optimizer = make_optimizer(way, model, params=shardopt.param_groups(model))
+    step_with(model, optimizer, 0)
     inner = getattr(optimizer, "optim", optimizer)
     for group in inner.param_groups:
         assert "param_names" not in group or len(group["param_names"]) == len(group["params"])
