@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.checkpoint import ranks
 from shardopt.sharding import ddp, dtensor, exchange
-from shardopt.step.muon.directions import _Copies
 
 SECOND = torch.device("cuda", 1)
 
@@ -49,16 +48,6 @@ def test_ddp(monkeypatch: pytest.MonkeyPatch, reduced: list[torch.device]) -> No
             found.all_reduce_max(tensor)
         assert found.within_reach(torch.zeros(3, device=SECOND)).device == SECOND
     assert reduced == [SECOND, SECOND]
-
-
-def test_muon_sends_from_the_parameters_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeTensorMode():
-        of_ddp = _in_ddp(monkeypatch, nn.LayerNorm(4, device=SECOND))
-        wave = SimpleNamespace(division=SimpleNamespace(ranks=of_ddp, regions=(0, 1)), matrices=[], owners=[])
-        copies = _Copies(wave, [])  # type: ignore[arg-type]
-        for held in (torch.zeros(3, device=SECOND), torch.zeros(3)):
-            copies.send(held)
-            assert copies._there.device == SECOND
 
 
 @pytest.mark.parametrize(("local", "expected"), [(SECOND, 1), ("cpu", 0)])

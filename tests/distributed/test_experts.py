@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 import shardopt
 from helpers import CASES
@@ -32,8 +24,6 @@ from ranks.layouts import distribute, mesh_of, values
 from ranks.models import set_gradients
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
-from shardopt.layout import shard_of
-from shardopt.step.muon.matrices import matrices_of
 from slow_cases import slow
 
 STEPS = 2
@@ -74,34 +64,15 @@ def _placements(first: Placement | None, tensor_parallel: bool) -> dict[str, tup
     return {name: (*expert, *([placement] if tensor_parallel else [])) for name, placement in of.items()}
 
 
-def _experts(model: Mixture) -> Mixture:
-    _shard(model.experts, mesh_of((dist.get_world_size(),)), **_placements(Shard(0), False))
-    return model
-
-
-def _tensors(model: Mixture) -> Mixture:
-    _shard(model.experts, mesh_of((dist.get_world_size(),)), **_placements(None, True))
-    return model
-
-
 def _both(model: Mixture) -> Mixture:
     """Expert and tensor parallel."""
     _shard(model.experts, mesh_of((2, 2)), **_placements(Shard(0), True))
     return model
 
 
-def _scattered(model: Mixture) -> Mixture:
-    """Each rank holds several ranges of a dim."""
-    mesh = mesh_of((2,))
-    dims = {"up": 1, "down": 2, "wide": 0, "bias": 1}
-    _shard(model.experts, mesh, **{name: (_StridedShard(dim, split_factor=2),) for name, dim in dims.items()})
-    return model
-
-
-def _on_submeshes(model: Mixture, tensor_parallel: bool = False) -> Mixture:
+def _on_submeshes(model: Mixture) -> Mixture:
     """Ranks 0 and 1 hold what ranks 2 and 3 hold, each pair on a mesh of its own."""
-    first = None if tensor_parallel else Shard(0)
-    _shard(model.experts, mesh_of((2, 2), "data", "expert")["expert"], **_placements(first, tensor_parallel))
+    _shard(model.experts, mesh_of((2, 2), "data", "expert")["expert"], **_placements(Shard(0), False))
     return model
 
 
@@ -115,25 +86,14 @@ def _fully_sharded(model: Mixture, tensor_parallel: bool, dim: int) -> Mixture:
     return fully_shard(model, mesh=mesh["data"])
 
 
-#: Ways to divide the experts, and the number of ranks.
+#: Ways to divide the experts, beside those of ``test_layouts.py`` for single stacks, and the number of ranks.
 WAYS: dict[str, tuple[int, Callable[[Mixture], Mixture]]] = {
     "single": (1, lambda model: model),
-    "ep": (3, _experts),
-    "tp": (2, _tensors),
     "ep tp": (4, _both),
-    "scattered": (2, _scattered),
     "dp ep": (4, _on_submeshes),
-    "dp tp": (4, partial(_on_submeshes, tensor_parallel=True)),
     "fsdp ep": (4, partial(_fully_sharded, tensor_parallel=False, dim=0)),
-    "fsdp tp": (4, partial(_fully_sharded, tensor_parallel=True, dim=0)),
-    "fsdp of dim 1, ep": (4, partial(_fully_sharded, tensor_parallel=False, dim=1)),
     "fsdp of dim 2, tp": (4, partial(_fully_sharded, tensor_parallel=True, dim=2)),
 }
-
-
-#: torch.distributed.checkpoint takes a rank's part of a DTensor for one rectangle.
-NOT_BY_TORCH = ("scattered",)
-BY_TORCH = [way for way in WAYS if way not in NOT_BY_TORCH]
 
 
 def _run(way: str, steps: int, rule: str = "adamw", seed: int = 0) -> tuple[nn.Module, Any]:
@@ -162,21 +122,12 @@ def _expected(steps: int, rule: str = "adamw") -> Snapshot:
 def _save(way: str, path: Path) -> None:
     model, optimizer = _run(way, STEPS)
     assert_same(_snapshot(model, optimizer), _expected(STEPS))
-    shardopt.checkpoint.save(path / "portable", model, optimizer)
-    if way not in NOT_BY_TORCH:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.save(state, checkpoint_id=path / "torch")
+    shardopt.checkpoint.save(path, model, optimizer)
 
 
-def _load(way: str, path: Path, by_torch: bool) -> None:
+def _load(way: str, path: Path) -> None:
     model, optimizer = _run(way, 1, seed=10)
-    if by_torch:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=path / "torch")
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    else:
-        shardopt.checkpoint.load(path / "portable", model, optimizer)
+    shardopt.checkpoint.load(path, model, optimizer)
     assert_same(_snapshot(model, optimizer), _expected(STEPS))
     _step(model, optimizer, STEPS)
     assert_same(_snapshot(model, optimizer), _expected(STEPS + 1))
@@ -195,26 +146,12 @@ def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return save
 
 
-def _round(ways: Sequence[str], distance: int) -> list[tuple[str, str]]:
-    """Each way with the one that is so many places before it."""
-    return [(way, ways[(place - distance) % len(ways)]) for place, way in enumerate(ways)]
+PAIRS = [(way, [*WAYS][place - 1]) for place, way in enumerate(WAYS)]
 
 
-FEW = ("single", "fsdp of dim 2, tp", "ep", "scattered", "dp tp", "fsdp ep")
-FEW_BY_TORCH = [way for way in FEW if way in BY_TORCH]
-
-
-@pytest.mark.parametrize(
-    ("way", "source", "by_torch"),
-    [
-        *((*pair, False) for pair in _round(FEW, 1)),
-        *((*pair, True) for pair in _round(FEW_BY_TORCH, 2)),
-        *slow((*pair, False) for pair in product(WAYS, WAYS)),
-        *slow((*pair, True) for pair in product(BY_TORCH, BY_TORCH)),
-    ],
-)
-def test_any_to_any(ranks: Pool, saved: Callable[[str], Path], way: str, source: str, by_torch: bool) -> None:
-    ranks.run(WAYS[way][0], _load, way, saved(source), by_torch)
+@pytest.mark.parametrize(("way", "source"), [*PAIRS, *slow(product(WAYS, WAYS), besides=PAIRS)])
+def test_any_to_any(ranks: Pool, saved: Callable[[str], Path], way: str, source: str) -> None:
+    ranks.run(WAYS[way][0], _load, way, saved(source))
 
 
 class Separate(nn.Module):
@@ -298,18 +235,6 @@ def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere:
     ranks.run(1, _save_whole, tmp_path / "whole")
     ranks.run(4, _load_apart, everywhere, tmp_path / "whole")
     ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
-
-
-@pytest.mark.ranks(4)
-def test_muon_takes_no_memory_for_experts_of_other_ranks() -> None:
-    model, _ = _apart(everywhere=True, steps=0)
-    for module in model.experts.values():
-        shard = shard_of(module.weight)
-        slices = [SimpleNamespace(spec=SimpleNamespace(shard=shard), offset=0, name=None)]
-        described = SimpleNamespace(name="weight", spec=SimpleNamespace(slices=slices))
-        if not local(module.weight).numel():
-            assert not list(matrices_of(0, described, None))
-            assert (shard.holders, shard.parts, shard.division) == (None, None, None)
 
 
 @pytest.mark.ranks(4, timeout=60)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -28,7 +31,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardopt
 from helpers import CODEC_NAMES, through_a_file
-from ranks.flat import is_flat, pieces
+from ranks.flat import forget_shards, is_flat, pieces
 from ranks.models import (
     FSDP1_WAYS,
     MATRICES_WAYS,
@@ -41,7 +44,7 @@ from ranks.models import (
     make_net,
 )
 from ranks.offload import late_transfers, offload_from_cpu, slow_steps
-from ranks.pool import Pool
+from ranks.pool import Pool, RankFailure
 from ranks.runs import SMALL, Run, make_optimizer
 from ranks.snapshot import Snapshot, assert_same
 from slow_cases import slow
@@ -99,6 +102,35 @@ def grouped(run: Run, groups: list[dict[str, Any]]) -> None:
     run.optimizer = make_optimizer(run.way, run.model, params=params)
     for step in range(STEPS):
         run.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        run.steps(1)
+
+
+def _begin_named(
+    run: Run, seed: int = 0, overrides: Any = None, no_decay: Sequence[str] = (), dtype: Any = None, **options: Any
+) -> None:
+    """Groups by names of the bare model, with its options."""
+    run.begin(dtype=dtype, seed=seed)
+    of_bare = shardopt.param_groups(run.bare(dtype=dtype), overrides or OF_UNITS, no_decay)
+    groups = shardopt.param_groups(run.model, overrides or OF_UNITS, no_decay)
+    assert {(p.names, p.shape) for p in groups.parameters} == {(p.names, p.shape) for p in of_bare.parameters}
+    if run.way not in BY_UNIT:
+        assert groups.table() == of_bare.table()
+        assert [group["param_names"] for group in groups] == [group["param_names"] for group in of_bare]
+    run.optimizer = make_optimizer(run.way, run.model, params=groups, **options)
+
+
+def named(run: Run, **options: Any) -> None:
+    _begin_named(run, **options)
+    run.steps(2)
+
+
+def attached(run: Run) -> None:
+    """As if shardopt were imported after FSDP1 wrapped the model: attach() says which shards there are."""
+    run.begin()
+    forget_shards(run.model)
+    run.optimizer = make_optimizer(run.way, run.model)
+    for optimizer in (run.optimizer, run.optimizer, shardopt.SGD8bit(run.model.parameters())):
+        optimizer.attach(run.model)
         run.steps(1)
 
 
@@ -565,6 +597,12 @@ GROUPS: list[dict[str, Any]] = [
     {"betas": (0.8, 0.9)},
     {"codec": "dynamic8", "block_size": 16, "maximize": True},
 ]
+#: By names, options that are the same for all parameters of a unit of FSDP1's, and others.
+OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
+OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight": {"lr": 3e-2}, "down.*": {"lr": 2e-2}}
+NAMED = {"overrides": OVERRIDES, "no_decay": ("*.bias", "norm.*")}
+#: Groups whose parameters are in another order than the model's have the noise of the model's order.
+NOISE: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": True, "stochastic_rounding_seed": 7}
 EVERY_CODEC: list[dict[str, Any]] = [{"codec": codec, "block_size": 32} for codec in CODEC_NAMES]
 #: Optimizers that step each element by itself. Not fused: torch's fused kernels for CPUs round the last elements of a
 #: tensor otherwise.
@@ -607,9 +645,16 @@ FEATURES: dict[str, Feature] = {
     "asleep": Feature(sleeping, ZERO),
     "asleep, log4": Feature(partial(sleeping, codec="log4"), ZERO),
     "reset": Feature(reset, ZERO),
+    "attached": Feature(attached, NOT_FSDP1),
+    "named": Feature(named, OTHER_MODELS),
+    "named, of any unit": Feature(partial(named, **NAMED), {*BY_UNIT, *OTHER_MODELS}),
+    "named, with noise": Feature(partial(named, **NOISE), OTHER_MODELS),
     "offload state": Feature(partial(offloaded, how="state"), ZERO),
     "offload step": Feature(partial(offloaded, how="step"), {*ZERO, *FSDP1}),
-    "offload state, budget": Feature(partial(offloaded, how="state", device_state_budget="20KiB"), {*ZERO, *ODDS_WAYS}),
+    # Where columns cut blocks, all the state that may be offloaded fits into the budget.
+    "offload state, budget": Feature(
+        partial(offloaded, how="state", device_state_budget="20KiB"), {*ZERO, *ODDS_WAYS, *COLUMNS}
+    ),
     "saved": Feature(saved, ZERO),
     "saved asleep": Feature(partial(saved, asleep=True), ZERO),
     "saved lion, bf16 24": Feature(
@@ -695,7 +740,7 @@ def _single(run: Run, do: Callable[[Run], None], known: dict[str, Snapshot]) -> 
 
 
 #: Of the layouts of a world that a feature meets by default, one in so many.
-ONE_IN = {2: 10, 3: 9, 4: 11}
+ONE_IN = {2: 12, 3: 13, 4: 13}
 
 
 def _few(place: int, world_size: int, ways: list[str]) -> list[str]:
@@ -739,28 +784,57 @@ def _begin(run: Run, seed: int = 0, **options: Any) -> None:
 
 #: Features saved under one layout and loaded under others: how a run of it begins.
 MOVED: dict[str, Callable[..., None]] = {
+    **{f"{rule} {codec}": partial(_begin, rule=rule, codec=codec) for rule, codec in RULES_AND_CODECS},
     **{name: partial(_begin, dtype=dtype, **options) for name, (dtype, options) in FORMATS.items()},
     "stable embedding": _begin_embedded,
     "offload": partial(_begin, offload="state"),
     "normuon": partial(_begin, rule="normuon"),
+    "named": _begin_named,
 }
 
 
-def _save(what: str, way: str, path: Path) -> None:
+def _tensors(run: Run, what: str) -> tuple[dict[str, Any], StateDictOptions]:
+    """What torch.distributed.checkpoint saves and loads, with flattened names if the codec is not log8."""
+    options = StateDictOptions(flatten_optimizer_state_dict="log8" not in what)
+    state = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    return {"model": get_model_state_dict(run.model), "optimizer": state}, options
+
+
+def _save(by: str, what: str, way: str, path: Path) -> None:
     with offload_from_cpu():
         run = Run(way, True, path)
         MOVED[what](run)
         run.steps(2)
-        shardopt.checkpoint.save(path, run.model, run.optimizer)
+        if by == "shardopt":
+            shardopt.checkpoint.save(path, run.model, run.optimizer)
+        elif by == "dcp":
+            dcp.save(_tensors(run, what)[0], checkpoint_id=path)
+        else:
+            state = FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer)
+            if dist.get_rank() == 0:
+                torch.save(state, path / "optimizer")
+            dist.barrier()
 
 
-def _load(what: str, way: str, path: Path) -> None:
-    """Into other weights, after a step; goes on as a run in one process."""
+def _load(by: str, what: str, way: str, path: Path) -> None:
+    """Into other weights, after a step; goes on as a run in one process. FSDP1's functions are of the state alone."""
     with offload_from_cpu():
         run = Run(way, True, path)
-        MOVED[what](run, seed=1)
-        run.steps(1)
-        assert shardopt.checkpoint.load(path, run.model, run.optimizer).converted == {}
+        MOVED[what](run, seed=int(by != "fsdp1"))
+        run.steps(2 if by == "fsdp1" else 1)
+        if by == "shardopt":
+            assert shardopt.checkpoint.load(path, run.model, run.optimizer).converted == {}
+        elif by == "dcp":
+            tensors, options = _tensors(run, what)
+            dcp.load(tensors, checkpoint_id=path)
+            set_model_state_dict(run.model, tensors["model"])
+            set_optimizer_state_dict(run.model, run.optimizer, tensors["optimizer"], options=options)
+        else:
+            run.optimizer.reset_state()
+            state = torch.load(path / "optimizer")
+            run.optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(run.model, run.optimizer, state)
+            )
         run.number = 2
         run.steps(1)
         run.optimizer.synchronize() if hasattr(run.optimizer, "synchronize") else None
@@ -772,20 +846,46 @@ def _load(what: str, way: str, path: Path) -> None:
             assert_same(got, single.results())
 
 
+#: By what, a feature, the layout on 3 ranks that it is saved under, and those that it is loaded under.
 MOVES = [
-    ("bf16 24", "fsdp columns", [(3, "ddp"), (4, "fsdp1 flat"), (3, "zero")]),
-    ("fp16 24", "fsdp1 flat", [(4, "fsdp tp"), (3, "fsdp columns")]),
-    ("fp16 32", "tp", [(3, "fsdp1"), (4, "hsdp")]),
-    ("bf16 stochastic", "fsdp", [(4, "fsdp tp"), (3, "tp")]),
-    ("stable embedding", "fsdp1 flat", [(3, "ddp"), (3, "fsdp")]),
-    ("offload", "fsdp", [(4, "hsdp"), (3, "fsdp1")]),
-    ("normuon", "fsdp1", [(2, "fsdp columns"), (3, "fsdp"), (4, "fsdp tp")]),
+    ("shardopt", "bf16 24", "fsdp columns", [(3, "ddp"), (4, "fsdp1 flat"), (3, "zero")]),
+    ("shardopt", "fp16 24", "fsdp1 flat", [(4, "fsdp tp"), (3, "fsdp columns")]),
+    ("shardopt", "fp16 32", "tp", [(3, "fsdp1"), (4, "hsdp")]),
+    ("shardopt", "bf16 stochastic", "fsdp", [(4, "fsdp tp"), (3, "tp")]),
+    ("shardopt", "stable embedding", "fsdp1 flat", [(3, "ddp"), (3, "fsdp")]),
+    ("shardopt", "offload", "fsdp", [(4, "hsdp"), (3, "fsdp1")]),
+    ("shardopt", "named", "fsdp", [(2, "fsdp1"), (2, "fsdp1 flat")]),
+    ("shardopt", "normuon", "fsdp1", [(2, "fsdp columns"), (3, "fsdp"), (4, "fsdp tp")]),
+    *(
+        ("shardopt", what, "fsdp1 flat", [(2, "fsdp columns")])
+        for what in ("adamw companded8", "adamw bf16", "ademamix bf16", "centered_rmsprop_momentum log8")
+    ),
+    *(
+        ("shardopt", what, "fsdp columns", [(2, "fsdp1")])
+        for what in ("adamw dynamic8", "adamw fp32", "lion log8", "prodigy log8")
+    ),
+    ("dcp", "adamw log8", "fsdp", [(1, "single"), (4, "fsdp"), (3, "tp")]),
+    ("dcp", "adamw log8", "fsdp columns", [(1, "fsdp"), (4, "hsdp columns")]),
+    ("dcp", "adamw log8", "tp", [(3, "fsdp columns"), (4, "fsdp tp")]),
+    *(("dcp", f"adamw {codec}", "fsdp columns", [(2, "fsdp columns")]) for codec in CODEC_NAMES if codec != "log8"),
+    ("dcp", "repaid_adamw companded8", "fsdp columns", [(4, "fsdp columns tp")]),
+    ("dcp", "prodigy log8", "fsdp columns", [(1, "single")]),
+    ("fsdp1", "adamw log8", "fsdp1", [(2, "fsdp1 flat"), (4, "fsdp1 nested")]),
+    ("fsdp1", "adamw dynamic8", "fsdp1 nested flat", [(4, "fsdp1 hybrid"), (1, "fsdp1")]),
+    ("fsdp1", "ademamix bf16", "fsdp1 flat", [(1, "fsdp1 none flat")]),
+    ("fsdp1", "normuon", "fsdp1", [(4, "fsdp1 nested")]),
 ]
 
 
-@pytest.mark.parametrize(("what", "way", "others"), MOVES, ids=lambda x: x if isinstance(x, str) else "")
-def test_moves(ranks: Pool, tmp_path: Path, what: str, way: str, others: list[tuple[int, str]]) -> None:
+@pytest.mark.parametrize(("by", "what", "way", "others"), MOVES, ids=lambda x: x if isinstance(x, str) else "")
+def test_moves(ranks: Pool, tmp_path: Path, by: str, what: str, way: str, others: list[tuple[int, str]]) -> None:
     """Checkpoints between layouts; ``test_portable_checkpoint.py`` has all of them, of the usual state."""
-    ranks.run(3, _save, what, way, tmp_path)
+    ranks.run(3, _save, by, what, way, tmp_path)
     for world_size, other in others:
-        ranks.run(world_size, _load, what, other, tmp_path)
+        ranks.run(world_size, _load, by, what, other, tmp_path)
+
+
+@pytest.mark.xfail(raises=RankFailure, strict=True)
+@pytest.mark.ranks(3)
+def test_a_test_fails_if_one_rank_fails() -> None:
+    assert dist.get_rank() != 2

@@ -1,4 +1,7 @@
-"""Ranks that differ where they step parts of the same parameters: all of them refuse, by name, and none hangs."""
+"""Ranks that differ where they step parts of the same parameters: all of them refuse, by name, and none hangs.
+
+Gradients may be zero on some of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import shardopt
 from helpers import limited
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
-from ranks.runs import SMALL
+from ranks.runs import SMALL, trained
 from shardopt.layout import shard_of
 from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
@@ -115,3 +118,19 @@ def test_new_tables_on_one_rank(way: str, rule: str) -> None:
         if step == 2:
             next(run.model.parameters()).grad = None
         run.optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["fsdp", "fsdp columns", "fsdp1", "fsdp1 flat", "zero"])
+def test_a_first_step_of_a_warm_up_counts_where_gradients_are_zero(way: str) -> None:
+    """Of shards whose rows no token has met, or of a rank's parameters under ZeRO."""
+    model, optimizer = trained(way, 0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    set_gradients(model, 0)
+    inner = getattr(optimizer, "optim", optimizer)
+    for param in (param for group in inner.param_groups for param in group["params"]) if dist.get_rank() != 1 else ():
+        if param.grad is not None:
+            getattr(param.grad, "_local_tensor", param.grad).zero_()
+    optimizer.step()
+    assert {float(entries["step"]) for entries in inner.state.values() if entries} == {1.0}

@@ -1,30 +1,50 @@
-"""Steps during the backward pass beside ``test_layouts.py``: DDP's buckets, what is alive, and what is refused."""
+"""Steps during the backward pass, and held gradients, beside ``test_layouts.py``: what is alive, what is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from helpers import RULES
+from ordered_problem import WAYS as ORDERED
+from ordered_problem import loss_of as ordered_loss_of
+from ordered_problem import make_model
+from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
-from ranks.models import WAYS, Net, loss_of, make_batch, make_net, named_parameters
+from ranks.models import Net, loss_of, make_batch, make_net, named_parameters
+from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
+from ranks.runs import snapshot_of
 from ranks.snapshot import assert_same, entries, local
 from shardopt.optim import ShardedOptimizer
+from shardopt.release import host_gradients
 from shardopt.release.ddp_buckets import BucketHook, bucket_hook
+from shardopt.release.forward_overlap import ForwardOverlap
+from shardopt.sharding.exchange import RanksExchange
+from slow_cases import slow
+from versions import needs_fsdp2_on_the_cpu
 
 STEPS = 3
 BF16 = torch.bfloat16
@@ -60,44 +80,6 @@ class Pair:
         assert_same({name: local(x) for name, x in got.items()}, {name: local(x) for name, x in expected.items()})
 
 
-@pytest.mark.ranks(2)
-def test_few_gradients_live_at_once() -> None:
-    model = WAYS["fsdp"](make_net())
-    params = list(model.parameters())
-    live: list[int] = []
-    for param in params:
-        param.register_post_accumulate_grad_hook(lambda _: live.append(sum(p.grad is not None for p in params)))
-    optimizer = shardopt.AdamW8bit(params)
-    shardopt.release_gradients(model, optimizer)
-    loss_of(model, make_batch(0, dist.get_rank())).backward()
-    assert live == [1] * len(params)
-
-
-@pytest.mark.ranks(2)
-def test_nonfinite_gradients() -> None:
-    """After the reduction NaN is in the gradients of all ranks."""
-    pair = Pair(WAYS["fsdp"], make_net(), "adamw")
-    for model, optimizer in pair.both():
-        loss = loss_of(model, make_batch(0, dist.get_rank()))
-        (loss * torch.nan if dist.get_rank() == 1 else loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.compare()
-    assert pair.released.nonfinite_count == pair.ordinary.nonfinite_count > 20_000
-
-
-@pytest.mark.ranks(2)
-def test_values_that_the_backward_pass_still_needs() -> None:
-    mesh = mesh_of((dist.get_world_size(),))
-    model = nn.ParameterDict({"weight": distribute_tensor(torch.randn(64, 64), mesh, (Shard(0),))})
-    x = distribute_tensor(torch.randn(2, 64), mesh, (Replicate(),)).requires_grad_(True)
-    weight = model["weight"]
-    optimizer = shardopt.AdamW8bit([weight])
-    shardopt.release_gradients(model, optimizer)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (torch.tanh(x @ weight.detach()) @ weight).sum().backward()
-
-
 class Branches(Net):
     """A branch that only some ranks take, and a layer that none does."""
 
@@ -131,7 +113,6 @@ def _ddp(model: str, options: dict[str, Any], rule: str, dtype: torch.dtype, own
 @pytest.mark.parametrize(
     ("model", "options", "bucket_view", "rule", "dtype", "own"),
     [
-        ("net", {}, True, "adamw", torch.float32, {}),
         ("net", {"static_graph": True}, False, "lion", BF16, {"stochastic_rounding": True}),
         ("net", {"find_unused_parameters": True}, True, "lion", BF16, {"master_weight_bits": 24}),
         # One used by some ranks is stepped by all, with the same gradient; one that none uses is not stepped.
@@ -149,27 +130,6 @@ def test_ddp(
     own: dict[str, Any],
 ) -> None:
     ranks.run(3, _ddp, model, {**options, "gradient_as_bucket_view": bucket_view}, rule, dtype, own)
-
-
-@pytest.mark.ranks(2)
-def test_ddp_with_two_optimizers() -> None:
-    """And parameters that none of them has: their gradients stay."""
-    models = [DistributedDataParallel(make_net(), bucket_cap_mb=0.05) for _ in range(2)]
-    optimizers = []
-    for model in models:
-        params = list(model.parameters())
-        optimizers.append([RULES["adamw"].make(params[::3]), RULES["lion"].make(params[1::3])])
-    for optimizer in optimizers[0]:
-        shardopt.release_gradients(models[0], optimizer)
-    for step in range(STEPS):
-        for model, own in zip(models, optimizers, strict=True):
-            loss_of(model, make_batch(step, dist.get_rank())).backward()
-            kept = [param.grad is not None for param in model.parameters()]
-            assert kept == ([False, False, True] * 5)[: len(kept)] or model is models[1]
-            for optimizer in own:
-                optimizer.step()
-            model.zero_grad()
-    assert_same(models[0].state_dict(), models[1].state_dict())
 
 
 def _live_under_ddp(bucket_view: bool) -> list[int]:
@@ -247,12 +207,6 @@ def _hooked(model: nn.Module) -> None:
     _release(model)
 
 
-def _built_in_hook(model: nn.Module) -> None:
-    assert isinstance(model, DistributedDataParallel)
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    _release(model)
-
-
 def _zero_redundancy(model: nn.Module) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=shardopt.AdamW8bit, lr=1e-3)
     shardopt.release_gradients(model, optimizer)  # type: ignore[arg-type]
@@ -263,7 +217,6 @@ DDP_ERRORS: list[tuple[Callable[[nn.Module], None], type[Exception], str]] = [
     (_join, RuntimeError, "got join() of DistributedDataParallel"),
     (_inner, RuntimeError, "got a model that runs within DistributedDataParallel"),
     (_hooked, RuntimeError, "got DistributedDataParallel with a communication hook"),
-    (_built_in_hook, RuntimeError, "got DistributedDataParallel with a communication hook"),
     (_zero_redundancy, TypeError, "got ZeroRedundancyOptimizer, expected an optimizer of shardopt"),
 ]
 
@@ -296,3 +249,440 @@ def test_fsdp1_is_refused(use_orig_params: bool, first: bool) -> None:
     if first:
         inner = model.module
         _raises(RuntimeError, "got parameters of flat shards", shardopt.release_gradients, inner, optimizer)
+
+
+class Recurrent(nn.Module):
+    """A layer that is called twice, or once more with an input that has no gradient, and one that is called once.
+
+    Args:
+        recompute: whether layers are computed again by reentrant checkpoints, or by others; None for none.
+        constant: whether the layer is called once more.
+    """
+
+    def __init__(self, recompute: bool | None = None, constant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.mix, self.once = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.recompute, self.constant = recompute, constant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.constant:
+            x = x + self.mix(torch.ones(64))
+        for _ in range(2):
+            x = x + self._call(self.mix, torch.tanh(x))
+        return self._call(self.once, x)
+
+    def _call(self, layer: nn.Module, x: Tensor) -> Tensor:
+        called: Tensor = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
+        return called
+
+
+def _sharded(model: Recurrent, layers: bool) -> nn.Module:
+    mesh = mesh_of((dist.get_world_size(),))
+    if layers:
+        for layer in (model.mix, model.once):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _steps(recompute: bool | None, constant: bool, layers: bool, passes: int) -> list[tuple[str, ...]]:
+    """Trains with released gradients and without; returns the gradients that were left for ``step()`` in each step."""
+    models = [_sharded(Recurrent(recompute, constant), layers) for _ in range(2)]
+    optimizers = [shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64) for model in models]
+    shardopt.release_gradients(models[0], optimizers[0])
+    left = []
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for number in range(passes):
+                model.set_requires_gradient_sync(number == passes - 1)  # type: ignore[operator]
+                tokens = batch(100 * step + 10 * number + dist.get_rank())
+                model(tokens).square().mean().backward()
+            if model is models[0]:
+                left.append(tuple(name for name, param in model.named_parameters() if param.grad is not None))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(*(snapshot_of(*each) for each in zip(models, optimizers, strict=True)))
+    return left
+
+
+MIX = ("mix.weight", "mix.bias")
+#: How layers are called, and which gradients are left; passes and the number of ranks.
+CASES = [
+    ((None, False, True, ()), 2, 3),
+    *(((None, True, True, MIX), *on) for on in [(1, 1), (1, 3)]),  # no reduction says that it is the last
+    ((None, True, False, ()), 1, 3),
+    ((False, False, True, ()), 2, 3),
+    ((False, True, True, MIX), 1, 3),
+    *(((True, True, True, MIX), *on) for on in [(1, 1), (2, 3)]),
+]
+ALL_CASES = product(dict.fromkeys(case for case, *_ in CASES), (1, 2), (1, 2, 3))
+
+
+@pytest.mark.parametrize(("case", "passes", "world_size"), [*CASES, *slow(ALL_CASES, besides=CASES)])
+def test_modules_that_are_used_several_times(ranks: Pool, case: Any, passes: int, world_size: int) -> None:
+    """Each use is reduced; with several passes, which are not reduced but for the last, too."""
+    recompute, constant, layers, left = case
+    found = ranks.run(world_size, _steps, recompute, constant, layers, passes)
+    assert all(of_rank[1:] == [left] * (STEPS - 1) for of_rank in found)
+    assert recompute is True or all(of_rank[0] == left for of_rank in found)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, torch.tanh(x), use_reentrant=True)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ddp_with_reentrant_checkpoints(bucket_view: bool) -> None:
+    """DDP's last bucket, and its end, come in the backward pass of a checkpoint: others may not have been reduced."""
+    models = []
+    for _ in range(2):
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for index, layer in enumerate(layers):
+            nn.init.constant_(layer.weight, 0.01 * (index + 1))
+            nn.init.zeros_(layer.bias)
+        models.append(
+            DistributedDataParallel(
+                Checkpointed(layers), static_graph=True, bucket_cap_mb=0.02, gradient_as_bucket_view=bucket_view
+            )
+        )
+    optimizers = [shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64) for model in models]
+    shardopt.release_gradients(models[0], optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, 64, requires_grad=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(models[0].state_dict(), models[1].state_dict())
+
+
+def _wrapped(way: str) -> nn.Module:
+    if way == "ddp":
+        return DistributedDataParallel(Layers())
+    model, mesh = Layers(), mesh_of((dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _released(way: str, overlap_forward: bool) -> list[weakref.ref[Any]]:
+    model = _wrapped(way)
+    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
+    shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    state = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
+    return [weakref.ref(x) for x in (model, optimizer, *model.parameters(), *state)]
+
+
+def _outlives(way: str, overlap_forward: bool) -> int:
+    refs = _released(way, overlap_forward)
+    gc.collect()
+    return sum(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_nothing_outlives_model_and_optimizer(ranks: Pool, way: str, overlap_forward: bool) -> None:
+    assert ranks.run(2, _outlives, way, overlap_forward) == [0, 0]
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers_that_overlap_the_forward_pass() -> None:
+    """Both wait where fully_shard gathers; one release ends before the other."""
+    models, optimizers = [_wrapped("fsdp") for _ in range(2)], []
+    with offload_from_cpu(), slow_steps(0.01):
+        for model in models:
+            params = list(model.parameters())
+            optimizers.append([shardopt.AdamW8bit(own, offload="step") for own in (params[::2], params[1::2])])
+        releases = [shardopt.release_gradients(models[0], own, overlap_forward=True) for own in optimizers[0]]
+        for step in range(STEPS):
+            for model, own in zip(models, optimizers, strict=True):
+                model(batch(10 * step + dist.get_rank())).square().mean().backward()
+                for optimizer in own:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if step:
+                releases.pop(0).remove()
+        for optimizer in optimizers[0]:
+            optimizer.synchronize()
+        assert_same(*(snapshot_of(model, own[0]) for model, own in zip(models, optimizers, strict=True)))
+
+
+def _fsdp(model: Any, prefetch: int = 0) -> nn.Module:
+    mesh = mesh_of((dist.get_world_size(),))
+    fully_shard([model.embed, model.head], mesh=mesh)  # they share a weight
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    for index, layer in enumerate(model.layers):
+        layer.set_modules_to_forward_prefetch(list(model.layers[index + 1 : index + 1 + prefetch]))
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, Callable[[Any], nn.Module]] = {
+    "fsdp": _fsdp,
+    "fsdp that prefetches": partial(_fsdp, prefetch=2),
+    "fsdp of layers": lambda model: [fully_shard(layer) for layer in model.layers] and model,
+    "ddp": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.02),
+    "ddp, views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+}
+
+
+def _run(
+    model: nn.Module,
+    held: bool,
+    rank: int,
+    micro_batches: int = 2,
+    kind: str = "AdamW8bit",
+    unreduced: bool = False,
+    scale: float | None = None,
+    sums: bool = False,
+    between: Callable[[], Any] = bool,
+    call: nn.Module | None = None,
+) -> dict[str, Any]:
+    """All that a run ends with, and its norms.
+
+    Args:
+        model: the wrapped model.
+        held: whether gradients are held in the host's memory.
+        rank: the number of this rank's data.
+        micro_batches: backward passes per step.
+        kind: the optimizer's class.
+        unreduced: whether only the last pass is reduced.
+        scale: the first loss scale.
+        sums: whether reduced gradients are added up by hand.
+        between: called after each step; what it returns is compared, too.
+        call: the part that is called, by default the model.
+    """
+    options = {"lr": 1e-2, "min_quantized_numel": 64, "offload": "step" if held else None}
+    optimizer = getattr(shardopt, kind)(model.parameters(), **options)
+    brought = 1 if unreduced else micro_batches
+    if held:
+        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=3, micro_batches=brought)
+    scaler = None if scale is None else GradScaler("cpu", init_scale=scale, growth_interval=2)
+    norms = []
+    for step in range(4):
+        added: dict[Any, Any] = {}
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            if unreduced and hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(is_last)
+            no_sync = unreduced and not is_last and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if no_sync else nullcontext():  # type: ignore[operator]
+                loss = (call or model)(batch(100 * step + 10 * micro + rank)).square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            for param in model.parameters() if sums else ():
+                if param.grad is not None:
+                    added[param] = added[param] + param.grad if param in added else param.grad.clone()
+                    param.grad = None
+        for param, gradient in added.items():
+            param.grad = gradient
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norms.append(shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found = between()
+        norms += [found] if isinstance(found, Tensor) else []
+    optimizer.synchronize()
+    scales = [] if scaler is None else [torch.tensor(scaler.get_scale())]
+    return {**{f"norm {i}": x for i, x in enumerate([*norms, *scales])}, **snapshot_of(model, optimizer)}
+
+
+def _compare(way: str, recompute: bool = False, **options: Any) -> None:
+    rank = 0 if way == "fsdp of layers" else dist.get_rank()  # there the ranks are to agree by themselves
+    with offload_from_cpu(), slow_steps(0.002):
+        actual = _run(WAYS[way](Layers(recompute)), True, rank, **options)
+    # DDP reduces the sum of what it has reduced before and a new gradient, in other roundings than ours.
+    by_hand = way.startswith("ddp") and not options.get("unreduced", False)
+    assert_same(actual, _run(WAYS[way](Layers(recompute)), False, rank, **options, sums=by_hand))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("fsdp", {"unreduced": True, "recompute": True}),
+        ("fsdp", {"scale": 1024.0}),
+        ("fsdp that prefetches", {"micro_batches": 1}),
+        ("fsdp of layers", {}),
+        ("ddp", {"unreduced": True}),
+        ("ddp", {"scale": 1e38}),  # all ranks find the same infinities
+        ("ddp, views", {}),
+    ],
+    ids=str,
+)
+def test_same_bits(way: str, options: dict[str, Any]) -> None:
+    _compare(way, **options)
+
+
+@pytest.mark.ranks(2)
+def test_steps_with_collectives() -> None:
+    """Sharded steps are taken in the thread of the backward pass, since their collectives must not meet its own."""
+    threads, all_reduce = [], RanksExchange._all_reduce
+
+    def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:
+        threads.append(threading.current_thread())
+        all_reduce(self, tensor, op)
+
+    with patch.object(RanksExchange, "_all_reduce", recorded):
+        _compare("fsdp", kind="LAMB8bit")
+    assert set(threads) == {threading.current_thread()}
+
+
+def _gathered(between: str) -> None:
+    """Reads that are no forward pass of the model: what FSDP2 gathers is of after the step."""
+    runs = []
+    for held in (False, True):
+        model: Any = _fsdp(Layers())
+        register_fsdp_forward_method(model, "embedded")
+        reads = {
+            "a method": lambda model=model: model.embedded(batch(9)).clone(),
+            "a layer": model.layers[1].unshard,
+            "the model": lambda model=model: model.unshard(async_op=True),
+        }
+        with offload_from_cpu(), slow_steps(0.02):
+            runs.append(_run(model, held, 0, micro_batches=1, between=reads[between]))
+    assert_same(runs[1], runs[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("between", ["a method", "a layer", "the model"])
+def test_what_is_gathered_by_hand(between: str) -> None:
+    _gathered(between)
+
+
+@pytest.mark.ranks(2)
+def test_gathering_without_waiting_has_other_bits() -> None:
+    """The test above can fail."""
+    wrong = pytest.raises((AssertionError, RuntimeError))
+    with patch.object(ForwardOverlap, "_wait_for", lambda self, params: None), wrong:
+        _gathered("the model")
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_evaluations_of_the_module_within() -> None:
+    """The module inside of DDP waits as DDP does."""
+    model = DistributedDataParallel(Layers())
+    go_on = threading.Event()
+    with offload_from_cpu(), before_steps(lambda place: go_on.wait(30)):
+        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
+        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
+        model(batch(dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        threading.Timer(0.2, go_on.set).start()
+        with torch.no_grad():
+            early = model.module(batch(0))
+            optimizer.synchronize()
+            assert torch.equal(early, model.module(batch(0)))
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW8bit", "LAMB8bit"])
+def test_state_that_fits_into_the_budget_of_one_rank(kind: str) -> None:
+    """The state of a parameter's part stays on the device of the rank that has fewer rows."""
+    results, budget = [], 600
+    for held in (True, False):
+        with offload_from_cpu():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3), nn.Linear(3, 64))
+            for layer in model:
+                fully_shard(layer, mesh=mesh_of((2,)))
+            fully_shard(model, mesh=mesh_of((2,)))
+            options = {"offload": "step", "device_state_budget": budget} if held else {}
+            optimizer = getattr(shardopt, kind)(model.parameters(), lr=1e-2, min_quantized_numel=64, **options)
+            if held:
+                last = list(model.parameters())[-1]
+                is_offloaded = optimizer._internals.residency.of(last).offload is not None
+                assert is_offloaded == (dist.get_rank() == 0), "the budget does not tell the ranks apart"
+                shardopt.release_gradients(model, optimizer, overlap_forward=True)
+            for step in range(3):
+                torch.manual_seed(10 * step + dist.get_rank())
+                model(torch.randn(4, 64)).square().mean().backward()
+                shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            results.append(snapshot_of(model, optimizer))
+    assert_same(*results)
+
+
+def _ordered(way: str) -> None:
+    results = []
+    for held in (True, False):
+        with offload_from_cpu(), slow_steps(0.002):
+            model = ORDERED[way](make_model())
+            shardopt.comm.ordered_gradients(model, micro_batches=4)
+            optimizer = shardopt.AdamW8bit(
+                model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step" if held else None
+            )
+            if held:
+                shardopt.release_gradients(model, optimizer, overlap_forward=True)
+            norms = []
+            for step in range(3):
+                for number in range(dist.get_rank(), 4, dist.get_world_size()):
+                    ordered_loss_of(model, number, step).backward()
+                assert held == all(param.grad is None for param in model.parameters())
+                norms.append(shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer))
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            results.append({**snapshot_of(model, optimizer), **{f"norm {i}": norm for i, norm in enumerate(norms)}})
+    assert_same(*results)
+
+
+@needs_fsdp2_on_the_cpu
+@pytest.mark.parametrize(("way", "world_size"), [("plain", 1), ("ddp", 2), ("fsdp", 2)])
+def test_ordered_gradients(ranks: Pool, way: str, world_size: int) -> None:
+    """Gradients go to the host once they are the mean over all micro-batches."""
+    ranks.run(world_size, _ordered, way)
+
+
+@pytest.mark.ranks(1)
+def test_ordered_gradients_without_overlap_are_refused() -> None:
+    model = make_model()
+    shardopt.comm.ordered_gradients(model, micro_batches=2)
+    with pytest.raises(RuntimeError, match=r"got a model with ordered_gradients.* pass overlap_forward=True"):
+        shardopt.release_gradients(model, shardopt.AdamW8bit(model.parameters()))
+
+
+class _Outer(nn.Module):
+    """A model that is called by its part, so that no hook of its own forward pass waits for anything."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.ranks(2)
+def test_buckets_are_not_overwritten_while_gradients_leave_them() -> None:
+    begin_copy = host_gradients.begin_copy
+
+    def late(to: Tensor, source: Tensor) -> Any:
+        time.sleep(0.02)
+        return begin_copy(to, source)
+
+    results = []
+    for held in (True, False):
+        with offload_from_cpu(), patch.object(host_gradients, "begin_copy", late):
+            model = _Outer(WAYS["ddp, views"](Layers()))
+            results.append(_run(model, held, dist.get_rank(), sums=not held, call=model.inner))
+    assert_same(*results)

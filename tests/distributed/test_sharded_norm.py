@@ -15,7 +15,6 @@ import shardopt
 from ranks.collectives import counted_collectives
 from ranks.layouts import Layout, distribute, mesh_of, shard, values
 from shardopt import clip_grad_norm_
-from shardopt.layout import UnknownShardError
 
 
 @pytest.mark.ranks(4)
@@ -131,12 +130,3 @@ def test_meshes_that_chain() -> None:
         with pytest.raises(RuntimeError, match="expected a mesh with all ranks that share parameters"):
             clip_grad_norm_(params, 0.5, kind)
     assert all(torch.equal(param.grad.to_local(), grad) for param, grad in zip(params, before, strict=True))
-
-
-@pytest.mark.ranks(1)
-def test_unknown_shards() -> None:
-    param = torch.nn.Parameter(torch.ones(3))
-    param._fsdp_flattened = True  # wrapped before shardopt was imported
-    param.grad = torch.ones(3)
-    with pytest.raises(UnknownShardError, match="import shardopt before wrapping the model"):
-        clip_grad_norm_([param], 1.0)

@@ -14,22 +14,10 @@ from ranks.flat import forget_shards
 from ranks.layouts import mesh_of
 from ranks.models import WAYS, make_net
 from ranks.offload import offload_from_cpu, slow_steps
-from ranks.runs import trained
 from ranks.snapshot import assert_same, snapshot
 from shardopt.state import host_memory
 
 STEPS = 3
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("offload", ["state", "step"])
-def test_cut_columns_stay(offload: str) -> None:
-    """Where column shards cut blocks, the scales belong to several ranks: that state stays."""
-    with offload_from_cpu():
-        model, optimizer = trained("tp", 1, offload=offload)
-        found = {name: optimizer._internals.residency.of(param).offload for name, param in model.named_parameters()}
-        assert found["embed.weight"] is None
-        assert found["up.weight"] == offload
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""quantize_state on shards beside ``test_layouts.py``: untested optimizers, and those that are refused."""
+"""quantize_state on shards beside ``test_layouts.py``: inside of ZeroRedundancyOptimizer, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,42 +11,11 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks.models import WAYS, make_net, named_parameters, set_gradients
-from ranks.snapshot import assert_same, snapshot
+from ranks.models import WAYS, make_net, set_gradients
 from shardopt import quantize_state
 from shardopt.wrapper import QuantizedState
 
 SMALL: dict[str, Any] = {"min_quantized_numel": 64}
-
-
-class Untested(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which steps DTensors as they are."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            state = self.state[param]
-            if not state:
-                state["average"] = torch.zeros_like(param)
-            state["average"].mul_(0.9).add_(param.grad, alpha=0.1)
-            param.sub_(state["average"], alpha=0.1)
-
-
-@pytest.mark.ranks(2)
-def test_untested_optimizers_step_dtensors() -> None:
-    results = []
-    for model in (make_net(), WAYS["fsdp"](make_net())):
-        with pytest.warns(UserWarning, match="untested"):
-            optimizer = quantize_state(Untested(list(model.parameters())), **SMALL)
-        for step in range(3):
-            set_gradients(model, step)
-            optimizer.step()
-        results.append(snapshot(named_parameters(model), optimizer))
-    assert any(key.endswith("average_codes") for key in results[0])
-    assert_same(results[1], results[0])
 
 
 @pytest.mark.ranks(2)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from ranks.pool import Pool
+from ranks.runs import snapshot_of, trained
+from ranks.snapshot import Snapshot, assert_same
 from shardopt.checkpoint import CheckpointError, retention
 from shardopt.checkpoint.storage import folder_at
 
@@ -63,29 +63,11 @@ def _reach(address: str) -> None:
     )
 
 
-def _model(seed: int) -> tuple[torch.nn.Module, shardopt.AdamW8bit]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(200, 97), torch.nn.Linear(97, 64))
-    fully_shard(model)
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01)
-    torch.manual_seed(1)
-    model(torch.randn(4, 200)).square().mean().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _everything(model: torch.nn.Module, optimizer: shardopt.AdamW8bit) -> list[torch.Tensor]:
-    found = [param.full_tensor() for param in model.parameters()]
-    for param in model.parameters():
-        found += [x.full_tensor() if hasattr(x, "full_tensor") else x for x in optimizer.state[param].values()]
-    return found
-
-
-def _save(address: str, step: int) -> list[torch.Tensor]:
+def _save(address: str, step: int) -> Snapshot:
     _reach(address)
-    model, optimizer = _model(step)
+    model, optimizer = trained("fsdp", 1, seed=step)
     shardopt.checkpoint.save(f"s3://runs/step-{step}", model, optimizer, keep_last=2, step=step)
-    return _everything(model, optimizer)
+    return snapshot_of(model, optimizer)
 
 
 def _save_later(address: str, step: int) -> None:
@@ -95,17 +77,17 @@ def _save_later(address: str, step: int) -> None:
         _save(address, step)
 
 
-def _load(address: str, step: int) -> list[torch.Tensor]:
+def _load(address: str, step: int) -> Snapshot:
     _reach(address)
-    model, optimizer = _model(50)
+    model, optimizer = trained("fsdp", 1, seed=50)
     assert shardopt.checkpoint.load(f"s3://runs/step-{step}", model, optimizer).extra == {"step": step}
-    return _everything(model, optimizer)
+    return snapshot_of(model, optimizer)
 
 
 def _load_nothing(address: str, step: int) -> str:
     _reach(address)
     with pytest.raises(CheckpointError) as error:
-        shardopt.checkpoint.load(f"s3://runs/step-{step}", *_model(50))
+        shardopt.checkpoint.load(f"s3://runs/step-{step}", *trained("fsdp", 1))
     return str(error.value)
 
 
@@ -118,7 +100,7 @@ def test_ranks_save_and_others_load(ranks: Pool, server: str) -> None:
     assert folder_at(folder).names() == ["0123456789abcdef-0.bin"]  # another job might be saving it
     for step in (2, 3):
         for loaded in ranks.run(2, _load, server, step):
-            assert all(torch.equal(a, b) for a, b in zip(loaded, saved[step - 1], strict=True))
+            assert_same(loaded, saved[step - 1])
     for message in ranks.run(2, _load_nothing, server, 1):
         assert "s3://runs/step-1: there is no such folder" in message
     ranks.run(3, _save_later, server, 4)

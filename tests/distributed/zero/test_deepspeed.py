@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -45,11 +46,15 @@ from ranks.deepspeed import (
     stepped_engine,
     stepped_whole,
     twins,
+    whole_snapshot,
 )
-from ranks.models import loss_of, make_batch, make_net
+from ranks.layouts import values
+from ranks.models import loss_of, make_batch, make_frozen, make_net
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
-from ranks.snapshot import assert_same
+from ranks.runs import snapshot_of, trained
+from ranks.snapshot import Snapshot, assert_same, entries
+from shardopt.checkpoint import CheckpointError
 from slow_cases import slow
 
 Zero = dict[str, Any]
@@ -424,3 +429,258 @@ def test_the_optimizers_own_methods(layout: str) -> None:
         goes_on_as_whole(engine, of)
         engine.basic_optimizer.reset_state()
         assert not engine.basic_optimizer.state
+
+
+def _load_in_torch(path: Path, way: str) -> None:
+    model, optimizer = trained(way, 1, seed=1)
+    loaded = shardopt.checkpoint.load(path, model, optimizer)
+    assert loaded.converted == {}
+    assert_same(snapshot_of(model, optimizer), whole_snapshot(*stepped_whole(config(0), STEPS)))
+
+
+def _save_in_torch(path: Path, way: str) -> None:
+    shardopt.checkpoint.save(path, *trained(way, STEPS), epoch=7)
+
+
+def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
+    engine = stepped_engine(settings, 1, seed=1)
+    loaded = shardopt.checkpoint.load(path, engine)
+    assert loaded.converted == {}
+    whole, optimizer = trained("single", STEPS)
+    assert_same(engine_snapshot(engine), snapshot_of(whole, optimizer))
+    step_engine(engine, STEPS)
+    step_whole(whole, optimizer, STEPS)
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "way", "other_size"),
+    [
+        (1, 3, "fsdp", 2),
+        (2, 2, "single", 1),
+        (3, 2, "fsdp1 flat", 3),
+        *slow([(2, 2, "fsdp columns", 3), (3, 3, "zero", 2)]),
+    ],
+)
+def test_to_and_from_torch(
+    ranks: Pool, deepspeed_ranks: Pool, tmp_path: Path, stage: int, size: int, way: str, other_size: int
+) -> None:
+    deepspeed_ranks.run(size, save_portable, tmp_path / "deepspeed", twins(_config(WORST[stage])))
+    ranks.run(other_size, _load_in_torch, tmp_path / "deepspeed", way)
+    ranks.run(other_size, _save_in_torch, tmp_path / "torch", way)
+    deepspeed_ranks.run(size, _load_from_torch, tmp_path / "torch", _config(WORST[stage]))
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, {"stage3_param_persistence_threshold": 0})])
+def test_frozen_parameters(tmp_path: Path, stage: int, zero: Zero) -> None:
+    """From an engine to no engine, and back to another."""
+    settings = config(stage, zero=zero)
+    engine, other = (make_engine(make_frozen(seed), settings, model_parameters=None) for seed in (0, 1))
+    engine.backward(loss_of(engine, make_batch(0)))
+    engine.step()
+    shardopt.checkpoint.save(tmp_path / "first", engine)
+    whole = make_frozen(2)
+    optimizer = shardopt.AdamW8bit([param for param in whole.parameters() if param.requires_grad], **HYPER)
+    shardopt.checkpoint.load(tmp_path / "first", whole, optimizer)
+    expected = {name: param.detach() for name, param in whole.named_parameters()}
+    assert torch.equal(expected["embed.weight"], make_net().embed.weight)
+    assert_same(model_parameters(engine), expected)
+    shardopt.checkpoint.save(tmp_path / "second", whole, optimizer)
+    shardopt.checkpoint.load(tmp_path / "second", other)
+    assert_same(model_parameters(other), expected)
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_bare_model_stands_for_its_engine(tmp_path: Path, stage: int) -> None:
+    """Hugging Face's Trainer hands bare models to callbacks; the engine's own optimizer may be given."""
+    engine, other = stepped_engine(_config(WORST[stage]), STEPS), stepped_engine(_config(WORST[stage]), 1, seed=1)
+    shardopt.checkpoint.save(tmp_path, engine.module, engine.basic_optimizer if stage else None)
+    shardopt.checkpoint.load(tmp_path, other.module, other.optimizer)
+    goes_on_as_whole(other, twins(_config(WORST[stage])))
+
+
+@pytest.mark.deepspeed_ranks(2)
+def test_errors(tmp_path: Path) -> None:
+    engine = stepped_engine(_config(WORST[2]), STEPS)
+    before = engine_snapshot(engine)
+    other = shardopt.AdamW8bit(make_net().parameters())
+    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
+        shardopt.checkpoint.save(tmp_path, engine, other)
+    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
+        shardopt.checkpoint.load(tmp_path, engine, other)
+    with pytest.raises(CheckpointError):
+        shardopt.checkpoint.load(tmp_path / "none", engine)
+    assert_same(engine_snapshot(engine), before)
+    goes_on_as_whole(engine, twins(_config(WORST[2])), 1)
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("zero", [{}, OFFLOAD])
+def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
+    """Weights that a forward pass without a step has gathered are not computed with again."""
+    settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
+    engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
+    for engine in engines:
+        engine.backward(loss_of(engine, make_batch(0)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, make_batch(1))
+    shardopt.checkpoint.save(tmp_path, engines[0])
+    shardopt.checkpoint.load(tmp_path, engines[1])
+    with torch.no_grad():
+        expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_async_save(tmp_path: Path, stage: int) -> None:
+    """The copy is what was saved, whatever the next steps do."""
+    engine = stepped_engine(_config(WORST[stage]), STEPS)
+    saving = shardopt.checkpoint.async_save(tmp_path, engine, epoch=7)
+    step_engine(engine, STEPS)
+    saving.result()
+    dist.barrier()
+    load_portable(tmp_path, twins(_config(WORST[stage])))
+
+
+def _other_codec(path: Path, settings: dict[str, Any]) -> None:
+    """Converting codes the moments again, cut blocks included."""
+    engine = stepped_engine(settings, 0)
+    with pytest.raises(CheckpointError, match="convert=True"):
+        shardopt.checkpoint.load(path, engine)
+    loaded = shardopt.checkpoint.load(path, engine, convert=True)
+    assert loaded.converted
+    whole, optimizer = make_whole(settings)
+    shardopt.checkpoint.load(path, whole, optimizer, convert=True)
+    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
+    params = {"codec": "companded8", "block_size": 64}
+    deepspeed_ranks.run(2, save_portable, tmp_path, twins(_config(WORST[1])))
+    deepspeed_ranks.run(3, _other_codec, tmp_path, _config(WORST[stage], params=params))
+
+
+def _evaluated(path: Path, per_node: int, seed: int) -> Snapshot:
+    """Losses of an engine after it saved a checkpoint (of seed 0), or loaded it.
+
+    ZeRO 3 with zero_hpz_partition_size has a node's ranks hold the parameters a second time, in parts, which loading
+    makes old; the backward pass gathers them, as each layer gives its parameters up as soon as it is done.
+    """
+    at_once = dict.fromkeys(("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"), 0)
+    zero = {f"stage3_{key}": value for key, value in {**at_once, "param_persistence_threshold": 0}.items()}
+    settings = config(3, zero={**zero, "zero_hpz_partition_size": per_node})
+    engine = make_engine(make_frozen(seed), settings, model_parameters=None)
+    losses = []
+    for step in (10, 11, 0, 1):
+        if step == 0:
+            with torch.no_grad():
+                loss_of(engine, make_batch(99))  # not followed by a step, which would forget the second copies
+            held = [param.ds_secondary_tensor for param in engine.module.parameters()]
+            assert all((second is not None) == (per_node > 1) for second in held)
+            (shardopt.checkpoint.load if seed else shardopt.checkpoint.save)(path, engine)
+        losses.append(loss_of(engine, make_batch(step, dist.get_rank())))
+        engine.backward(losses[-1])
+        engine.step()
+    return {"losses": torch.stack(losses[2:]).detach(), **model_parameters(engine)}
+
+
+@pytest.mark.slow
+def test_second_copies(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pool = Pool()  # of its own, as DeepSpeed keeps the first groups of a node's ranks for good
+    try:
+        expected = pool.run(4, _evaluated, tmp_path, 1, 0)
+        for own, actual in zip(expected, pool.run(4, _evaluated, tmp_path, 2, 1), strict=True):
+            assert_same(actual, own)
+    finally:
+        pool.close()
+
+
+WIDTH, EXPERTS = 40, 4
+
+
+class Mixture(nn.Module):
+    """A layer before a layer of experts, on ``parallel`` ranks."""
+
+    def __init__(self, parallel: int, seed: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        expert = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        self.before = nn.Linear(WIDTH, WIDTH)
+        options = {"num_experts": EXPERTS, "ep_size": parallel, "min_capacity": 8}
+        self.moe = MoE(WIDTH, expert, **options)
+        local = EXPERTS // parallel
+        first = dist.get_rank() % parallel * local
+        for name, param in self.named_parameters():
+            head, experts, tail = name.partition("deepspeed_experts.")
+            number = first + int(tail[0]) if experts else 0
+            place = sum(map(ord, head + tail[1:]))
+            param.data = values(tuple(param.shape), seed + 1000 * number + place) * 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, loss, _ = self.moe(self.before(x))
+        return y.square().mean() + loss
+
+
+def _engine(parallel: int, stage: int, steps: int, seed: int = 0) -> Any:
+    import_deepspeed()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    model = Mixture(parallel, seed)
+    groups = split({"params": list(model.parameters()), "name": "all"})
+    engine = make_engine(model, config(stage), model_parameters=groups)
+    for step in range(steps):
+        engine.backward(engine(values((4, 8, WIDTH), 10 * step + dist.get_rank())))
+        engine.step()
+    return engine
+
+
+def _save(path: Path, parallel: int, stage: int) -> None:
+    shardopt.checkpoint.save(path, _engine(parallel, stage, 2))
+
+
+def _load_and_save(path: Path, parallel: int, stage: int, saved: Path) -> None:
+    engine = _engine(parallel, stage, 1, seed=5)
+    shardopt.checkpoint.load(path, engine)
+    shardopt.checkpoint.save(saved, engine)
+    engine.backward(engine(values((4, 8, WIDTH), 7)))
+    engine.step()
+
+
+def _loaded(path: Path) -> Snapshot:
+    """On one rank, without ZeRO."""
+    engine = _engine(1, 0, 0, seed=9)
+    shardopt.checkpoint.load(path, engine)
+    assert [group["name"] for group in engine.basic_optimizer.param_groups] == ["all", "ep_size_1"]
+    return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
+
+
+def _own_experts(path: Path) -> list[tuple[int, torch.Tensor]]:
+    """The first weights of this rank's experts, by their numbers."""
+    engine = _engine(2, 1, 0, seed=9)
+    shardopt.checkpoint.load(path, engine)
+    experts = engine.module.moe.deepspeed_moe.experts.deepspeed_experts
+    return [(2 * dist.get_rank() + place, expert[0].weight.detach()) for place, expert in enumerate(experts)]
+
+
+def test_any_to_any(deepspeed_ranks: Pool, tmp_path: Path) -> None:
+    """From a rank that has all experts to 2 ranks, to 4, and back to one: all bits, each expert by its number."""
+    paths = [tmp_path / name for name in ("one", "two", "four")]
+    deepspeed_ranks.run(1, _save, paths[0], 1, 0)
+    for world_size, stage, saved, loaded in ((2, 0, paths[0], paths[1]), (4, 2, paths[1], paths[2])):
+        deepspeed_ranks.run(world_size, _load_and_save, saved, 2, stage, loaded)
+    (expected,), *found = (deepspeed_ranks.run(1, _loaded, path) for path in paths)
+    for (actual,) in found:
+        assert_same(actual, expected)
+    weights = [expected[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in range(EXPERTS)]
+    assert not torch.equal(weights[0], weights[-1])
+    for own in deepspeed_ranks.run(2, _own_experts, paths[0]):
+        for number, weight in own:
+            assert torch.equal(weight, weights[number])

@@ -44,7 +44,6 @@ ALL_OFFLOAD: dict[str, Any] = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 PINNED: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 #: Every stage, with the options by which its partitions are hardest to follow.
 WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
-STAGES = list(WORST.items())
 
 
 def import_deepspeed() -> Any:

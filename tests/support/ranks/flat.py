@@ -200,14 +200,6 @@ def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | QuantizedState
     return inner
 
 
-def piece_state(optimizer: ShardedOptimizer | QuantizedState, piece: Piece) -> dict[str, Tensor]:
-    """The piece's state on this rank: views; empty where it has none."""
-    for group in optimizer.param_groups:
-        if any(param is piece.tensor for param in group["params"]):
-            return _states(optimizer, group, piece).get(piece.segment, {})
-    return {}
-
-
 def blocks_of(piece: Piece, block_size: int) -> list[int]:
     """The numbers in the grid of the blocks that a piece has elements of."""
     return _blocks(piece.shape, piece.start, piece.numel, block_size)

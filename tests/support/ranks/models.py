@@ -294,9 +294,6 @@ MATRICES_WAYS: dict[str, Callable[[], Sequence[Layout]]] = {
     "scattered dtensors": _scattered_dtensors,
 }
 
-#: Few worlds for FSDP1: the number of ranks, and ``use_orig_params``.
-FEW_WORLDS = ((3, True), (4, False))
-
 #: Ways to shard a model, in place.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "single": lambda model: model,
