@@ -124,7 +124,7 @@ struct Access {
   std::string fault;  // empty if the C functions were found
 
   bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
-  // Whether the C functions read the tensor. Those of a subclass may have no memory, which is an error in C that torch
+  // Whether the C functions read the tensor. Tensors of a subclass may have no memory, which is an error in C that torch
   // logs; so may tensors that are not strided.
   bool is_fast(PyObject* tensor) const {
     const PyTypeObject* type = Py_TYPE(tensor);
@@ -253,6 +253,7 @@ void TensorFormat::finish(int64_t itemsize, int64_t numel) {
     last += (sizes[i] - 1) * strides[i];
   }
   bytes_ = numel == 0 ? 0 : (offset_ + last + 1) * itemsize;
+  begin_ = static_cast<uint64_t>(offset_ * itemsize);
 }
 
 bool TensorFormat::take_by_python(PyObject* tensor) {
@@ -303,8 +304,9 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
     return false;
   void* data = nullptr;
   if (torch.data_ptr(handle, &data) != 0) return false;  // lets a lazy clone have memory of its own
-  if (bytes_ != 0 && (data == nullptr || torch.get(torch.storage_bytes, handle) < bytes_)) return false;
-  address = reinterpret_cast<uint64_t>(data);
+  const auto found = reinterpret_cast<uint64_t>(data);
+  if (bytes_ != 0 && (found == begin_ || torch.get(torch.storage_bytes, handle) < bytes_)) return false;
+  address = found;
   return true;
 }
 

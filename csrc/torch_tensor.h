@@ -63,6 +63,7 @@ class TensorFormat {
   int64_t type_ = 0;                      // dtype and device
   bool negative_ = false;                 // the negative bit
   int64_t bytes_ = 0;                     // bytes that the storage has at least; 0 without elements
+  uint64_t begin_ = 0;                    // bytes in the storage before the first element
   std::vector<int64_t> lengths_;          // sizes, then strides in elements
   const char* implementation_ = nullptr;  // of the tensor that was taken, which may be gone
 };

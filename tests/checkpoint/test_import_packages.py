@@ -127,7 +127,7 @@ def test_lamb_and_lars_of_bitsandbytes(theirs: str, same: str, hyper: dict[str, 
 
 
 def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
-    """Those without 8 bits by a line for all of them."""
+    """Optimizers without 8 bits are named by one line for all of them."""
     package = pytest.importorskip("bitsandbytes")
     named = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "bitsandbytes.md").read_text()))
     names = {name for name in vars(package.optim) if name[0].isupper()} - named

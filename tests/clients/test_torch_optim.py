@@ -1,4 +1,4 @@
-"""What torch's own tests ask of every optimizer, and its averages of weights, for every rule.
+"""Checks that torch's own tests make of every optimizer, and its averages of weights, for every rule.
 
 Checks of test/test_optim.py whose code is common to all rules stand in tests/optim, tests/state and tests/step.
 """

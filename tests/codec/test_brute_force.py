@@ -85,7 +85,7 @@ def midpoints(kind: Kind, tops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.codec != "dynamic8"], ids=str)
 def test_codes_near_every_midpoint(kind: Kind) -> None:
-    """Those of the formula: another order of operations, or rounding of ties, would give others; and the nearest."""
+    """The codes of the formula, which are the nearest: another order of operations or rounding gives others."""
     tops = torch.tensor([1.0, 255.0, 254.0, 1.7, 3.3e-5, 0.77e9])
     scales, middles, lower = midpoints(kind, tops)
     x = float_from_bits(middles[:, :, None] + NEAR)

@@ -279,7 +279,7 @@ class _Nested(nn.Module):
 
 
 def test_a_pass_within_a_pass() -> None:
-    """It counts as one with the pass around it."""
+    """The inner pass counts as one with the pass around it."""
     found = []
     for checkpointed in (0, 1):
         model = _Nested(checkpointed)

@@ -223,7 +223,7 @@ def test_ranks_with_nothing() -> None:
 def test_strided_weights(orig: bool) -> None:
     """FSDP1 flattens such weights in the order of memory, which is not that of their elements.
 
-    It is nobody's business until one of our optimizers has to step them.
+    The wrapping is nobody's business until one of our optimizers has to step them.
     """
     wrapped = _wrap(nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)), use_orig_params=orig)
     theirs = torch.optim.AdamW(wrapped.parameters())

@@ -794,7 +794,7 @@ MOVED: dict[str, Callable[..., None]] = {
 
 
 def _tensors(run: Run, what: str) -> tuple[dict[str, Any], StateDictOptions]:
-    """What torch.distributed.checkpoint saves and loads, with flattened names if the codec is not log8."""
+    """The state that torch.distributed.checkpoint saves and loads, with flattened names if the codec is not log8."""
     options = StateDictOptions(flatten_optimizer_state_dict="log8" not in what)
     state = get_optimizer_state_dict(run.model, run.optimizer, options=options)
     return {"model": get_model_state_dict(run.model), "optimizer": state}, options

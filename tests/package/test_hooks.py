@@ -106,7 +106,7 @@ def write_accelerate(folder: Path, text: str) -> None:
 
 
 def test_accelerate_without_deepspeed(programs: Programs, tmp_path: Path) -> None:
-    """Its module lacks the function that the hook replaces."""
+    """The module lacks the function that the hook replaces."""
     write_accelerate(tmp_path, "def prepare(optimizer):\n    return optimizer\n")
     programs.run("import shardopt, accelerate.accelerator", tmp_path)
 

@@ -232,7 +232,7 @@ def compiled(in_place: bool) -> nn.Module:
         (partial(Dropped, (1, 2)), 1),
         (partial(Dropped, (1, 2, 3, 1, 0)), 3),
     ],
-    ids=str,
+    ids=["recompute", "compiled", "compiled in place", "odd", "pictures", "dropped", "reentrant", "dropped often"],
 )
 def test_models(make: Callable[[], nn.Module], micro_batches: int) -> None:
     """Layers out of order, strided parameters, and gradients in parts: what came to .grad goes to the host later."""

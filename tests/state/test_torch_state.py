@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_moments_are_coded_and_decoded(codec: str) -> None:
-    """Those of torch as they are loaded, and those that torch is given."""
+    """Moments of torch as they are loaded, and as torch is given them."""
     theirs, again = (torch.optim.AdamW(params_of(), lr=1e-2, weight_decay=0.1) for _ in range(2))
     advance(theirs, range(5))
     ours = made("adamw", codec=codec)

@@ -32,7 +32,7 @@ EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 def build(folder: Path) -> ModuleType:
-    """What stands in for the CUDA part of ``shardopt._C``, built in the folder."""
+    """A stand-in for the CUDA part of ``shardopt._C``, built in the folder."""
     compiler = os.environ.get("CXX", "c++")
     library = folder / "cuda_emulated.so"
     headers = ["tests/kernels/cuda_emulation", "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]

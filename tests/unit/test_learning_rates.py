@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -145,10 +146,12 @@ def test_sharded_models() -> None:
                 groups_of(model)
 
 
+@pytest.mark.skipif(find_spec("unit_scaling") is None, reason="unit-scaling is not installed: pip install unit-scaling")
 @pytest.mark.ranks(2)
 def test_sharded_models_of_the_package() -> None:
     """Whose parameters have attributes that sharding drops."""
-    uu = pytest.importorskip("unit_scaling", reason="unit-scaling is not installed: pip install unit-scaling")
+    import unit_scaling as uu
+
     expected, model = (uu.TransformerDecoder(hidden_size=128, vocab_size=256, layers=4, heads=4) for _ in range(2))
     for block in model.layers:
         fully_shard(block)

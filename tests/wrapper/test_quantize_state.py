@@ -428,7 +428,7 @@ def test_copies_and_round_trips(duplicate: Any) -> None:
     ],
 )
 def test_other_options(saved_with: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    """They are refused: with most codecs, signed and unsigned codes differ in values alone."""
+    """Such signs are refused: with most codecs, signed and unsigned codes differ in values alone."""
     params = parameters()
     saved = trained(quietly(Custom(params), **saved_with), params).state_dict()
     again = quietly(Custom(parameters()), **options)

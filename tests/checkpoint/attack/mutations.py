@@ -85,7 +85,7 @@ KNOWN: dict[str, list[Any]] = {
         *("0123456789abcdef-0.bin", "0" * 15, "0" * 17, "\0" * 16, "a/../b/../c/../d", "a\0b", "\ud800", "a" * 100_000),
     ],
 }
-#: What says in which file an element of a tensor is.
+#: The fields that say in which file an element of a tensor is.
 RULE = ("start", "cuts", "range", "parts")
 
 #: The keys and indices on the way to a value.

@@ -103,8 +103,8 @@ class Run:
     def remove(self, lost: set[int]) -> None:
         """Ends the releases; adds the places of parameters whose gradients were held, and are thrown away."""
         for optimizer, release in zip(self.optimizers, self.releases, strict=False):
-            held = optimizer._internals.held_release.held
-            lost.update(index for index, param in enumerate(self.params) if param in held)
+            holder = optimizer._internals.held_release
+            lost.update(index for index, param in enumerate(self.params) if holder is not None and param in holder.held)
             release.remove()
         self.releases.clear()
 

@@ -353,7 +353,7 @@ def _change(model: nn.Module, optimizer: shardopt.AdamW8bit, what: str) -> shard
     return optimizer
 
 
-#: What differs on one of two ranks, and the error.
+#: The difference on one of two ranks, and the error.
 DIFFERENCES = {
     "weight": "got different values of model.weight on different ranks",
     "signs": "got different values of model.weight on different ranks",

@@ -54,7 +54,7 @@ def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = 
     sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
     if sharded:
         found |= _gathered(sharded, on_all)
-    # What is on the host is copied first: waiting for what is on a device would hide a wait that the product lacks.
+    # Host tensors are copied first: waiting for what is on a device would hide a wait that the product lacks.
     copies = {name: tensor.clone() for name, tensor in found.items()}
     return {name: tensor.cpu() for name, tensor in copies.items()}
 
