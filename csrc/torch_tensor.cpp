@@ -124,8 +124,8 @@ struct Access {
   std::string fault;  // empty if the C functions were found
 
   bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
-  // Whether the C functions read the tensor. Tensors of a subclass may have no memory, which is an error in C that torch
-  // logs; so may tensors that are not strided.
+  // Whether the C functions read the tensor. Tensors of a subclass may have no memory, which is an error in C that
+  // torch logs; so may tensors that are not strided.
   bool is_fast(PyObject* tensor) const {
     const PyTypeObject* type = Py_TYPE(tensor);
     return fault.empty() && (type == tensor_type || type == parameter_type) && torch.is_strided(torch.handle(tensor));
