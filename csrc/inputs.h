@@ -78,7 +78,7 @@ class Inputs {
     uint64_t address = 0;
     bool take(PyObject* tensor) { return format.take(tensor) && format.read(tensor, address); }
     bool is(PyObject* tensor) const {
-      uint64_t now = 0;
+      uint64_t now = address;
       return format.read(tensor, now) && now == address;
     }
   };

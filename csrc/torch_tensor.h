@@ -32,8 +32,8 @@ class TensorFormat {
   bool take(PyObject* tensor);
 
   // Whether an object is a tensor of this format whose elements lie in memory, within its storage: `resize_` of the
-  // storage may have freed or cut them, and a wrapper subclass or a zero tensor has none. Then `address` is that of its
-  // first element.
+  // storage may have freed or cut them, and a wrapper subclass or a zero tensor has none. Then `address` becomes that
+  // of its first element; before, it is that of the tensor read last, whose device it shares.
   bool read(PyObject* tensor, uint64_t& address) const;
 
   // Whether an object is a tensor without memory that an ordinary tensor would have.
