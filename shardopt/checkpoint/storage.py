@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -210,14 +211,13 @@ class LocalFolder(Folder):
     def make(self) -> None:
         path = Path(self._path)
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        while True:
+        while not path.is_dir():
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                break
-            except FileExistsError:
-                if os.path.lexists(path):
-                    raise
-                # Another run removed the folder between two system calls of mkdir.
+            except FileExistsError:  # another run may remove the folder and make it again between two system calls
+                with suppress(FileNotFoundError):
+                    if not stat.S_ISDIR(path.lstat().st_mode):
+                        raise
         for folder in missing:
             sync_folder(folder.parent)
 
@@ -289,7 +289,7 @@ class LocalFolder(Folder):
                     f"{self}: got another save into this folder, expected one at a time; wait for it, or end that "
                     "process if it belongs to a run that failed"
                 ) from None
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):  # filelock's own mkdir has the race of `make`
                 self.make()
             except OSError as error:
                 if error.errno not in _NO_LOCKS:

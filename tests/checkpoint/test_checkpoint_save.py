@@ -129,6 +129,20 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: Ca
     assert_only(tmp_path, 3)
 
 
+def test_a_folder_that_another_run_makes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two system calls of mkdir, ours and then filelock's, which raises as for a file of that name."""
+    calls = itertools.count()
+
+    def late(path: Path, **options: Any) -> None:
+        os.makedirs(path, exist_ok=True)
+        if next(calls) < 2:
+            raise FileExistsError(path)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    saved(tmp_path / "step", seed=1)
+    assert_only(tmp_path / "step", seed=1)
+
+
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it, all data are on the disk and the old checkpoint is whole; after it, the new one, whatever happens."""
     saved(tmp_path, seed=1)

@@ -115,6 +115,17 @@ def test_a_bad_gradient_changes_nothing(index: int, make_bad: Callable[[Tensor],
     assert_same(everything(optimizer), everything(expected))
 
 
+def test_a_gradient_of_another_dtype_in_the_same_memory() -> None:
+    optimizer = make(dtype=BF16)
+    step(optimizer, 0)
+    param, before = params_of(optimizer)[0], everything(optimizer)
+    assert param.grad is not None
+    param.grad.data = param.grad.view(torch.float16)
+    with pytest.raises(RuntimeError, match=r"got a gradient of torch\.float16"):
+        optimizer.step()
+    assert_same(everything(optimizer), before)
+
+
 def negative(gradient: Tensor) -> Tensor:
     """Equal values, whose opposites lie in memory."""
     return torch._neg_view(gradient.neg())
