@@ -268,7 +268,7 @@ class HeldParameters(ReleasedParameters):
             if held.is_lost:
                 self.wait()  # raises the exception, unless somebody has seen it
                 held.demand_arrival(parameter.name)
-            steps[param] = self._prepare(param, parameter, group, scaling, {0: held.sum})
+            steps[param] = self._prepare(param, parameter, group, scaling, held.sum)
 
         def take() -> None:
             for param, step in steps.items():

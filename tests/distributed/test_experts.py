@@ -363,14 +363,14 @@ def test_a_change_reaches_ranks_that_share_only_a_sum() -> None:
 @pytest.mark.ranks(3, timeout=60)
 @pytest.mark.parametrize("changed_by", [(0, 1, 2), (1,)])
 def test_muon_on_meshes_of_some_ranks_hears_of_a_changed_option(changed_by: tuple[int, ...]) -> None:
-    """One rank has a matrix of its own between those that it shares: its waves are not those of the other ranks."""
+    """Ranks have waves of their own and of others between those that they share, some of which wait for cut blocks."""
     rank = dist.get_rank()
-    meshes = [mesh_of((3,)), DeviceMesh("cpu", [2]), DeviceMesh("cpu", [1, 2])]
-    params = [nn.Parameter(distribute(values((6, 8), i), mesh, (Shard(0),))) for i, mesh in enumerate(meshes)]
+    meshes = {mesh_of((3,)): 0, DeviceMesh("cpu", [2]): 0, DeviceMesh("cpu", [1, 2]): 0, DeviceMesh("cpu", [0, 2]): 1}
+    params = [nn.Parameter(distribute(values((6, 200), 1), mesh, (Shard(dim),))) for mesh, dim in meshes.items()]
     optimizer = shardopt.Muon8bit([param for param in params if local(param).numel()], **OPTIONS)
     for step in range(2):
         for param in params:
-            param.grad = distribute(values((6, 8), 9 + step), param.device_mesh, param.placements)
+            param.grad = distribute(values((6, 200), 9 + step), param.device_mesh, param.placements)
         if step == 1 and rank in changed_by:
             optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
         if step == 1 and len(changed_by) == 1:

@@ -328,12 +328,12 @@ def _equal_matrices(memory: int | None, mesh: bool) -> tuple[Counter[str], dict[
 def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool, memory: int | None, waves: int) -> None:
     """By two exchanges per wave, 4 bytes in all: also where other ranks have copies of the shards.
 
-    Before that the ranks exchange two answers of 4 bytes, and two for each matrix.
+    Before that the ranks exchange three answers of 4 bytes, and two for each matrix.
     """
     shards = world_size // 2 if hybrid else world_size
     for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, memory, hybrid):
         assert counts == {"allreduce": 1, "alltoall_base": 2 * waves}
-        assert nbytes == {"allreduce": 8 * (1 + 8), "alltoall_base": 4 * numel // shards}
+        assert nbytes == {"allreduce": 4 * (3 + 2 * 8), "alltoall_base": 4 * numel // shards}
 
 
 def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
