@@ -34,7 +34,7 @@ _READ_HERE_ONLY = "an option or a gradient of this step, which the other ranks o
 #: Places in a check's answers, before those about gradients.
 _AS_AGREED, _CHANGED, _SEVERAL = range(3)
 
-#: What a rank says in a check: int32, 1-D. 1 for yes, and 0 for no or nothing to say. First the three answers above,
+#: A rank's answers in a check: int32, 1-D. 1 for yes, and 0 for no or nothing to say. First the three answers above,
 #: then per parameter whether it has a gradient, and per parameter whether it has none.
 Answers = npt.NDArray[np.int32]
 
@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 class Members(NamedTuple):
-    """What a set of ranks steps together.
+    """The parameters that a set of ranks steps together.
 
     Attributes:
         device: of the parameters.
@@ -189,7 +189,7 @@ class _OnGpu(NamedTuple):
 
     Attributes:
         said: this rank's answers.
-        own: the same, on the device.
+        own: these answers on the device.
         message: memory for the all-reduce.
     """
 

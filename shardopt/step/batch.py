@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the steps of an optimizer's parameters use beside the parameters.
+    """Objects of an optimizer that the steps of all its parameters use.
 
     Attributes:
         residency: where the state of each parameter lives.
