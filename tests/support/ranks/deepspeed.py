@@ -42,8 +42,6 @@ SUB_GROUPS: dict[str, Any] = {"sub_group_size": 20000}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 ALL_OFFLOAD: dict[str, Any] = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 PINNED: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-#: Every stage, with the options by which its partitions are hardest to follow.
-WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
 
 
 def import_deepspeed() -> Any:
@@ -284,31 +282,25 @@ def goes_on_as_whole(engine: Any, of: Twins, more: int = 2) -> None:
     assert_as_whole(engine, model, optimizer)
 
 
-def save_own(path: Path, of: Twins) -> None:
-    """Saves DeepSpeed's own checkpoint after ``STEPS`` steps."""
-    of.engine(STEPS).save_checkpoint(str(path), client_state={"epoch": 7})
+def save(path: Path, of: Twins, own: bool) -> None:
+    """Saves DeepSpeed's own checkpoint, or a portable one, after ``STEPS`` steps."""
+    if own:
+        of.engine(STEPS).save_checkpoint(str(path), client_state={"epoch": 7})
+    else:
+        shardopt.checkpoint.save(path, of.engine(STEPS), epoch=7)
 
 
-def load_own(path: Path, of: Twins, steps: int = 2) -> None:
-    """Loads what :func:`save_own` saved into an engine of other weights that took some steps, and goes on."""
+def load(path: Path, of: Twins, own: bool, steps: int = 1) -> None:
+    """Loads what :func:`save` saved into an engine of other weights that took some steps, and goes on."""
     engine = of.engine(steps, seed=1)
-    tag, client_state = engine.load_checkpoint(str(path))
-    assert tag is not None
-    assert client_state["epoch"] == 7
-    goes_on_as_whole(engine, of)
-
-
-def save_portable(path: Path, of: Twins) -> None:
-    """Saves a portable checkpoint after ``STEPS`` steps."""
-    shardopt.checkpoint.save(path, of.engine(STEPS), epoch=7)
-
-
-def load_portable(path: Path, of: Twins, steps: int = 1) -> None:
-    """Loads what :func:`save_portable` saved into an engine of other weights that took some steps, and goes on."""
-    engine = of.engine(steps, seed=1)
-    loaded = shardopt.checkpoint.load(path, engine)
-    assert loaded.extra == {"epoch": 7}
-    assert loaded.converted == {}
+    if own:
+        tag, extra = engine.load_checkpoint(str(path))
+        assert tag is not None
+    else:
+        loaded = shardopt.checkpoint.load(path, engine)
+        extra = loaded.extra
+        assert loaded.converted == {}
+    assert extra["epoch"] == 7
     goes_on_as_whole(engine, of)
 
 
