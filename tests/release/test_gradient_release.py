@@ -28,7 +28,6 @@ from shardopt.optim import ShardedOptimizer
 from step_problem import tables_made
 
 STEPS = 4
-BF16 = torch.bfloat16
 
 
 def optimizer_of(model: nn.Module, rule: str = "adamw", **options: Any) -> ShardedOptimizer:
@@ -69,21 +68,15 @@ class Pair:
 @pytest.mark.parametrize(
     ("rule", "dtype", "options"),
     [
-        ("adamw", torch.float32, {}),
         ("adamw", torch.float32, {"codec": "fp32", "lr": torch.tensor(1e-2)}),
-        ("lion", torch.float32, {"codec": "dynamic8"}),
         ("nesterov", torch.float32, {"codec": "dynamic8"}),
         ("ademamix", torch.float32, {}),
-        ("adopt", torch.float32, {"codec": "fp32"}),
-        ("lamb", torch.float32, {}),
-        ("adamw", BF16, {"master_weight_bits": 24}),
-        ("adamw", BF16, {"master_weight_bits": 32}),
-        ("lion", BF16, {"stochastic_rounding": True, "stochastic_rounding_seed": 3}),
+        ("lion", torch.bfloat16, {"stochastic_rounding": True, "stochastic_rounding_seed": 3}),
     ],
     ids=str,
 )
 def test_as_ordinary_steps(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Noise, too, which depends on a parameter's place among all."""
+    """Noise, too, which depends on a parameter's place among all. More rules: tests/distributed/test_layouts.py."""
     Pair(make_net(dtype), rule, **options).run()
 
 
@@ -218,17 +211,6 @@ def test_nonfinite_elements_are_counted() -> None:
         assert pair.released.nonfinite_count == 3 * 66
 
 
-def test_values_that_the_backward_pass_still_needs() -> None:
-    """A parameter that is stepped too early for another use of it is an error of autograd's, not a wrong gradient."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64, bias=False)
-    optimizer = shardopt.AdamW8bit(model.parameters())
-    shardopt.release_gradients(model, optimizer)
-    x = torch.randn(2, 64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model(torch.tanh(x @ model.weight.detach())).sum().backward()
-
-
 # Ends, failures and refusals --------------------------------------------------------------------------------
 
 
@@ -260,12 +242,11 @@ def test_nothing_outlives_model_and_optimizer(overlap_forward: bool) -> None:
     assert live.now == 0
 
 
-@pytest.mark.parametrize("overlap_forward", [False, True])
-def test_copies_are_not_released(overlap_forward: bool) -> None:
+def test_copies_are_not_released() -> None:
     """Of models, copied or pickled, and of optimizers."""
     model = make_net()
     optimizer = optimizer_of(model)
-    shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)
+    shardopt.release_gradients(model, optimizer, overlap_forward=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(other, make_batch(0)).backward()
         assert all(param.grad is not None for param in other.parameters())
