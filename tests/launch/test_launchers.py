@@ -135,10 +135,9 @@ def test_kubernetes() -> None:
 
 
 def test_skypilot() -> None:
-    sky = pytest.importorskip("sky", reason="SkyPilot is not installed: pip install skypilot")
-    task = sky.Task.from_yaml(str(MULTINODE / "skypilot.yaml"))
-    assert task.num_nodes == 2
+    task = yaml.safe_load((MULTINODE / "skypilot.yaml").read_text())
+    assert task["num_nodes"] == 2
     script = (MULTINODE / "torchrun.sh").read_text()
     for variable in ("NODES", "RANKS_PER_NODE", "FIRST_NODE"):
         assert f"${{{variable}:-" in script
-        assert f"{variable}=" in task.run
+        assert f"{variable}=" in task["run"]
