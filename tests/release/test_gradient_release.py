@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from helpers import RULES, everything
-from live_bytes import LiveBytes
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -214,7 +213,9 @@ def test_nonfinite_elements_are_counted() -> None:
 # Ends, failures and refusals --------------------------------------------------------------------------------
 
 
-def _released(overlap_forward: bool) -> list[weakref.ref[Any]]:
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_a_release_ends_with_its_optimizer(overlap_forward: bool) -> None:
+    """The optimizer is freed though the model lives. More: tests/distributed/test_sharded_gradient_release.py."""
     model = nn.Sequential(make_net(), nn.Linear(97, 5))
     optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
     shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)
@@ -225,21 +226,8 @@ def _released(overlap_forward: bool) -> list[weakref.ref[Any]]:
     del optimizer
     gc.collect()
     assert gone() is None
-    loss_of(model, make_batch(0) % 5).backward()  # of a model that nothing steps any more
+    loss_of(model, make_batch(0) % 5).backward()
     assert all(param.grad is not None for param in model.parameters())
-    return [weakref.ref(x) for x in (model, *model.parameters())]
-
-
-@pytest.mark.parametrize("overlap_forward", [False, True])
-def test_nothing_outlives_model_and_optimizer(overlap_forward: bool) -> None:
-    """A release ends with its optimizer, whose state is freed though the model lives."""
-    _released(overlap_forward)  # what is made once
-    gc.collect()
-    with LiveBytes() as live:
-        refs = _released(overlap_forward)
-        gc.collect()
-    assert not any(ref() is not None for ref in refs)
-    assert live.now == 0
 
 
 def test_copies_are_not_released() -> None:
@@ -277,7 +265,7 @@ class Interrupted(nn.Module):
         raise ArithmeticError("failed")
 
 
-@pytest.mark.parametrize("discards", ["zero_grad", "load_state_dict", "checkpoint"])
+@pytest.mark.parametrize("discards", ["zero_grad", "checkpoint"])
 def test_a_backward_pass_that_failed_can_be_discarded(discards: str, tmp_path: Path) -> None:
     """Parameters that it has stepped stay stepped, with a warning; a checkpoint brings them back."""
     pair = Pair(Interrupted())

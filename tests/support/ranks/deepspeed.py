@@ -90,13 +90,7 @@ def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> d
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], **given: Any) -> Any:
-    """A DeepSpeedEngine of a model.
-
-    Args:
-        model: wrapped in place.
-        settings: the config.
-        **given: other arguments of ``deepspeed.initialize``.
-    """
+    """A DeepSpeedEngine of a model; further arguments are those of ``deepspeed.initialize``."""
     bare = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in model.named_parameters()}
     given.setdefault("model_parameters", model.parameters())
     engine, *_ = import_deepspeed().initialize(model=model, config=settings, **given)
@@ -161,15 +155,7 @@ def step_engine(engine: Any, step: int) -> None:
 def step_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, micro_steps: int = 1, clip: float | None = None
 ) -> None:
-    """Steps as :func:`step_engine` does, without DeepSpeed.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer.
-        step: the step's number.
-        micro_steps: the gradient is the mean of so many.
-        clip: the gradients' norm at most.
-    """
+    """Steps as :func:`step_engine` does, without DeepSpeed: by the mean of so many gradients, clipped to a norm."""
     for place, param in enumerate(model.parameters()):
         numbers = range(step * micro_steps, (step + 1) * micro_steps)
         mean = sum(gradient_of(tuple(param.shape), place, number) for number in numbers) / micro_steps
@@ -191,13 +177,8 @@ def stepped_engine(
 ) -> Any:
     """An engine that took some steps with given gradients.
 
-    Args:
-        settings: the config.
-        steps: the number of steps.
-        model: by default the tests' model, in the dtype of the tensors that DeepSpeed steps.
-        seed: of the default model's weights.
-        grouped: whether the param groups are those of :func:`groups_of`.
-        **given: other arguments of ``deepspeed.initialize``.
+    By default of the tests' model, in the dtype of the tensors that DeepSpeed steps; ``grouped`` asks for the param
+    groups of :func:`groups_of`. Further arguments are those of ``deepspeed.initialize``.
     """
     model = taking_gradients(make_net(_stepped_dtype(settings), seed) if model is None else model)
     if grouped:
@@ -217,10 +198,7 @@ def make_whole(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Model and optimizer that a config describes, without DeepSpeed; parameters are the masters.
 
-    Args:
-        settings: the config.
-        model: by default the tests' model; rounded to the dtype that the config's engine computes in.
-        grouped: whether the param groups are those of :func:`groups_of`.
+    They are rounded to the dtype that the config's engine computes in.
     """
     model = make_net() if model is None else model
     if settings.get("bf16", {}).get("enabled"):
