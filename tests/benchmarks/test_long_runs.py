@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quality import levels, records, run
+from quality import records, run
 from quality.choices import choice_of
 from quality.over_time import courses
 from quality.task import Task, lr_factor
@@ -40,17 +40,6 @@ def test_a_step_has_the_clipped_mean_gradient_of_its_micro_batches() -> None:
     for mark in figures["marks"]:
         assert mark["loss"] == pytest.approx(losses[mark["step"]], rel=1e-5)
     assert figures["loss"] == figures["marks"][-1]["loss"]
-
-
-def test_levels_of_the_second_moment_are_those_of_a_codec() -> None:
-    """bf16's, which cannot fall by 0.1%, rises; log8's does not; no level depends on another."""
-    alone, both = (levels.measure("normal", 0.999, names, 1000) for names in (["bf16"], ["log8", "bf16"]))
-    assert both[1] == alone[0]
-    assert alone[0]["steps"] == [250, 1000]
-    assert 1.001 < alone[0]["levels"][0] < alone[0]["levels"][1]
-    assert both[0]["levels"] == pytest.approx([1, 1], abs=0.003)
-    faster = levels.measure("normal", 0.95, ["bf16"], 1000)
-    assert faster[0]["levels"] == pytest.approx([1, 1], abs=0.003)
 
 
 def _lines(folder: Path, *optimizers: str) -> list[records.Record]:

@@ -49,7 +49,6 @@ from ranks.layouts import values
 from ranks.models import loss_of, make_batch, make_frozen, make_net
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, trained
 from ranks.snapshot import Snapshot, assert_same, entries
 from shardopt.checkpoint import CheckpointError
 from slow_cases import slow
@@ -355,45 +354,6 @@ def test_states_go_and_come_back(layout: str, what: str) -> None:
             engine.reload_states()
         assert all("buffer" not in key for state in engine.basic_optimizer.state.values() for key in state)
         goes_on_as_whole(engine, of)
-
-
-def _load_in_torch(path: Path, way: str) -> None:
-    model, optimizer = trained(way, 1, seed=1)
-    loaded = shardopt.checkpoint.load(path, model, optimizer)
-    assert loaded.converted == {}
-    assert_same(snapshot_of(model, optimizer), whole_snapshot(*stepped_whole(config(0), STEPS)))
-
-
-def _save_in_torch(path: Path, way: str) -> None:
-    shardopt.checkpoint.save(path, *trained(way, STEPS), epoch=7)
-
-
-def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
-    engine = stepped_engine(settings, 1, seed=1)
-    loaded = shardopt.checkpoint.load(path, engine)
-    assert loaded.converted == {}
-    whole, optimizer = trained("single", STEPS)
-    assert_same(engine_snapshot(engine), snapshot_of(whole, optimizer))
-    step_engine(engine, STEPS)
-    step_whole(whole, optimizer, STEPS)
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-
-
-@pytest.mark.parametrize(
-    ("stage", "size", "way", "other_size"),
-    [
-        (1, 3, "fsdp", 2),
-        (2, 2, "single", 1),
-        (3, 2, "fsdp1 flat", 3),
-    ],
-)
-def test_to_and_from_torch(
-    ranks: Pool, deepspeed_ranks: Pool, tmp_path: Path, stage: int, size: int, way: str, other_size: int
-) -> None:
-    deepspeed_ranks.run(size, save, tmp_path / "deepspeed", twins(_config(WORST[stage])), False)
-    ranks.run(other_size, _load_in_torch, tmp_path / "deepspeed", way)
-    ranks.run(other_size, _save_in_torch, tmp_path / "torch", way)
-    deepspeed_ranks.run(size, _load_from_torch, tmp_path / "torch", _config(WORST[stage]))
 
 
 @pytest.mark.deepspeed_ranks(2)
