@@ -198,7 +198,7 @@ def make_whole(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Model and optimizer that a config describes, without DeepSpeed; parameters are the masters.
 
-    They are rounded to the dtype that the config's engine computes in.
+    Weights are rounded to the dtype that the config's engine computes in.
     """
     model = make_net() if model is None else model
     if settings.get("bf16", {}).get("enabled"):
