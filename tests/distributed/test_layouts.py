@@ -550,9 +550,9 @@ UNSCALED = {*UNTRAINED, "tp", "fsdp tp", "fsdp columns tp"}
 COLUMNS = {"tp", "fsdp columns", "fsdp tp", "fsdp columns tp", "hsdp columns"}
 NOT_MUON = {*BY_UNIT, *SCATTERED, *ZERO}
 
-#: Each rule and each codec.
+#: Each rule and each codec; what is repaid has log4 here.
 RULES_AND_CODECS = [
-    *(("adamw", codec) for codec in ("log8", "dynamic8", "log4", "companded16")),
+    *(("adamw", codec) for codec in ("log8", "dynamic8", "companded16")),
     *(("repaid_adamw", "companded8"), ("lion", "log8"), ("nesterov", "companded8"), ("momentum", "dynamic8")),
     *(("sgd", "log8"), ("ademamix", "bf16"), ("adan", "log8"), ("amsgrad", "log8"), ("nadam", "log8")),
     *(("adopt", "log8"), ("adamax", "log8"), ("centered_rmsprop_momentum", "log8"), ("adagrad", "dynamic8")),
@@ -819,7 +819,10 @@ MOVES = [
     ("dcp", "adamw log8", "fsdp", [(1, "single"), (4, "fsdp"), (3, "tp")]),
     ("dcp", "adamw log8", "fsdp columns", [(1, "fsdp"), (4, "hsdp columns")]),
     ("dcp", "adamw log8", "tp", [(3, "fsdp columns"), (4, "fsdp tp")]),
-    *(("dcp", f"adamw {codec}", "fsdp columns", [(2, "fsdp columns")]) for codec in ("log4", "companded16", "bf16")),
+    *(
+        ("dcp", f"adamw {codec}", "fsdp columns", [(2, "fsdp columns")])
+        for codec in ("dynamic8", "companded16", "bf16")
+    ),
     ("dcp", "repaid_adamw companded8", "fsdp columns", [(4, "fsdp columns tp")]),
     ("dcp", "prodigy log8", "fsdp columns", [(1, "single")]),
     ("dcp", "adamw log8", "fsdp1 grad", [(4, "fsdp1 grad")]),
