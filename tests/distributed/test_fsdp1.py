@@ -53,7 +53,6 @@ from ranks.models import (
 from ranks.offload import offload_from_cpu
 from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
-from shardopt.layout import UnknownShardError
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory
 from versions import needs_fsdp1_on_some_ranks
@@ -113,20 +112,6 @@ def test_models(name: str, orig: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_model_in_pieces_and_noise() -> None:
-    """Noise depends on which of all parameters each is; a unit does not know what stands beside it."""
-    model = _in_pieces(Odds().to(BF16), use_orig_params=False)
-    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **STOCHASTIC)
-    before = gathered_parameters(model)
-    set_gradients(model, 0)
-    for _ in range(2):
-        with pytest.raises(UnknownShardError, match=r"call optimizer\.attach\(model\) with the whole model"):
-            optimizer.step()
-    assert not any(optimizer.state.values())
-    assert_same(gathered_parameters(model), before)
-
-
-@pytest.mark.ranks(2)
 def test_units_of_their_own() -> None:
     """An optimizer that has no other parameters than a unit's needs to know of none; another has those of both."""
     wholes, models = [make_net(BF16) for _ in range(2)], [_wrap(make_net(BF16)) for _ in range(2)]
@@ -158,10 +143,6 @@ def test_a_model_is_let_go(orig: bool) -> None:
         del model
         gc.collect()
         assert alive() is None
-    optimizer = shardopt.AdamW8bit(make_odds(use_orig_params=orig)[1].parameters(), **SMALL)
-    gc.collect()
-    with pytest.raises(UnknownShardError, match="that does not say which elements it holds"):
-        optimizer.step()
 
 
 @pytest.mark.ranks(2)
@@ -182,24 +163,6 @@ def _tiny() -> nn.Module:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("tiny", "orig"), [(False, True), (False, False), (True, True)])
-def test_wrapped_before_the_import(tiny: bool, orig: bool) -> None:
-    """Ranks without any gradient say so, too."""
-    model = _tiny() if tiny else make_odds(use_orig_params=orig)[1]
-    forget_shards(model)
-    optimizer = shardopt.AdamW8bit(model.parameters())
-    before = [param.detach().clone() for param in model.parameters()]
-    set_gradients(model, 0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-        assert "FullyShardedDataParallel" in str(caught.value)
-        assert "import shardopt before wrapping the model, or call optimizer.attach(model) once" in str(caught.value)
-    assert not any(optimizer.state.values())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.ranks(4)
 def test_ranks_with_nothing() -> None:
     """A rank that holds nothing takes part, has no state, and saves and loads that."""
     model, whole = _tiny(), nn.Sequential(nn.Linear(1, 1))
@@ -216,30 +179,64 @@ def test_ranks_with_nothing() -> None:
     assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("orig", [True, False])
-def test_strided_weights(orig: bool) -> None:
-    """FSDP1 flattens such weights in the order of memory, which is not that of their elements.
+def _forgotten(model: nn.Module) -> nn.Module:
+    forget_shards(model)
+    return model
 
-    The wrapping is nobody's business until one of our optimizers has to step them.
-    """
+
+def _strided(orig: bool) -> nn.Module:
+    """FSDP1 flattens such weights in the order of memory: nobody's business until one of our optimizers steps them."""
     wrapped = _wrap(nn.Sequential(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)), use_orig_params=orig)
     theirs = torch.optim.AdamW(wrapped.parameters())
     assert shardopt.memory_report(theirs).numel == sum(param.numel() for param in wrapped.parameters())
-    optimizer = shardopt.AdamW8bit(wrapped.parameters())
-    for call in (lambda: optimizer.attach(wrapped), optimizer.step):
-        with pytest.raises(RuntimeError, match=r"0\.weight.*contiguous"):
-            call()
+    return wrapped
 
 
-@pytest.mark.ranks(3)
-def test_gradients_that_are_not_shared_out_yet_are_refused() -> None:
-    model = fsdp1(make_net())
-    optimizer = make_optimizer("fsdp1", model)
+def _not_reduced() -> nn.Module:
+    model: Any = fsdp1(make_net())
     with model.no_sync():
         loss_of(model, make_batch(0, dist.get_rank())).backward()
-    with pytest.raises(RuntimeError, match=r"got a gradient of shape .* expected"):
-        optimizer.step()
+    return model
+
+
+LATE = r"FullyShardedDataParallel.*import shardopt before wrapping the model, or call optimizer\.attach\(model\) once"
+#: Models whose steps are refused, options, and the error.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    # Noise depends on which of all parameters each is; a unit does not know what stands beside it.
+    "in pieces": (
+        lambda: _in_pieces(Odds().to(BF16), use_orig_params=False),
+        STOCHASTIC,
+        r"call optimizer\.attach\(model\) with the whole model",
+    ),
+    "let go": (lambda: make_odds()[1], {}, "that does not say which elements it holds"),
+    "wrapped before the import": (lambda: _forgotten(make_odds()[1]), {}, LATE),
+    "wrapped before the import, flat": (lambda: _forgotten(make_odds(use_orig_params=False)[1]), {}, LATE),
+    "on few ranks": (lambda: _forgotten(_tiny()), {}, LATE),  # those without any gradient say so, too
+    "strided": (lambda: _strided(True), {}, r"0\.weight.*contiguous"),
+    "strided, flat": (lambda: _strided(False), {}, r"0\.weight.*contiguous"),
+    "not reduced yet": (_not_reduced, {}, r"got a gradient of shape .* expected"),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", REFUSED)
+def test_steps_are_refused(name: str) -> None:
+    make, options, message = REFUSED[name]
+    model = make()
+    optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL, **options)
+    params = list(model.parameters())
+    if name == "let go":
+        del model
+        gc.collect()
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        if param.grad is None and param.numel():
+            param.grad = torch.ones_like(param)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    assert not any(optimizer.state.values())
+    assert all(map(torch.equal, params, before))
 
 
 #: A number of ranks, a layout, a rule and options, and how many collectives there are in each step.

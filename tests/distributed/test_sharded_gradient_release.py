@@ -36,7 +36,6 @@ from ranks.runs import snapshot_of
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.release import host_gradients
 from shardopt.release.forward_overlap import ForwardOverlap
-from shardopt.sharding.exchange import RanksExchange
 from slow_cases import slow
 from versions import needs_fsdp2_on_the_cpu
 
@@ -433,20 +432,6 @@ def test_two_optimizers_that_overlap_the_forward_pass() -> None:
 def test_same_bits(way: str, options: dict[str, Any]) -> None:
     """Each pass is reduced; where the last one alone is, ``test_layouts.py`` shows it."""
     _compare(lambda: WAYS[way](Layers()), **options)
-
-
-@pytest.mark.ranks(2)
-def test_steps_with_collectives() -> None:
-    """Sharded steps are taken in the thread of the backward pass, since their collectives must not meet its own."""
-    threads, all_reduce = [], RanksExchange._all_reduce
-
-    def recorded(self: RanksExchange, tensor: Tensor, op: Any) -> None:
-        threads.append(threading.current_thread())
-        all_reduce(self, tensor, op)
-
-    with patch.object(RanksExchange, "_all_reduce", recorded):
-        _compare(lambda: _fsdp(Layers()), passes=2, kind="LAMB8bit")
-    assert set(threads) == {threading.current_thread()}
 
 
 @pytest.mark.ranks(2)
