@@ -91,9 +91,10 @@ def _units(run: Run) -> dict[str, int]:
     return {name: numbers.setdefault(unit[name] or name, len(numbers)) for name in unit}
 
 
-def grouped(run: Run, groups: list[dict[str, Any]]) -> None:
-    """Param groups, each with options of its own; a schedule of the first one's learning rate."""
+def codecs(run: Run) -> None:
+    """A param group for each codec; a schedule of the first one's learning rate."""
     run.begin()
+    groups: list[dict[str, Any]] = [{"codec": codec, "block_size": 32} for codec in CODEC_NAMES]
     own: list[dict[Tensor, None]] = [{} for _ in groups]
     tensors = run.tensors()
     for name, number in _units(run).items():
@@ -211,14 +212,6 @@ def weighted(run: Run, weights: str, **options: Any) -> None:
     run.steps(1)
 
 
-def weights_loaded_first(run: Run) -> None:
-    dtype, kept = FORMATS["bf16 24"]
-    run.begin(dtype=dtype, **kept)
-    weights = run.inner.full_precision_parameters()
-    run.inner.load_full_precision_parameters({param: x / 3 for param, x in weights.items()})
-    run.steps(2)
-
-
 def _placements(run: Run) -> list[Any]:
     states = run.optimizer.state.values()
     return [(key, tuple(x.shape), getattr(x, "placements", None)) for state in states for key, x in state.items()]
@@ -239,18 +232,6 @@ def sleeping(run: Run, **options: Any) -> None:
                     run.optimizer.reload()
                     assert _placements(run) == before
             run.steps(1)
-
-
-def reset(run: Run) -> None:
-    """The state begins as that of another optimizer would."""
-    run.begin()
-    run.steps(1)
-    if run.is_tested:
-        run.optimizer.reset_state()
-        assert not any(run.optimizer.state.values())
-    else:
-        run.optimizer = make_optimizer(run.way, run.model)
-    run.steps(2)
 
 
 def offloaded(run: Run, how: str, **options: Any) -> None:
@@ -564,18 +545,12 @@ PACKED = [
     *(("adamw", "companded16"), ("adamw", "fp32"), ("repaid_adamw", "log4"), ("lion", "dynamic8")),
     *(("ademamix", "bf16"), ("prodigy", "log8")),
 ]
-GROUPS: list[dict[str, Any]] = [
-    {"codec": "companded8", "block_size": 32, "weight_decay": 0.0},
-    {"betas": (0.8, 0.9)},
-    {"codec": "dynamic8", "block_size": 16, "maximize": True},
-]
 #: By names, options that are the same for all parameters of a unit of FSDP1's, and others.
 OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
 OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight": {"lr": 3e-2}, "down.*": {"lr": 2e-2}}
 NAMED = {"overrides": OVERRIDES, "no_decay": ("*.bias", "norm.*")}
 #: Groups whose parameters are in another order than the model's have the noise of the model's order.
 NOISE: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": True, "stochastic_rounding_seed": 7}
-EVERY_CODEC: list[dict[str, Any]] = [{"codec": codec, "block_size": 32} for codec in CODEC_NAMES]
 #: Optimizers that step each element by itself.
 QUANTIZED = ("torch AdamW foreach", "torch NAdam", "torch Adagrad", "torch SGD momentum")
 NOT_QUANTIZED = {*COLUMNS, *FSDP1, *MATRICES, *ZERO, "fsdp offload"}
@@ -590,8 +565,7 @@ ARITHMETIC: dict[str, Feature] = {
         for rule, codec in (("muon", "log8"), ("muon_in_waves", "companded8"), ("normuon", "dynamic8"))
     },
     "blocks of 16": Feature(partial(stepped, block_size=16)),
-    "groups": Feature(partial(grouped, groups=GROUPS)),
-    "codecs": Feature(partial(grouped, groups=EVERY_CODEC)),
+    "codecs": Feature(codecs),
     "in turns": Feature(in_turns),
     "frozen": Feature(frozen, {*BY_UNIT, *OTHER_MODELS}),
     "norm": Feature(partial(clipped, kind=2.0, late=False)),
@@ -610,10 +584,8 @@ FEATURES: dict[str, Feature] = {
     "in turns, muon": Feature(partial(in_turns, rule="muon_in_waves"), NOT_MUON),
     "propagate, muon": Feature(partial(nonfinite, policy="propagate", rule="muon"), NOT_MUON),
     "raise, muon": Feature(partial(raising, rule="muon"), NOT_MUON),
-    "weights first": Feature(weights_loaded_first, ZERO),
     "asleep": Feature(sleeping, ZERO),
     "asleep, log4": Feature(partial(sleeping, codec="log4"), ZERO),
-    "reset": Feature(reset, ZERO),
     "named": Feature(named, OTHER_MODELS),
     "named, of any unit": Feature(partial(named, **NAMED), {*BY_UNIT, *OTHER_MODELS}),
     "named, with noise": Feature(partial(named, **NOISE), OTHER_MODELS),
@@ -628,7 +600,6 @@ FEATURES: dict[str, Feature] = {
     "saved lion, bf16 24": Feature(
         partial(saved, rule="lion", codec="dynamic8", dtype=torch.bfloat16, **FORMATS["bf16 24"].options), ZERO
     ),
-    "saved momentum": Feature(partial(saved, rule="momentum", codec="fp32"), ZERO),
     "saved normuon": Feature(partial(saved, rule="normuon", codec="bf16"), NOT_MUON),
     **{
         f"carried {how}": Feature(partial(carried, how=how), {*ZERO, *FSDP1} if how == "flattened" else ZERO)

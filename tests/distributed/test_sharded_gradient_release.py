@@ -24,9 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from live_bytes import LiveBytes
-from ordered_problem import WAYS as ORDERED
-from ordered_problem import loss_of as ordered_loss_of
-from ordered_problem import make_model
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
 from ranks.models import Net, loss_of, make_batch, make_net
@@ -236,7 +233,7 @@ def _delayed() -> None:
 
 
 def _ordered_without_overlap() -> None:
-    model = _ddp(make_model())
+    model = _ddp()
     shardopt.comm.ordered_gradients(model, micro_batches=2)
     _release(model)
 
@@ -500,25 +497,6 @@ def test_state_that_fits_into_the_budget_of_one_rank() -> None:
         is_offloaded = optimizer._internals.residency.of(params[-1]).offload is not None
     assert is_offloaded == (dist.get_rank() == 0), "the budget does not tell the ranks apart"
     _compare(make, loss=loss, kind="LAMB8bit", device_state_budget=600)
-
-
-def _ordered(way: str) -> None:
-    def make() -> nn.Module:
-        model = ORDERED[way](make_model())
-        shardopt.comm.ordered_gradients(model, micro_batches=4)
-        return model
-
-    def loss(model: Any, number: int) -> Tensor:
-        return ordered_loss_of(model, dist.get_world_size() * (number % 10) + dist.get_rank(), number // 10)
-
-    _compare(make, loss=loss, passes=4 // dist.get_world_size(), brought=1)
-
-
-@needs_fsdp2_on_the_cpu
-@pytest.mark.parametrize(("way", "world_size"), [("ddp", 2), ("fsdp", 2)])
-def test_ordered_gradients(ranks: Pool, way: str, world_size: int) -> None:
-    """Gradients go to the host once they are the mean over all micro-batches."""
-    ranks.run(world_size, _ordered, way)
 
 
 class _Outer(nn.Module):

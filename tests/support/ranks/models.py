@@ -206,9 +206,9 @@ def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: obje
     return remember_bare(wrap(model), bare)
 
 
-def make_odds(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
+def make_odds(**options: Any) -> tuple[nn.Module, nn.Module]:
     """The model of odd shapes, whole and under FSDP1."""
-    return Odds().to(dtype), _odds(Odds().to(dtype), **options)
+    return Odds(), _odds(Odds(), **options)
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
