@@ -192,3 +192,23 @@ def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
         norm = shardopt.clip_grad_norm_([experts[0], plain], 1e9)
         whole = torch.cat([values((4, 8), 0).flatten(), values((3,), step)]) * (step + 1)
         torch.testing.assert_close(norm, whole.norm())
+
+
+@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.parametrize("changed_by", [(0, 1, 2), (1,)])
+def test_muon_on_meshes_of_some_ranks_hears_of_a_changed_option(changed_by: tuple[int, ...]) -> None:
+    """One rank has a matrix of its own between those that it shares: its waves are not those of the other ranks."""
+    rank = dist.get_rank()
+    meshes = [mesh_of((3,)), DeviceMesh("cpu", [2]), DeviceMesh("cpu", [1, 2])]
+    params = [nn.Parameter(distribute(values((6, 8), i), mesh, (Shard(0),))) for i, mesh in enumerate(meshes)]
+    optimizer = shardopt.Muon8bit([param for param in params if local(param).numel()], **OPTIONS)
+    for step in range(2):
+        for param in params:
+            param.grad = distribute(values((6, 8), 9 + step), param.device_mesh, param.placements)
+        if step == 1 and rank in changed_by:
+            optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
+        if step == 1 and len(changed_by) == 1:
+            with pytest.raises(RuntimeError, match="got ranks that differ in stochastic_rounding_seed"):
+                optimizer.step()
+        else:
+            optimizer.step()
