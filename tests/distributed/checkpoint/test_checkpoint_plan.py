@@ -85,34 +85,6 @@ def test_copies_are_written_by_all_ranks_in_turn(ranks: Pool, tmp_path: Path, ki
     assert {start for nbytes, start in lines if nbytes < 1 << 16} == {0}
 
 
-def _fsdp1() -> nn.Module:
-    return FullyShardedDataParallel(Layers(3), use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def _save_and_load(path: Path) -> None:
-    """Parameters of two of three layers have state."""
-    model, other = _fsdp1(), _fsdp1()
-    optimizer = _stepped(model)
-    for param in list(model.parameters())[4:]:
-        optimizer.state.pop(param, None)
-    shardopt.checkpoint.save(path, model, optimizer)
-    loaded = shardopt.AdamW8bit(other.parameters())
-    shardopt.checkpoint.load(path, other, loaded)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert optimizer.state.get(mine, {}).keys() == loaded.state.get(theirs, {}).keys()
-
-
-def test_ranks_without_elements(ranks: Pool, tmp_path: Path) -> None:
-    """Ranks do not know of which parameters other ranks have state."""
-    ranks.run(4, _save_and_load, tmp_path)
-    tensors = read_index(tmp_path)["tensors"]
-    for layer in range(3):
-        has_state = any(name.startswith(f"optimizer.layers.{layer}.") for name in tensors)
-        assert has_state == (layer < 2)
-    assert not any("parts" in line for line in tensors.values())
-
-
 def _save_on_an_uneven_mesh(path: Path) -> None:
     """Ranks whose copies are on ranks in other steps: 0 and 3, 1 and 2."""
     mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("copies", "shards"))
@@ -134,24 +106,34 @@ def test_copies_on_ranks_in_other_steps(ranks: Pool, tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), expected.state_dict())
 
 
-def _save_on_an_uneven_group(path: Path) -> None:
+def _save_and_load_on_an_uneven_group(path: Path) -> None:
+    """Parameters of two of three layers have state; some ranks hold no element of a parameter."""
     group = dist.new_group([0, 1, 3])
     if dist.get_rank() == 2:
         shardopt.checkpoint.save(path, nn.Module())
+        shardopt.checkpoint.load(path, nn.Module())
         return
-    model = FullyShardedDataParallel(
-        Layers(1), process_group=group, use_orig_params=True, device_id=torch.device("cpu")
+    model, other = (
+        FullyShardedDataParallel(Layers(3), process_group=group, use_orig_params=True, device_id=torch.device("cpu"))
+        for _ in range(2)
     )
-    shardopt.checkpoint.save(path, model, _stepped(model))
+    optimizer, loaded = _stepped(model), shardopt.AdamW8bit(other.parameters())
+    for param in list(model.parameters())[4:]:
+        optimizer.state.pop(param, None)
+    shardopt.checkpoint.save(path, model, optimizer)
+    shardopt.checkpoint.load(path, other, loaded)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert optimizer.state.get(mine, {}).keys() == loaded.state.get(theirs, {}).keys()
 
 
 def test_a_group_of_unevenly_numbered_ranks(ranks: Pool, tmp_path: Path) -> None:
-    """Some of them hold no element of a parameter, and say nothing of its state."""
-    ranks.run(4, _save_on_an_uneven_group, tmp_path)
-    model = Layers(1)
+    """Ranks do not know of which parameters other ranks have state."""
+    ranks.run(4, _save_and_load_on_an_uneven_group, tmp_path)
+    model = Layers(3)
     optimizer = shardopt.AdamW8bit(model.parameters())
     shardopt.checkpoint.load(tmp_path, model, optimizer)
-    assert [float(optimizer.state[param]["step"]) for param in model.parameters()] == [1, 1]
+    assert [optimizer.state.get(param, {}).get("step") for param in model.parameters()] == [1, 1, 1, 1, None, None]
 
 
 #: The layers of a pipeline's stages, under the names that they have in the whole model, and their first parameters.
