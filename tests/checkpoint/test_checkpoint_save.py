@@ -323,7 +323,7 @@ def test_a_lock_elsewhere_is_refused(tmp_path: Path) -> None:
 # --- loads beside saves
 
 
-@pytest.mark.parametrize("times", [1, 9, 10])
+@pytest.mark.parametrize("times", [9, 10])
 def test_a_load_that_is_overtaken_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Another checkpoint is saved each time when a load is about to open the data, so many times; ten are too many."""
     saved(tmp_path)

@@ -148,7 +148,9 @@ class Stage:
         names, self._first = STAGES[mesh["stages"].get_local_rank()]
         self.model = only(make_net(seed=seed), *names)
         fully_shard(self.model, mesh=mesh["shards"])
-        self.optimizer = make_optimizer("fsdp", self.model)
+        params = list(self.model.parameters())
+        groups = [{"params": [p for p in params if (p.ndim > 1) == is_matrix]} for is_matrix in (True, False)]
+        self.optimizer = make_optimizer("fsdp", self.model, params=groups)
 
     def step(self, number: int) -> None:
         place = 100 * number + self._first
