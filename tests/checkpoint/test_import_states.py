@@ -385,16 +385,16 @@ def import_sharded(way: str, source: str, codec: str, size: int) -> None:
     assert_same(parts[2], whole[2])
 
 
-SHARDED = [
+FEW = [
     (3, "fsdp columns", "AdEMAMix", "dynamic8", 256),
     (4, "fsdp tp", "flashoptim", "companded8", 32),
     (2, "fsdp offload", "torchao", "log8", 128),
-    *slow((3, "fsdp columns", source, *SOURCES[source].native) for source in SOURCES),
-    *slow((2, "hsdp of one", source, *SOURCES[source].native) for source in SOURCES),
 ]
+WORLDS = [(3, "fsdp columns"), (2, "hsdp of one")]
+ALL = [(*world, source, *SOURCES[source].native) for world in WORLDS for source in SOURCES]
 
 
-@pytest.mark.parametrize(("world_size", "way", "source", "codec", "size"), SHARDED)
+@pytest.mark.parametrize(("world_size", "way", "source", "codec", "size"), [*FEW, *slow(ALL, besides=FEW)])
 def test_shards_take_their_parts(ranks: Pool, world_size: int, way: str, source: str, codec: str, size: int) -> None:
     """Rows of 66 and 192, columns cut within blocks."""
     ranks.run(world_size, import_sharded, way, source, codec, size)
