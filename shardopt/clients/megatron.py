@@ -263,7 +263,7 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
         for param, (begin, _, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             size = bucket.grad_data.numel() // dist.get_world_size(group)
-            shard = FlatShard.equal(tuple(param.shape), begin - bucket.offset, size, exchange)
+            shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, exchange)
             known = ranges[number]["param_map"].get(param)
             theirs = (known["param"].start, known["param"].end) if known else (0, 0)
             ours = (shard.start, shard.end) if shard.numel else (0, 0)

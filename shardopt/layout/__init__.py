@@ -9,7 +9,6 @@ from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, R
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
-    LocalBlocks,
     Shard,
     UnknownShardError,
     assign,
@@ -36,7 +35,6 @@ __all__ = [
     "FlatBuffer",
     "FlatShard",
     "GridPartition",
-    "LocalBlocks",
     "Notes",
     "Partition",
     "Placed",

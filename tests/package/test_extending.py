@@ -229,9 +229,10 @@ def _step(model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, seed: in
     optimizer.step()
 
 
-def _run(
-    dims: Mapping[str, int] | None, case: tuple[str, str], steps: int
-) -> tuple[nn.Module, shardopt.optim.ShardedOptimizer]:
+Run = tuple[nn.Module, shardopt.optim.ShardedOptimizer]
+
+
+def _run(dims: Mapping[str, int] | None, case: tuple[str, str], steps: int) -> Run:
     rule, codec = case
     model = _model(dims)
     optimizer = CASES[rule].make(model.parameters(), codec=codec, min_quantized_numel=64)
@@ -240,17 +241,15 @@ def _run(
     return model, optimizer
 
 
-def _assert_parts_of_whole(
-    model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, case: tuple[str, str], steps: int
-) -> None:
+def _assert_parts(run: Run, whole_run: Run) -> None:
     """Demands that each rank holds its part of the bits that the unsharded run has."""
-    whole, whole_optimizer = _run(None, case, steps)
+    (model, optimizer), (whole, whole_optimizer) = run, whole_run
     for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         shard, state = shard_of(param), dict(whole_optimizer.state[expected])
         grid = BlockGrid(SHAPES[name], 128)
         for key, value in state.items():
             if key.endswith("_scales"):
-                state[key] = shard.scales_part(value, grid)
+                state[key] = shard.scales(grid).part(value)
             elif key != "step":
                 state[key] = shard.part(value)
         got = {"param": param.detach(), **optimizer.state[param]}
@@ -268,7 +267,7 @@ def _bands_as_whole(case: tuple[str, str], path: Path) -> None:
     """Compares bands of rows and of columns with the unsharded run, and saves a checkpoint of each."""
     for name, dims in (("rows", ROWS), ("columns", COLUMNS)):
         model, optimizer = _run(dims, case, STEPS)
-        _assert_parts_of_whole(model, optimizer, case, STEPS)
+        _assert_parts((model, optimizer), _run(None, case, STEPS))
         shardopt.checkpoint.save(path / name, model, optimizer)
 
 
@@ -276,7 +275,24 @@ def _load_and_go_on(case: tuple[str, str], path: Path, dims: Mapping[str, int] |
     model, optimizer = _run(dims, case, 1)
     assert shardopt.checkpoint.load(path, model, optimizer).converted == {}
     _step(model, optimizer, 1 + STEPS)
-    _assert_parts_of_whole(model, optimizer, case, STEPS + 1)
+    _assert_parts((model, optimizer), _run(None, case, STEPS + 1))
+
+
+def _import() -> None:
+    """Imports state of PyTorch's optimizer into bands."""
+    theirs = torch.optim.AdamW(_model(None).parameters())
+    for group in theirs.param_groups:
+        for number, param in enumerate(group["params"]):
+            param.grad = values(tuple(param.shape), number, torch.float32)
+    theirs.step()
+    runs = []
+    for dims in (ROWS, COLUMNS, None):
+        model = _model(dims)
+        optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
+        shardopt.checkpoint.import_state(optimizer, theirs.state_dict())
+        runs.append((model, optimizer))
+    _assert_parts(runs[0], runs[2])
+    _assert_parts(runs[1], runs[2])
 
 
 @pytest.mark.parametrize("case", [("lamb", "dynamic8"), ("muon", "log8")], ids=str)
@@ -288,9 +304,15 @@ def test_a_kind_of_shard(ranks: Pool, tmp_path: Path, case: tuple[str, str]) -> 
     ranks.run(1, _load_and_go_on, case, tmp_path / "columns", None)
 
 
+def test_a_kind_of_shard_imports(ranks: Pool) -> None:
+    """State of PyTorch's optimizer is encoded in bands as in whole parameters."""
+    ranks.run(3, _import)
+
+
 def test_a_kind_of_shard_is_one_file() -> None:
-    """The file needs nothing of the package but the layout and the ranks' exchange."""
+    """The file is short, and needs nothing of the package but the layout and the ranks' exchange."""
     source = Path(band_shard.__file__).read_text()
+    assert len(source.splitlines()) <= 80
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name.startswith("shardopt")} == {
         "shardopt.layout",

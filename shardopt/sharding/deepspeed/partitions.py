@@ -93,12 +93,11 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
         group: the ranks that hold the ranges.
         names: places and names of the model's parameters.
     """
-    rank = dist.get_rank(group)
     segments = []
     for param, first in zip(params, offsets, strict=True):
         shard = _shard(param, tuple(param.shape), first, size, group)
         number, name = names[id(param)]
-        segments.append(Segment.within(name, number, shard, first, rank * size))
+        segments.append(Segment(name, number, shard, shard.place))
     return FlatBuffer(size, segments)
 
 
@@ -113,14 +112,14 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
 
 
 def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: Any) -> FlatShard:
-    """This rank's range of a parameter of global shape ``shape``; see :meth:`FlatShard.equal`."""
+    """This rank's range of a parameter of global shape ``shape``; see :class:`FlatShard`."""
     end, numel = size * dist.get_world_size(group), torch.Size(shape).numel()
     if first + numel > end:
         raise RuntimeError(
             f"got partitions that end at element {end - first} of a parameter, expected all {numel} elements; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_of(group)))
+    shard = FlatShard(shape, first, size, RanksExchange((group,), _device_of(group)))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
