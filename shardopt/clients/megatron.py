@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import Engines, FlatShard, UnknownShardError, assign, keeps_float32_state, register_engines
+from shardopt.layout import Engines, FlatShard, Kind, UnknownShardError, assign, keeps_float32_state, register
 from shardopt.optim import AdamW, ShardedOptimizer
 from shardopt.sharding.exchange import RanksExchange, own_device
 from shardopt.sharding.in_model import replaced_parameters
@@ -376,8 +376,9 @@ def _refresh(model: Module) -> None:
     wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
-def _engines(model: Module) -> Engines | None:
-    return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
+class _Megatron(Kind):
+    def engines_of(self, model: Module) -> Engines | None:
+        return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
 
 
-register_engines(_engines)
+register(_Megatron())

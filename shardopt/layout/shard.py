@@ -1,23 +1,22 @@
 """The shard: which part of a global parameter this rank holds, and how state beside it is made.
 
-A plain tensor is its own and only shard. Integrations register shards of other tensors (DTensors, flat parameters)
-with :func:`register`; nothing here knows of torch.distributed.
+A plain tensor is its own and only shard. Integrations register kinds of sharding (:mod:`shardopt.layout.kinds`);
+nothing here knows of torch.distributed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Ranks, Region
+from shardopt.layout.division import Counted, Division, Exchange, Ranks, Region
 from shardopt.layout.partition import UNCUT, GridPartition, Placed
 from shardopt.layout.ranges import Ranges, boxes, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -294,42 +293,10 @@ class Shard:
         return whole
 
 
-Resolver = Callable[[Tensor], Shard | None]
-_resolvers: list[Resolver] = []
-ModelReader = Callable[[Module], None]
-_model_readers: list[ModelReader] = []
-CopiesFinder = Callable[[Module], Mapping[Tensor, Copies]]
-_copies_finders: list[CopiesFinder] = []
 #: Name of the attribute in which parameters keep the shard that they were assigned.
 ASSIGNED = "_shardopt_shard"
 #: Name of the attribute of parameters whose moments stay float32.
 _FLOAT32_STATE = "_shardopt_float32_state"
-
-
-def register(resolver: Resolver) -> None:
-    """Adds a function that recognizes a kind of sharded parameter and returns its shard, or None for another tensor."""
-    _resolvers.append(resolver)
-
-
-def register_model_reader(reader: ModelReader) -> None:
-    """Adds a function that assigns shards to a model's parameters that do not say themselves what shard they are."""
-    _model_readers.append(reader)
-
-
-def register_copies_finder(finder: CopiesFinder) -> None:
-    """Adds a function that finds the parameters of a model of which other ranks hold copies."""
-    _copies_finders.append(finder)
-
-
-def copies_in(model: Module) -> dict[Tensor, Copies]:
-    """The parameters of a model of which other ranks hold copies, as registered functions find them."""
-    return {param: copies for find in _copies_finders for param, copies in find(model).items()}
-
-
-def read_model(model: Module) -> None:
-    """Assigns shards to all parameters of a model that a registered reader knows of."""
-    for reader in _model_readers:
-        reader(model)
 
 
 def assign(param: Tensor, shard: Shard) -> None:
@@ -388,29 +355,3 @@ def keep_float32_state(param: Tensor) -> None:
 def keeps_float32_state(param: Tensor) -> bool:
     """Whether :func:`keep_float32_state` was called for this tensor."""
     return getattr(param, _FLOAT32_STATE, False)
-
-
-def shard_of(param: Tensor) -> Shard:
-    """The shard that ``param`` is.
-
-    Raises:
-        UnknownShardError: ``param`` is a part of a parameter, and nothing says which part of which.
-    """
-    shard = _shard_of(param)
-    return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-def _shard_of(param: Tensor) -> Shard:
-    shard = assigned(param)
-    if shard is not None:
-        return shard
-    for resolve in _resolvers:
-        shard = resolve(param)
-        if shard is not None:
-            return shard
-    return _whole(tuple(param.shape))
-
-
-@lru_cache(8192)
-def _whole(shape: tuple[int, ...]) -> Shard:
-    return Shard(shape)
