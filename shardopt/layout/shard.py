@@ -180,7 +180,16 @@ class Shard:
 
     @property
     def row_owners(self) -> Exchange | None:
-        """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole."""
+        """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole.
+
+        Raises:
+            UnknownShardError: ranks hold parts of different rows, too.
+        """
+        if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
+            raise UnknownShardError(
+                f"got rows and columns cut by {self.cut.cuts}, expected {type(self).__name__}.row_owners to say which "
+                "ranks hold parts of the same rows; define it"
+            )
         return self.exchange if self.cuts_rows else None
 
     @property

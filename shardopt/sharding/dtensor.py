@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout import BlockGrid, Counted, Ranks, Shard
-from shardopt.layout.partition import Cut, GridPartition, Placed, even_steps
+from shardopt.layout.partition import Cut, GridPartition, Placed
 from shardopt.sharding.exchange import RanksExchange, StoreNotes, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
@@ -117,15 +117,14 @@ class DTensorShard(Shard):
         """By the ranks' numbers; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
         if self._coordinate is None:
             return None
-        mesh, offset = self._mesh.mesh, 0
+        steps, offset = _steps(tuple(self._mesh.mesh.flatten().tolist()), tuple(self._mesh.shape)), 0
         cuts: list[Cut] = []
         divided: list[Cut] = []  # in pieces
         for number, (dim, cut) in enumerate(zip(self._sharded, self.cut.cuts, strict=True)):
             if cut.ways == 1:
                 continue
-            along = mesh.movedim(dim, -1).reshape(-1, cut.ways)
-            stride = even_steps(tuple(along[0].tolist()))
-            if stride is None or not bool((along - along[:, :1] == along[0] - along[0, 0]).all()):
+            stride = steps[dim]
+            if stride is None:
                 return None
             offset += self._coordinate[dim] * stride
             if not isinstance(self._placements[dim], _StridedShard):
@@ -180,6 +179,23 @@ class DTensorShard(Shard):
 
 def _cut_by(placement: Any, ways: int, stride: int) -> Cut:
     return Cut(placement.dim, ways, stride, int(getattr(placement, "split_factor", 1)))
+
+
+@lru_cache(256)
+def _steps(numbers: tuple[int, ...], shape: tuple[int, ...]) -> list[int | None]:
+    """Per dimension of a mesh, the difference between neighbours' numbers; None if there are several, or none above 0.
+
+    Args:
+        numbers: of the mesh's ranks, flattened.
+        shape: of the mesh.
+    """
+    steps: list[int | None] = []
+    for dim, size in enumerate(shape):
+        stride = math.prod(shape[dim + 1 :])
+        behind = (at for at in range(len(numbers)) if at // stride % size)
+        found = {numbers[at] - numbers[at - stride] for at in behind}
+        steps.append(min(found) if len(found) == 1 and min(found) > 0 else None)
+    return steps
 
 
 def _slices(mesh: DeviceMesh) -> Tensor:
