@@ -1,7 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region
+from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
 from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, read_model, register, shard_of
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
@@ -35,7 +35,6 @@ __all__ = [
     "Placed",
     "RangePartition",
     "Ranges",
-    "Ranks",
     "Rectangle",
     "Region",
     "Segment",

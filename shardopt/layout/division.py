@@ -51,7 +51,8 @@ class Region(NamedTuple):
 class Exchange(Protocol):
     """Ranks that hold parts of the same rows, or of the same parameter, and their collectives.
 
-    All of its ranks must call a collective.
+    All of its ranks must call a collective. Along several dimensions of a mesh an exchange has several groups: it then
+    reduces and gathers only.
     """
 
     def all_reduce_max(self, tensor: Tensor) -> None:
@@ -66,10 +67,6 @@ class Exchange(Protocol):
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
         """The ranks' messages by global rank number."""
-
-
-class Ranks(Exchange, Protocol):
-    """Ranks that pass elements of parameters around."""
 
     @property
     def rank(self) -> int:
@@ -145,7 +142,7 @@ class Division(NamedTuple):
         regions: the part of each rank, in the order of the ranks. Together the regions cover the parameter.
     """
 
-    ranks: Ranks
+    ranks: Exchange
     regions: tuple[Region, ...]
 
     @property
@@ -162,5 +159,5 @@ class Copies(NamedTuple):
         size: the number of ranks.
     """
 
-    ranks: Ranks
+    ranks: Exchange
     size: int

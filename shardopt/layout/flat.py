@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Exchange, Ranks, Region
+from shardopt.layout.division import Counted, Exchange, Region
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, ends_of_range, even_steps, rectangles_of_range
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -38,7 +38,7 @@ class FlatRange(Shard):
         start: int,
         end: int,
         placed: Placed | None = None,
-        exchange: Ranks | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__((end - start,), exchange=exchange)
         self.global_shape = tuple(global_shape)
@@ -74,10 +74,10 @@ class FlatShard(FlatRange):
         replicas: the ranks that hold the same range; None if no other is known.
     """
 
-    replicas: Ranks | None = None
+    replicas: Exchange | None = None
 
     def __init__(
-        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, exchange: Ranks | None = None
+        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, exchange: Exchange | None = None
     ) -> None:
         numel = math.prod(global_shape)
         self._first, self._size = first, numel if size is None else size
@@ -102,7 +102,7 @@ class FlatShard(FlatRange):
         reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
         return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 
-    def _offsets(self, ranks: Ranks) -> Iterable[int]:
+    def _offsets(self, ranks: Exchange) -> Iterable[int]:
         return range(len(ranks.numbers))
 
     def _region(self, offset: int) -> Region:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division, Exchange, Ranks, Region
+from shardopt.layout.division import Counted, Division, Exchange, Region
 from shardopt.layout.partition import UNCUT, GridPartition, Placed
 from shardopt.layout.ranges import Ranges, boxes, count, flattened
 from shardopt.layout.rectangle import Rectangle
@@ -64,7 +64,7 @@ class Shard:
         global_shape: tuple[int, ...],
         cut: GridPartition = UNCUT,
         offset: int = 0,
-        exchange: Ranks | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.global_shape = tuple(global_shape)
         self.cut, self.offset = cut, offset
@@ -232,11 +232,11 @@ class Shard:
             self._division = None if ranks is None else Division(ranks, regions)
         return self._division
 
-    def _divided_among(self) -> Ranks | None:
+    def _divided_among(self) -> Exchange | None:
         """The ranks that hold the parts, as one group."""
-        return None if self.part_owners is None else self.exchange
+        return self.part_owners
 
-    def _offsets(self, ranks: Ranks) -> Iterable[int]:
+    def _offsets(self, ranks: Exchange) -> Iterable[int]:
         """The ranks' offsets in the cut."""
         own = self.offset - ranks.numbers[ranks.rank]
         return [own + number for number in ranks.numbers]
@@ -284,13 +284,15 @@ class Shard:
 
     def whole(self, local: Tensor) -> Tensor:
         """The global tensor, float32, whose part here is ``local``. All ranks must call this."""
-        if self.part_owners is None:
+        ranks = self.part_owners
+        if ranks is None:
             return local.float()
+        local = ranks.within_reach(local)
         whole = torch.zeros(self.global_shape, device=local.device)
         for corner, inside in boxes(self.indices):
             part = local[inside]
             whole[tuple(slice(at, at + size) for at, size in zip(corner, part.shape, strict=True))] = part
-        self.part_owners.all_reduce_sum(whole.view(torch.int32))  # sums of floats would lose the sign of zeros
+        ranks.all_reduce_sum(whole.view(torch.int32))  # sums of floats would lose the sign of zeros
         return whole
 
     def part(self, whole: Tensor) -> Tensor:

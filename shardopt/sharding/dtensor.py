@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, Ranks, Shard
+from shardopt.layout import BlockGrid, Counted, Exchange, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed
 from shardopt.sharding.exchange import RanksExchange, StoreNotes, joint_group, moved_to, own_device
 
@@ -108,7 +108,7 @@ class DTensorShard(Shard):
         at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))
         return RanksExchange((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
 
-    def _offsets(self, ranks: Ranks) -> Iterable[int]:
+    def _offsets(self, ranks: Exchange) -> Iterable[int]:
         offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
         return [offsets[number] for number in ranks.numbers]
 
