@@ -187,7 +187,7 @@ class Shard:
         """
         if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
             raise UnknownShardError(
-                f"got rows and columns cut by {self.cut.cuts}, expected {type(self).__name__}.row_owners to say which "
+                f"got rows and columns {self._cut_in_words}, expected {type(self).__name__}.row_owners to say which "
                 "ranks hold parts of the same rows; define it"
             )
         return self.exchange if self.cuts_rows else None
@@ -246,11 +246,15 @@ class Shard:
         indices = self.cut.indices(self.global_shape, offset)
         if any(len(of_dim) > 1 for of_dim in indices):
             raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} of which ranks hold several ranges of a dim, for Muon, "
-                "expected every rank to hold one range of each dim; shard it so, or step it with another optimizer"
+                f"got a parameter of shape {self.global_shape} {self._cut_in_words} for Muon, expected every rank to "
+                "hold one range of each dim; shard it so, or step it with another optimizer"
             )
         starts = tuple(of_dim[0][0] if of_dim else 0 for of_dim in indices)
         return Region(self.global_shape, starts, tuple(map(count, indices)))
+
+    @property
+    def _cut_in_words(self) -> str:
+        return f"cut by {self.cut.cuts}"
 
     @property
     def partition(self) -> Placed | None:

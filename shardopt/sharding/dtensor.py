@@ -112,6 +112,10 @@ class DTensorShard(Shard):
         offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
         return [offsets[number] for number in ranks.numbers]
 
+    @property
+    def _cut_in_words(self) -> str:
+        return f"with placements {self._placements}"
+
     @cached_property
     def partition(self) -> Placed | None:  # type: ignore[override]
         """By the ranks' numbers; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
