@@ -25,7 +25,7 @@ class Cut(NamedTuple):
         ways: the number of parts, each of ``ceil(extent / ways)`` indices; the last ones may be shorter or empty.
         stride: the difference between the numbers of the ranks that hold one part and the next.
         pieces: into how many pieces the dimension is divided first, each of which is then cut; a part has a range of
-            each piece. 1 in checkpoints.
+            each piece. No rule of a checkpoint has pieces.
     """
 
     dim: int
@@ -136,9 +136,10 @@ class RangePartition(NamedTuple):
         first = sum(start * step for start, step in zip(low, steps, strict=True))
         last = first + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
         offsets = [index * self.stride for index in range(self._range_of(first), self._range_of(last) + 1)]
-        if self.size >= (self.block[0] if self.block is not None else math.prod(counted[1:])):
+        row, block = (math.prod(counted[1:]), 1) if self.block is None else self.block
+        if self.size >= (block if extents[1:] == counted[1:] else row):
             return offsets
-        # A range shorter than a row may lie beside the rectangle, or within one block.
+        # A shorter range may hold elements between two rows of the rectangle only, or lie within one block.
         return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
 
     def _range_of(self, element: int) -> int:

@@ -262,7 +262,7 @@ class Shard:
 
         None if no rule is known: a checkpoint then lists the parts.
         """
-        return Placed(self.cut, self.offset)
+        return None if any(cut.pieces > 1 for cut in self.cut.cuts) else Placed(self.cut, self.offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         """The ordinary tensor with this rank's part of a parameter, codes or scales.
