@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout import Engines, FlatShard, Kind, UnknownShardError, assign, keeps_float32_state, register
 from shardopt.optim import AdamW, ShardedOptimizer
-from shardopt.sharding.exchange import RanksExchange, own_device
+from shardopt.sharding.exchange import exchange_among
 from shardopt.sharding.in_model import replaced_parameters
 
 #: The moments in Megatron's checkpoints, by the names that both optimizers have.
@@ -255,8 +255,7 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
         UnknownShardError: Megatron's account of this rank's ranges differs from the buckets'.
     """
     group = wrapper.data_parallel_group
-    on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
-    exchange = RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))
+    exchange = exchange_among(group)
     shards = {}
     for buffer, of_buckets in zip(wrapper.buffers, wrapper.gbuf_ranges, strict=True):
         (ranges,) = of_buckets.values()

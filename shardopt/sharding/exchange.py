@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     all_to_all_single,
     batch_isend_irecv,
     broadcast,
+    get_backend,
     get_global_rank,
     get_process_group_ranks,
     get_rank,
@@ -253,3 +254,9 @@ class RanksExchange:
             all_reduce(there, op, group=group)
         if there is not tensor:
             tensor.copy_(there)
+
+
+def exchange_among(group: ProcessGroup) -> RanksExchange:
+    """The exchange among a group's ranks, of tensors on the GPU unless the back end is gloo."""
+    on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()
+    return RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))

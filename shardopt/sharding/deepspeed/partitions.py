@@ -22,7 +22,7 @@ from shardopt.layout import (
 )
 from shardopt.layout.names import parameter_names
 from shardopt.sharding.deepspeed.experts import name_experts
-from shardopt.sharding.exchange import RanksExchange, own_device
+from shardopt.sharding.exchange import exchange_among
 
 #: Places and names of a model's parameters, by identity.
 _Names = Mapping[int, tuple[int, str]]
@@ -119,14 +119,8 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
             f"got partitions that end at element {end - first} of a parameter, expected all {numel} elements; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard(shape, first, size, RanksExchange((group,), _device_of(group)))
+    shard = FlatShard(shape, first, size, exchange_among(group))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-def _device_of(group: Any) -> torch.device:
-    """The device on which the group's back end takes tensors."""
-    on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
-    return own_device("cuda" if on_gpu else "cpu", group)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
