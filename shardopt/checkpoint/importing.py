@@ -333,9 +333,8 @@ def _sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) ->
         whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
         scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
     """
-    if scales_of is None:
-        return shard.like_parameter(_apart(shard.part(whole)))
-    return shard.like_scales(_apart(shard.scales_part(whole, scales_of)), scales_of)
+    shard = shard if scales_of is None else shard.scales(scales_of)
+    return shard.like_parameter(_apart(shard.part(whole)))
 
 
 def _apart(part: Tensor) -> Tensor:

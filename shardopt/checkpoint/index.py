@@ -227,7 +227,7 @@ def is_own_name(name: str) -> bool:
 def partition_to_json(partition: Partition) -> dict[str, Any]:
     """A partition as JSON; see this module."""
     if isinstance(partition, GridPartition):
-        return {"cuts": [list(cut) for cut in partition.cuts]}
+        return {"cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
     numbers = list(partition[:-1])
     return {"range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
@@ -241,10 +241,11 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
     if "cuts" in stored:
         demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
-        for dim, ways, stride in cuts:
-            demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
-        _check_files([(ways, stride) for _, ways, stride in cuts], files)
-        return GridPartition(tuple(cuts))
+        for cut in cuts:
+            demand(cut.dim < len(shape) and cut.ways > 0 and cut.stride > 0, "a cut of no dimension")
+        partition = GridPartition(tuple(cuts))
+        _check_files(list(partition.strides), files)
+        return partition
     values = stored.get("range")
     demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
     assert isinstance(values, list)

@@ -184,17 +184,15 @@ def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
 
     The rank that holds a cut block's first element saves the block's scales.
     """
-    shape = (grid.rows, grid.blocks_per_row, *local.shape[len(shard.scales_shape(grid)) :])
+    scales = shard.scales(grid)
+    shape = (grid.rows, grid.blocks_per_row, *local.shape[len(scales.local_shape) :])
     if isinstance(shard, FlatShard):
         first, end = shard.blocks(grid)
         written = max(min(shard.first_written_block(grid), end), first)
         held = _rectangles(shape[:2], first, end, local)
         own = _rectangles(shape[:2], written, end, local[written - first :])
-        return Chunks(shape, local.dtype, held, own, shard.scales_partition(grid))
-    covered = shard.local_blocks(grid)
-    blocks = ((covered.first, covered.first + covered.per_row),)
-    held = _boxes((shard.indices[0], blocks), local)
-    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
+        return Chunks(shape, local.dtype, held, own, scales.partition)
+    return Chunks(shape, local.dtype, _boxes(scales.indices, local), placed=scales.partition)
 
 
 def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:

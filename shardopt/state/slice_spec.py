@@ -117,7 +117,7 @@ class SliceSpec:
     @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
-        return self.codec.blockwise and self.shard.local_blocks(self.grid).exchange is not None
+        return self.codec.blockwise and self.shard.block_owners(self.grid) is not None
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
@@ -126,7 +126,7 @@ class SliceSpec:
             return {**self.moment_entries, **{entry.name: entry.format for entry in self.kept}}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
-            formats[ROW_MOMENTS] = EntryFormat(self.shard.scales_shape(self.row_grid), torch.float32, (0,))
+            formats[ROW_MOMENTS] = EntryFormat(self.shard.scales(self.row_grid).local_shape, torch.float32, (0,))
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
         return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
 
@@ -211,7 +211,7 @@ class SliceSpec:
                 continue
             blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in local]
             if cut_blocks and rectangle.rows == 1:
-                first = self.grid.block_of(self.shard.index_of(rectangle.element))
+                first = self.grid.block_of(rectangle.first)
                 for number in range(blocks[0].shape[1]):
                     for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
                         x[0, number] = whole
@@ -226,7 +226,7 @@ class SliceSpec:
 
     def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The whole float moments, for :meth:`encode_whole`. All ranks must call this."""
-        return [self.shard.whole(x).float() for x in values]
+        return [self.shard.whole(x) for x in values]
 
     def encode_whole(self, whole: Sequence[Tensor]) -> StateDict:
         """:meth:`encode` for column shards that cut blocks: every rank encodes whole rows and keeps its part."""
@@ -237,7 +237,7 @@ class SliceSpec:
             scales = coded.scales
             if scales is not None:
                 scales = scales.flatten(2) if scales.shape[-1] > 1 else scales[..., 0]
-                scales = self.shard.scales_part(scales, self.grid).contiguous()
+                scales = self.shard.scales(self.grid).part(scales).contiguous()
             parts.append(Coded(codes, scales))
         return self.coded_entries(parts)
 
@@ -336,7 +336,7 @@ class SliceSpec:
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
-        return (*self.shard.scales_shape(self.grid), *shape[2:])
+        return (*self.shard.scales(self.grid).local_shape, *shape[2:])
 
     def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
         """The state entries with the codes and scales of all moments."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
+from shardopt.layout import Exchange, FlatShard, Shard
 from shardopt.state.flat_encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import order_of
@@ -38,29 +38,28 @@ class CutParameter(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: SliceSpec, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
+        cls, spec: SliceSpec, exchange: Exchange, scales: Sequence[Tensor | None], device: torch.device
     ) -> CutParameter:
         """Makes the tensors that ranks exchange for the cut blocks of a parameter.
 
         Args:
             spec: describes the parameter's state.
-            covered: the shard's blocks.
+            exchange: the parameter's owners.
             scales: per moment; None for a moment without scales.
             device: the parameter's device.
         """
-        assert covered.exchange is not None
-        size, more = spec.grid.block_size, covered.pieces - 1
-        others = np.ones(covered.per_row, np.bool_)
+        size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
         for first, end in spec.shard.columns:
-            others[first // size : -(-end // size)] = False
-        shape = (covered.pieces, spec.shard.rows, covered.per_row, 2)
+            pieces_of[first // size : -(-end // size)] += 1
+        pieces = max(int(pieces_of.max()), 1)
+        shape = (pieces, spec.shard.rows, len(pieces_of), 2)
         return cls(
             spec,
-            covered.exchange,
+            exchange,
             [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
-            [None if of_moment is None else of_moment.new_empty((more, *of_moment.shape)) for of_moment in scales],
-            torch.from_numpy(np.flatnonzero(others)).to(device),
+            [None if x is None else x.new_empty((pieces - 1, *x.shape)) for x in scales],
+            torch.from_numpy(np.flatnonzero(pieces_of == 0)).to(device),
         )
 
     @property

@@ -71,7 +71,7 @@ def _division(parameter: Input, slice_: Slice, group: Group) -> Exchange | None:
     """The ranks that share the orthogonalization of a slice."""
     if group.rule.orthogonalized is None:
         return None
-    division = slice_.spec.shard.division
+    division = slice_.spec.shard.division()
     return division.ranks if division else parameter.copies.ranks if parameter.copies else None
 
 

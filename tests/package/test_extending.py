@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,9 +268,31 @@ def test_a_kind_of_shard(
         assert_same(got, wanted)
 
 
+def _import(dims: Mapping[str, int], state_dict: dict[str, Any], path: Path) -> None:
+    run = Run(dims, "adamw", "log8")
+    shardopt.checkpoint.import_state(run.optimizer, state_dict)
+    shardopt.checkpoint.save(path, run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("dims", [ROWS, COLUMNS], ids=["rows", "columns"])
+def test_a_kind_of_shard_imports(ranks: Pool, tmp_path: Path, dims: Mapping[str, int]) -> None:
+    """State of PyTorch's optimizer is encoded in bands as in whole parameters."""
+    expected, loaded = Run(None, "adamw", "log8"), Run(None, "adamw", "log8")
+    theirs = torch.optim.AdamW(expected.model.parameters())
+    for number, param in enumerate(expected.model.parameters()):
+        param.grad = values(tuple(param.shape), number, torch.float32)
+    theirs.step()
+    ranks.run(3, _import, dims, theirs.state_dict(), tmp_path)
+    shardopt.checkpoint.import_state(expected.optimizer, theirs.state_dict())
+    shardopt.checkpoint.load(tmp_path, loaded.model, loaded.optimizer)
+    for got, wanted in zip(loaded.model.parameters(), expected.model.parameters(), strict=True):
+        assert_same(loaded.optimizer.state[got], expected.optimizer.state[wanted])
+
+
 def test_a_kind_of_shard_is_one_file() -> None:
-    """The file needs nothing of the package but the layout and the ranks' exchange."""
+    """The file is short, and needs nothing of the package but the layout and the ranks' exchange."""
     source = Path(band_shard.__file__).read_text()
+    assert len(source.splitlines()) <= 80
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name.startswith("shardopt")} == {
         "shardopt.layout",

@@ -9,14 +9,19 @@ from hypothesis import strategies as st
 
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.layout import Division, Region
-from shardopt.layout.division import ranges
+from shardopt.layout.partition import ends_of_range
 from shardopt.step.muon.matrices import LIVE_WAVES, Matrix, Wave, waves_of
+
+
+def part(numel: int, start: int, end: int) -> Region:
+    """A range of a parameter's elements."""
+    return Region((numel,), (start,), (end - start,))
 
 
 def matrix(rows: int, cols: int, ranks: int, **own: Any) -> Matrix:
     """A matrix of a parameter by itself, in equal ranges; or whole on the only rank."""
     size, numel = -(-rows * cols // ranks), rows * cols
-    regions = tuple(ranges([min(rank * size, numel) for rank in range(ranks + 1)]))
+    regions = tuple(part(numel, *ends_of_range(rank, size, 0, numel)) for rank in range(ranks))
     division = Division(cast(Any, "all"), regions) if ranks > 1 else None
     given: dict[str, Any] = {"spec": None, "start": 0, "first": 0, "group": 0, "scale": 1.0, "row_decay": None}
     given |= {"division": division, "regions": regions, "newton_schulz": NewtonSchulz((QUINTIC,) * 5, 1e-7)}
@@ -39,7 +44,7 @@ def bytes_by_rank(wave: Wave) -> list[int]:
     """Bytes of the directions of a wave: each rank's own in units of 16 bytes, and again all that an owner gathers."""
     taken = [0] * len(wave.matrices[0].regions)
     for one, owner in zip(wave.matrices, wave.owners, strict=True):
-        sizes = [-(-2 * region.rows * region.cols // 256) * 256 for region in one.regions]
+        sizes = [-(-2 * region.numel // 256) * 256 for region in one.regions]
         for rank, size in enumerate(sizes):
             taken[rank] += size
         if one.division is not None:
@@ -84,7 +89,7 @@ def test_costliest_first() -> None:
 
 
 def test_ranks_that_differ_have_waves_of_their_own() -> None:
-    parts, whole = tuple(ranges([0, 300, 600])), Region(0, 30, 20, 20)
+    parts, whole = (part(600, 0, 300), part(600, 300, 600)), part(600, 0, 600)
     one, other = (Division(cast(Any, name), parts) for name in ("one", "other"))
     copies = Division(cast(Any, "one"), (whole, whole))
     matrices = [
