@@ -1,6 +1,6 @@
 """A stand-in for a CUDA device whose work comes as late, as early or in as odd an order as streams and events allow.
 
-Tensors on ``cuda:0`` have memory of the CPU (:mod:`late_memory`). Operations, kernels and asynchronous copies only
+Tensors on ``cuda:0`` have memory of the CPU. Operations, kernels and asynchronous copies only
 queue their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to one of
 :attr:`LateDevice.faults`:
 
@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
 
-from late_memory import bytes_at, let_cuda_pass
-from late_schedule import Device, DeviceFuture, Event, Graph, Stream, capture, running_on
+from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass, running_on
 from shardopt import _C
 from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
