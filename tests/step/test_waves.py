@@ -73,16 +73,6 @@ def test_waves(matrices: list[Matrix], memory: int) -> None:
     assert max(loads.values()) - min(loads.values()) <= max(one.flops for one in matrices)
 
 
-def test_costliest_first() -> None:
-    """One large matrix on one rank, and all small ones on the other: in any order of the parameters."""
-    for place in range(4):
-        matrices = [matrix(100 if i == place else 10, 100, 2, tensor=i, part=0, number=i) for i in range(4)]
-        (wave,) = waves_of(matrices, 10**9, "cpu")
-        owners = {one.tensor: owner for one, owner in zip(*wave, strict=True)}
-        large = owners.pop(place)
-        assert set(owners.values()) == {1 - large}
-
-
 def test_ranks_that_differ_have_waves_of_their_own() -> None:
     parts, whole = tuple(ranges([0, 300, 600])), Region(0, 30, 20, 20)
     one, other = (Division(cast(Any, name), parts) for name in ("one", "other"))
