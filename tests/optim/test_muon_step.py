@@ -175,13 +175,6 @@ def test_groups_of_other_rules_as_the_reference() -> None:
     check_reference(optimizer)
 
 
-def test_waves_change_nothing() -> None:
-    """Nor what is in memory: all matrices at once, some, or one parameter at a time."""
-    expected = advance(make(codec="log8"), range(STEPS))
-    for memory in (1, 60_000, 100_000):
-        assert_equal(advance(make(codec="log8", memory=memory), range(STEPS)), expected)
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -79,29 +79,6 @@ def test_as_torch(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> N
             assert bool(((one - other).abs() <= bound).all())
 
 
-def test_defaults_are_those_of_torch() -> None:
-    theirs, ours = (kind([Parameter(torch.zeros(2, 2))]).defaults for kind in (torch.optim.Muon, shardopt.Muon8bit))
-    assert {name: ours[name] for name in theirs} == theirs
-
-
 def buffers(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     params = optimizer.param_groups[0]["params"]
     return {str(index): optimizer.state[param]["momentum_buffer"] for index, param in enumerate(params)}
-
-
-def test_state_from_torch_and_back() -> None:
-    """A run of torch goes on here, and one from here there: with the bits of the state, and weights to rounding."""
-    torchs, back = (torch.optim.Muon(start(), **DEFAULTS) for _ in range(2))
-    optimizer = shardopt.Muon(start(), codec="fp32", **DEFAULTS)
-    for step in range(4):
-        if step == 2:
-            for one, other in zip(torchs.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
-                other.data.copy_(one)
-            optimizer.load_state_dict(torchs.state_dict())
-        if step == 3:
-            back.load_state_dict(optimizer.state_dict(dequantize=True))
-        running = [torchs, *([optimizer] if step > 1 else []), *([back] if step > 2 else [])]
-        for each in running:
-            give_gradients(each.param_groups[0]["params"], step)
-            each.step()
-            assert_same(buffers(each), buffers(torchs))

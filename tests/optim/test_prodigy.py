@@ -164,17 +164,6 @@ def test_a_learning_rate_in_a_tensor() -> None:
     assert_same(everything(one), everything(other))
 
 
-def test_bytes_of_state() -> None:
-    """As the docstring has them."""
-    for codec, expected in (("log8", 8.125), ("fp32", 16.0)):
-        param = Parameter(torch.zeros(64, 1280))
-        optimizer = shardopt.Prodigy([param], codec=codec)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        state = [value for key, value in optimizer.state[param].items() if key != "step"]
-        assert sum(value.nbytes for value in state) / param.numel() == expected
-
-
 def test_a_closure_is_evaluated_before_the_sums() -> None:
     params, others = params_of(), params_of()
     optimizer, reference = prodigy(params), prodigy(others)
