@@ -149,20 +149,20 @@ def test_without_transformers(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "70B"]) == 0
+    assert main(["estimate", "7B"]) == 0
     assert not torch.distributed.is_initialized()
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '[project.scripts]\nshardopt = "shardopt.__main__:main"\n' in project
     title, head, *lines = capsys.readouterr().out.splitlines()
-    assert title == "70B: 70,000,001,024 parameters"
+    assert title == "7B: 6,999,998,464 parameters"
     assert " ".join(head.split()) == (
         "weights gradients state scales master weights offload buffers total GiB per GPU GiB per host"
     )
     rows = lines[: lines.index("")]
     figures = [[float(cell) for cell in line.split()[-9:]] for line in rows]
     assert [row[6] for row in figures] == [16.0, 10.09, 7.09, 5.09, 2.0]
-    assert figures[0] == [4, 4, 8, 0, 0, 0, 16, round(16 * 70e9 / 2**30, 2), 0]
-    assert figures[4][8] == round(3.09375 * 70e9 / 2**30, 2)
+    assert figures[0] == [4, 4, 8, 0, 0, 0, 16, round(16 * 7e9 / 2**30, 2), 0]
+    assert figures[4][8] == round(3.09375 * 7e9 / 2**30, 2)
     assert any("activations" in line for line in lines)
 
 
