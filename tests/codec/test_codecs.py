@@ -1,6 +1,6 @@
 """Properties that every codec promises of its codes, each for all scales that can occur.
 
-Which states are refused: tests/state/test_damaged_state.py.
+Which states are refused: tests/state/test_state_dict.py.
 """
 
 from __future__ import annotations

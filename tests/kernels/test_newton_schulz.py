@@ -1,6 +1,6 @@
 """The Newton-Schulz iteration: singular values near 1, and nothing but the matrix counts.
 
-That it has torch.optim.Muon's bits: tests/optim/test_muon_torch.py.
+That it has torch.optim.Muon's bits: tests/optim/test_muon_step.py.
 """
 
 from __future__ import annotations
