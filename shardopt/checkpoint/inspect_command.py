@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import checked_groups
-from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.index import Index, StoredTensor, load_index
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.reading import find_reads
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder, folder_at
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
@@ -64,11 +63,7 @@ def _verify(folder: Folder, index: Index) -> None:
         name: Chunks.whole(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         for name, tensor in index.tensors.items()
     }
-    with noticing_replacement(folder, index), DataFiles(folder, index) as files:
-        reads = find_reads(files, index, tensors)
-        with files.chunks(reads) as chunks:
-            for _ in chunks:
-                pass
+    read_tensors(folder, index, tensors)
 
 
 def _text(folder: Folder, index: Index) -> str:

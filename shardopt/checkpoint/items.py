@@ -115,6 +115,12 @@ class Item:
         return self.values
 
     @property
+    def form(self) -> SliceSpec:
+        """The form of the state in the optimizer. For parameters of an optimizer only."""
+        assert self.spec is not None
+        return self.spec
+
+    @property
     def converts_state(self) -> bool:
         """Whether a load has to encode moments anew."""
         if self.saved is None or self.spec is None or not self.spec.moments:
@@ -169,32 +175,27 @@ def described(spec: SliceSpec) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
 
 
-def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
-    """A tensor of the parameter's shape, perhaps with trailing dimensions, of which this rank holds ``local``."""
-    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
-    if isinstance(shard, FlatShard):
-        held = _rectangles(shard.global_shape, shard.start, shard.end, local)
-    else:
-        held = _boxes(shard.indices, local)
-    return Chunks(shape, local.dtype, held, placed=shard.partition)
+def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chunks:
+    """A tensor of the parameter's shape of which this rank holds ``local``, perhaps with trailing dimensions.
 
-
-def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
-    """The scales of a parameter's blocks, of which this rank holds ``local``.
-
-    The rank that holds a cut block's first element saves the block's scales.
+    With a grid, the scales of the parameter's blocks. The rank that holds a cut block's first element saves its scales.
     """
-    shape = (grid.rows, grid.blocks_per_row, *local.shape[len(shard.scales_shape(grid)) :])
-    if isinstance(shard, FlatShard):
-        first, end = shard.blocks(grid)
-        written = max(min(shard.first_written_block(grid), end), first)
-        held = _rectangles(shape[:2], first, end, local)
-        own = _rectangles(shape[:2], written, end, local[written - first :])
-        return Chunks(shape, local.dtype, held, own, shard.scales_partition(grid))
-    covered = shard.local_blocks(grid)
-    blocks = ((covered.first, covered.first + covered.per_row),)
-    held = _boxes((shard.indices[0], blocks), local)
-    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
+    shape, local_shape, placed = shard.global_shape, shard.local_shape, shard.partition
+    if grid is not None:
+        shape, local_shape = (grid.rows, grid.blocks_per_row), shard.scales_shape(grid)
+        placed = shard.scales_partition(grid)
+    whole = (*shape, *local.shape[len(local_shape) :])
+    if not isinstance(shard, FlatShard):
+        indices: Sequence[Ranges] = shard.indices
+        if grid is not None:
+            covered = shard.local_blocks(grid)
+            indices = (shard.indices[0], ((covered.first, covered.first + covered.per_row),))
+        return Chunks(whole, local.dtype, _boxes(indices, local), placed=placed)
+    first, end = (shard.start, shard.end) if grid is None else shard.blocks(grid)
+    written = first if grid is None else max(min(shard.first_written_block(grid), end), first)
+    held = _rectangles(shape, first, end, local)
+    own = held if written == first else _rectangles(shape, written, end, local[written - first :])
+    return Chunks(whole, local.dtype, held, own, placed)
 
 
 def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
@@ -203,10 +204,8 @@ def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]
     for key, value in state.items():
         if spec.is_whole(key):
             entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
-        elif (grid := spec.grid_of(key)) is not None:
-            entries[key] = scales_chunks(spec.shard, grid, value)
         else:
-            entries[key] = parameter_chunks(spec.shard, value)
+            entries[key] = chunks_of(spec.shard, value, spec.grid_of(key))
     return entries
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardopt
 from attack.index_file import INDEX, file_name, read_index, strict_tensors
+from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.index import Index, load_index
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
@@ -57,8 +58,7 @@ def contents(model: nn.Module, optimizer: Any) -> dict[str, tuple[str, tuple[int
 
 def save(path: Path, tensors: Mapping[str, Chunks], header: dict[str, Any] | None = None) -> None:
     """Saves tensors that ranks hold in any rectangles."""
-    ranks = Ranks()
-    ranks.agree(lambda: Saving(folder_at(path), {} if header is None else header)).run(tensors, ranks)
+    Saving(folder_at(path)).run(lambda: Contents({} if header is None else header, tensors), Ranks())
 
 
 def load(path: Path, tensors: Mapping[str, Chunks | Tensor]) -> None:
