@@ -41,32 +41,36 @@ class Contents(NamedTuple):
     unequal: Collection[str] = ()
 
 
-class Owner:
+class Owner(NamedTuple):
     """The optimizer that a checkpoint saves and loads.
-
-    Args:
-        optimizer: one of shardopt's, of quantize_state, or a wrapper of one; see :func:`owner_of`.
 
     Attributes:
         groups: all param groups, whether this rank has state of their parameters or not.
         optimizer: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
-        name: the optimizer's name in a checkpoint.
-
-    Raises:
-        TypeError: the optimizer is none of these.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    groups: list[dict[str, Any]]
+    optimizer: Any
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Owner:
+        """The owner of an optimizer of shardopt, or of quantize_state, or of a wrapper of one; see :func:`owner_of`.
+
+        Raises:
+            TypeError: the optimizer is none of these.
+        """
         inner = owner_of(optimizer)
         if not isinstance(inner, ShardedOptimizer | QuantizedState):
             raise TypeError(
                 f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of "
                 "quantize_state; save others with torch.distributed.checkpoint"
             )
-        self.groups = optimizer.param_groups
-        self.optimizer: Any = inner
-        self.internals = inner._internals
-        self.name = self.internals.name
+        return cls(optimizer.param_groups, inner)
+
+    @property
+    def internals(self) -> Any:
+        """The part of the optimizer that checkpoints use."""
+        return self.optimizer._internals
 
 
 def model_key(name: str) -> str:
@@ -103,14 +107,14 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
         TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
     """
     with opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
-        owner = None if own is None else Owner(own)
+        owner = None if own is None else Owner.of(own)
         items, buffers = items_of(bare, owner), buffers_of(bare)
         tensors = _chunks_of(items, buffers)
         header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
         if aliases := aliases_in(bare, items):
             header["aliases"] = aliases
         if owner is not None:
-            header["optimizer"] = owner.name
+            header["optimizer"] = owner.internals.name
             names = names_by_group(items, len(owner.groups))
             header["param_groups"] = [describe(*pair) for pair in zip(owner.groups, names, strict=True)]
             for group in header["param_groups"]:

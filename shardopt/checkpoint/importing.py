@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import package_of
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
@@ -73,15 +73,6 @@ class ImportReport:
 _SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
 
 
-class _Imported(NamedTuple):
-    """A parameter and its state in the source."""
-
-    name: str
-    spec: TensorState
-    moments: Moments
-    step: Mapping[str, Any]  # empty if the source counts no steps
-
-
 @without_autograd
 def import_state(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], *, names: Mapping[str, Tensor] | None = None
@@ -125,15 +116,15 @@ def import_state(
     package, groups, imported, ignored = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names or {}))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in imported.items():
-        entries, parameters[name] = _converted(spec, moments, name)
+    for index, (name, spec, found) in imported.items():
+        entries, parameters[name] = _converted(spec, found.moments, name)
         of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
         if of_rows is not None:
             entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
-        state[index] = {**entries, **step}
+        state[index] = {**entries, **found.step}
 
     def check_values() -> None:
-        for index, (name, spec, *_) in imported.items():
+        for index, (name, spec, _) in imported.items():
             spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
@@ -143,7 +134,7 @@ def import_state(
 
 def _read(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor]
-) -> tuple[str, list[dict[str, Any]], dict[int, _Imported], list[str]]:
+) -> tuple[str, list[dict[str, Any]], dict[int, tuple[str, TensorState, PeerState]], list[str]]:
     """The state that is to be imported, checked as far as one rank can.
 
     Returns:
@@ -151,11 +142,12 @@ def _read(
         numbers, and what is left out, in words.
     """
     sources = _sources(optimizer, state_dict, {id(param): name for name, param in names.items()})
-    peer = package_of([state for _, of_group in sources for _, state in of_group])
+    states = [state for _, of_group in sources for _, state in of_group if state]
+    peer = package_of(states)
     groups: list[dict[str, Any]] = []
-    imported: dict[int, _Imported] = {}
+    imported: dict[int, tuple[str, TensorState, PeerState]] = {}
     ignored: list[str] = []
-    unwrapped, first = [], 0
+    first = 0
     for index, (group, (saved, of_group)) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _taken_hyper(optimizer, group, saved, peer)
         ignored += [f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items()]
@@ -166,16 +158,13 @@ def _read(
         for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
             if not state:
                 continue
-            state = peer.unwrapped(state, saved, name)
-            unwrapped.append(state)
-            moments = peer.moments(state, expected, name)
+            found = peer.read(state, saved, expected, name)
             spec = tensor_state_of(param, group, expected)
-            _check_moments(spec, param, moments, name)
-            checked_step(state, name)
-            step = {"step": state["step"]} if "step" in state else {}
-            imported[number] = _Imported(name, spec, moments, step)
-            ignored += [f"{key} of {name}" for key in sorted(peer.extra & state.keys())]
-    peer.check_together(unwrapped)
+            _check_moments(spec, param, found.moments, name)
+            checked_step(found.step, name)
+            imported[number] = name, spec, found
+            ignored += [f"{key} of {name}" for key in found.ignored]
+    peer.check_together(states)
     return peer.name, groups, imported, ignored
 
 
@@ -247,7 +236,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _check_moments(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
+def _check_moments(spec: TensorState, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
     """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of those in floats.
 
     Raises:
@@ -280,7 +269,7 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
+def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
     """The state entries for one parameter's moments, and what it took.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,62 +19,43 @@ from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition,
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
-#: A rectangle of a global tensor: the offsets of its first element, and a plain tensor (or a view) on any device.
-Chunk = tuple[tuple[int, ...], Tensor]
 
-
+@dataclass
 class Chunks:
     """One global tensor of which this rank holds some rectangles, or none.
 
-    One rank writes a rectangle that several ranks have in ``written``. All written rectangles together must fill the
-    tensor, and they must not overlap.
+    The rectangles are plain tensors, or views, on any device, by the offsets of their first elements in the global
+    tensor; none is empty. One rank writes a rectangle that several ranks have in ``written``. All written rectangles
+    together must fill the tensor, and they must not overlap.
 
-    Args:
+    Attributes:
         shape: the shape of the global tensor.
-        dtype: the dtype of the global tensor and of each chunk.
-        held: the chunks that this rank holds, each at other offsets; loading writes into them.
-        written: the chunks that this rank can save; by default all that the rank holds.
+        dtype: the dtype of the global tensor and of each rectangle.
+        held: the rectangles that this rank holds; loading writes into them.
+        written: the rectangles that this rank can save.
         placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
             if there is no rule: the ranks then tell each other their rectangles.
         is_assumed: whether this rank, which holds no part, only assumes that other ranks have the tensor.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        held: Sequence[Chunk],
-        written: Sequence[Chunk] | None = None,
-        placed: Placed | None = None,
-        *,
-        is_assumed: bool = False,
-    ) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        #: The rectangles to load into, by the offsets of their first elements in the global tensor.
-        self.held: Mapping[tuple[int, ...], Tensor] = self._by_offsets(held)
-        #: The rectangles that this rank can save, likewise.
-        self.written = self.held if written is None else self._by_offsets(written)
-        self.placed = placed
-        self.is_assumed = is_assumed
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: dict[tuple[int, ...], Tensor]
+    written: dict[tuple[int, ...], Tensor]
+    placed: Placed | None
+    is_assumed: bool = False
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
         """A tensor that this rank holds in full. By default one of the ranks that have it writes it."""
-        chunk = (0,) * tensor.dim(), tensor
+        held = {(0,) * tensor.dim(): tensor.detach()} if tensor.numel() else {}
         is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
-        return cls(tensor.shape, tensor.dtype, [chunk], [chunk] if is_own else [], placed)
+        return cls(tuple(tensor.shape), tensor.dtype, held, held if is_own else {}, placed)
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
         """Chunks that hold copies of the rectangles in ``written``, in the same order, and nothing else."""
-        copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
-        copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
-        return copies
-
-    @staticmethod
-    def _by_offsets(chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
-        """The chunks that have elements, as plain tensors by their offsets."""
-        return {offsets: tensor.detach() for offsets, tensor in chunks if tensor.numel()}
+        copies = {offsets: next(rectangles) for offsets in self.written}
+        return replace(self, held=copies, written=copies)
 
 
 @dataclass
@@ -184,13 +165,14 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     if grid is not None:
         shape, local_shape = (grid.rows, grid.blocks_per_row), shard.scales_shape(grid)
         placed = shard.scales_partition(grid)
-    whole = (*shape, *local.shape[len(local_shape) :])
+    local, whole = local.detach(), (*shape, *local.shape[len(local_shape) :])
     if not isinstance(shard, FlatShard):
         indices: Sequence[Ranges] = shard.indices
         if grid is not None:
             covered = shard.local_blocks(grid)
             indices = (shard.indices[0], ((covered.first, covered.first + covered.per_row),))
-        return Chunks(whole, local.dtype, _boxes(indices, local), placed=placed)
+        held = _boxes(indices, local) if local.numel() else {}
+        return Chunks(whole, local.dtype, held, held, placed)
     first, end = (shard.start, shard.end) if grid is None else shard.blocks(grid)
     written = first if grid is None else max(min(shard.first_written_block(grid), end), first)
     held = _rectangles(shape, first, end, local)
@@ -220,24 +202,24 @@ def _of_first_element(shard: Shard) -> Placed:
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
 
 
-def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
+def _boxes(indices: Sequence[Ranges], local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """The rectangles of a tensor of which this rank holds some indices of each leading dimension."""
     zeros = (0,) * (local.dim() - len(indices))
     if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
-        return [((*(start for ((start, _),) in indices), *zeros), local)]
-    return [((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
+        return {(*(start for ((start, _),) in indices), *zeros): local}
+    return {(*offsets, *zeros): local[elements] for offsets, elements in boxes(indices)}
 
 
-def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
+def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
 
     ``local`` has the elements along dimension 0, and further dimensions which ``shape`` does not list.
     """
     behind = tuple(local.shape[1:])
-    chunks = []
+    found: dict[tuple[int, ...], Tensor] = {}
     at = 0
     for offsets, extents in rectangles_of_range(tuple(shape), start, end):
         numel = math.prod(extents)
-        chunks.append(((*offsets, *(0,) * len(behind)), local[at : at + numel].view(*extents, *behind)))
+        found[(*offsets, *(0,) * len(behind))] = local[at : at + numel].view(*extents, *behind)
         at += numel
-    return chunks
+    return found

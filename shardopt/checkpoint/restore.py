@@ -57,7 +57,7 @@ class Restoration:
             raise CheckpointError(
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
-        self._owner = None if optimizer is None else Owner(optimizer)
+        self._owner = None if optimizer is None else Owner.of(optimizer)
         self._items = items_of(model, self._owner)
         self._buffers = buffers_of(model)
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
@@ -87,7 +87,7 @@ class Restoration:
                 `convert`, has options that are not allowed, or has state that no step could go on from.
         """
         self._plan(claimed, convert=convert)
-        read_tensors(self._folder, self._index, self._tensors)
+        read_tensors(self._folder, self._index, self._tensors())
         self._check_aliases()
         for item in self._items:
             self._check_values(item)
@@ -131,16 +131,14 @@ class Restoration:
             alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
         }
         self._extra_tensors = {name.removeprefix("extra."): self._empty(stored) for name, stored in extra.items()}
-        self._check_tensors()
 
     @property
     def extra(self) -> dict[str, Any]:
         """The ``extra`` values that were saved."""
         return {**self._index.header["extra"], **self._extra_tensors}
 
-    @property
     def _tensors(self) -> dict[str, Chunks]:
-        """The tensors to read into, by the names in the checkpoint."""
+        """The tensors to read into, by the names in the checkpoint, which has each in this dtype and shape."""
         tensors: dict[str, Chunks] = {}
         for item in self._all:
             tensors[model_key(item.name)] = chunks_of(item.shard, item.read)
@@ -151,6 +149,13 @@ class Restoration:
             tensors[model_key(alias)] = chunks_of(item.shard, values)
         for name, values in self._extra_tensors.items():
             tensors[f"extra.{name}"] = Chunks.whole(values)
+        for name, target in tensors.items():
+            stored = self._index.tensors[name]
+            if (stored.dtype, stored.shape) != (target.dtype, target.shape):
+                raise CheckpointError(
+                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"{target.dtype} and {target.shape}; load another checkpoint"
+                )
         return tensors
 
     def make_states(self) -> None:
@@ -193,11 +198,9 @@ class Restoration:
                 item.local.copy_(item.read)
         if self._owner is None:
             return
-        groups = self._owner.optimizer.param_groups
-        dropped = [g.keys() - new.keys() for g, new in zip(self._owner.groups, self._options, strict=True)]
-        for group, new, keys in zip(self._owner.groups, self._options, dropped, strict=True):
-            apply(group, new, keys)
-        if self._owner.groups is not groups:  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
+        every, own = self._owner.groups, self._owner.optimizer.param_groups
+        dropped = [group.keys() - new.keys() for group, new in zip(every, self._options, strict=True)]
+        for groups in (every,) if own is every else (every, own):  # a ZeroRedundancyOptimizer has an optimizer inside
             for group, new, keys in zip(groups, self._options, dropped, strict=True):
                 apply(group, new, keys)
         for param in self._owned:
@@ -251,16 +254,6 @@ class Restoration:
         with noticing_replacement(self._folder, self._index):
             check_lengths(self._folder, self._index, sorted(files))
 
-    def _check_tensors(self) -> None:
-        """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
-        for name, target in self._tensors.items():
-            stored = self._index.tensors[name]
-            if (stored.dtype, stored.shape) != (target.dtype, target.shape):
-                raise CheckpointError(
-                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
-                    f"{target.dtype} and {target.shape}; load another checkpoint"
-                )
-
     def _merged_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
@@ -269,7 +262,7 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
-        saved_by, own = self._index.header.get("optimizer"), self._owner.name
+        saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
         if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
             raise CheckpointError(
                 f"{self._path}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
@@ -322,40 +315,33 @@ class Restoration:
         item.state = {}
         if self._owner is None or item.group is None:
             return
-        entries = self._entries.get(item.name, {})
         with self._naming():
-            self._set_forms(item, self._options[item.group], saved_groups[item.group], entries, dtype)
+            self._set_forms(item, saved_groups[item.group], dtype)
         if item.saved is None:
             return
         is_flat = isinstance(item.shard, FlatShard)  # then a rank without elements has no state
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
         is_here = has_state and id(item.param) in self._owned_ids
-        self._check_lengths([x for key, x in entries.items() if x.shape and item.saved.is_whole(key)])
+        stored = self._entries[item.name]
+        self._check_lengths([x for key, x in stored.items() if x.shape and item.saved.is_whole(key)])
         if is_here or item.converts_weights:
             with self._in_memory():
                 item.state = item.saved.new(_CPU)
 
-    def _set_forms(
-        self,
-        item: Item,
-        options: Mapping[str, Any],
-        saved_options: Mapping[str, Any],
-        stored: Mapping[str, StoredTensor],
-        dtype: torch.dtype,
-    ) -> None:
+    def _set_forms(self, item: Item, saved_options: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Sets the forms of a parameter's state: in the optimizer, and in the checkpoint, unless this has no state.
 
         Args:
             item: the parameter.
-            options: those of its param group after the load.
-            saved_options: those in the checkpoint.
-            stored: its state entries in the checkpoint.
+            saved_options: those of its param group in the checkpoint.
             dtype: its dtype in the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint has entries of another optimizer.
         """
         assert self._owner is not None
+        assert item.group is not None
+        options, stored = self._options[item.group], self._entries.get(item.name, {})
         internals = self._owner.internals
         item.spec = internals.form(item.shard, item.local.dtype, options, stored)
         if not stored:
@@ -368,7 +354,7 @@ class Restoration:
             saved_by = named(self._index.header.get("optimizer"))
             raise CheckpointError(
                 f"got {few(stored)} of {named(item.name)}, saved by {saved_by}, expected "
-                f"{', '.join(sorted(item.saved.entries))} of {self._owner.name}; load it into {saved_by}, or the model "
+                f"{', '.join(sorted(item.saved.entries))} of {internals.name}; load it into {saved_by}, or the model "
                 "alone: load(path, model)"
             )
 

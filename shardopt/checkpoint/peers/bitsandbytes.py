@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
 from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, shown
@@ -111,24 +111,25 @@ class Bitsandbytes(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
 
-    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        wrapped = state.get(_WRAPPED, {})
-        if not isinstance(wrapped, Mapping):
-            raise ValueError(
-                f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
-            )
-        return {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
-
     def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
         """Refuses 32-bit LAMB and LARS: they limit the norm of updates, and with codes they are Adam and SGD."""
-        limited = any(_UPDATE_NORM in state for state in states)
-        if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in states):
+        unwrapped = [{**state, **state.get(_WRAPPED, {})} for state in states]
+        limited = any(_UPDATE_NORM in state for state in unwrapped)
+        if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in unwrapped):
             raise ValueError(
                 f"got state with {_UPDATE_NORM} and without codes, of LAMB or LARS in 32 bits, expected an optimizer "
                 "that does not limit the norm of its updates; begin with new state"
             )
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
+        wrapped = state.get(_WRAPPED, {})
+        if not isinstance(wrapped, Mapping):
+            raise ValueError(
+                f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
+            )
+        state = {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
         places = _kind([moment.name for moment in expected]).places
         present = [key for key in ("state1", "state2") if key in state]
         if present != sorted({f"state{place.state}" for place in places}):
@@ -138,7 +139,8 @@ class Bitsandbytes(Peer):
             )
         if "max1" in state:
             raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
-        return {m.name: _read(state, place, m, name) for place, m in zip(places, expected, strict=True)}
+        moments = {m.name: _read(state, place, m, name) for place, m in zip(places, expected, strict=True)}
+        return self.with_moments(moments, state)
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         kind = _kind(moments)
