@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import describe
 from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.items import Chunks, Item, chunks_of, state_chunks
+from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
 from shardopt.checkpoint.wording import line
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, engines_of, read_model, shard_of
@@ -71,16 +71,6 @@ class Owner(NamedTuple):
     def internals(self) -> Any:
         """The part of the optimizer that checkpoints use."""
         return self.optimizer._internals
-
-
-def model_key(name: str) -> str:
-    """A parameter's or buffer's name in a checkpoint."""
-    return f"model.{name}"
-
-
-def state_key(name: str, entry: str) -> str:
-    """The name in a checkpoint of a state entry of the parameter ``name``."""
-    return f"optimizer.{name}.{entry}"
 
 
 @contextmanager
@@ -242,16 +232,16 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
 
     A rank that holds no element of a flat shard does not know whether the parameter has state: it assumes so.
     """
-    of_model = [item for item in (*items, *buffers) if item.shard.is_here]
-    tensors = {model_key(item.name): chunks_of(item.shard, item.local) for item in of_model}
-    for item in items:
+    tensors: dict[str, Chunks] = {}
+    for item in (*items, *buffers):
         for key, value in item.state.items():
             check_storage(item.name, f"state {key}", value, CheckpointError)
-        if item.spec is None or not item.spec.shard.is_here:
+        if not item.shard.is_here:
             continue
-        shard, state = item.spec.shard, item.state
-        is_assumed = not state and isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
-        for entry, chunks in state_chunks(item.spec, item.spec.new(_CPU) if is_assumed else state).items():
-            chunks.is_assumed = is_assumed
-            tensors[state_key(item.name, entry)] = chunks
+        shard, spec, state = item.shard, item.spec, item.state
+        is_flat = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
+        if spec is not None and is_flat and not state:
+            tensors |= tensors_of(item, item.local, spec, spec.new(_CPU), is_assumed=True)
+        else:
+            tensors |= tensors_of(item, item.local, spec, state)
     return tensors

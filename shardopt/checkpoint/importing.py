@@ -17,7 +17,6 @@ from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
-from shardopt.codec import Moment
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
@@ -26,7 +25,6 @@ from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
-from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
@@ -154,7 +152,13 @@ def _read(
         numbers = range(first, first + len(of_group))
         first = numbers.stop
         groups.append({**taken, "params": [*numbers]})
-        expected = _expected(optimizer.rule(group), peer)
+        rule = optimizer.rule(group)
+        expected = rule.moments
+        if any(moment.name == "exp_avg" and moment.own_units for moment in expected):
+            raise ValueError(
+                f"got the state of {peer.name}, whose averages are of gradients, expected exp_avg in units of its own, "
+                f"as {rule.name} keeps it; begin with new state"
+            )
         for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
             if not state:
                 continue
@@ -166,21 +170,6 @@ def _read(
             ignored += [f"{key} of {name}" for key in found.ignored]
     peer.check_together(states)
     return peer.name, groups, imported, ignored
-
-
-def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
-    """The moments of a rule.
-
-    Raises:
-        ValueError: its ``exp_avg`` is no average of gradients, as that of other packages is.
-    """
-    for moment in rule.moments:
-        if moment.name == "exp_avg" and moment.own_units:
-            raise ValueError(
-                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} in units of "
-                f"its own, as {rule.name} keeps it; begin with new state"
-            )
-    return rule.moments
 
 
 def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:

@@ -167,13 +167,14 @@ def load_index(folder: Folder) -> Index:
             "shardopt that saved it"
         )
     try:
-        token = content.get("token")
+        token: Any = content.get("token")
         demand(isinstance(token, str) and _TOKEN.fullmatch(token), f"token {shown(token)}")
-        assert isinstance(token, str)
-        listed = content.get("files")
+        listed: Any = content.get("files")
         demand(isinstance(listed, list), "files that are no list")
-        assert isinstance(listed, list)
-        files = [None if each is None else _file(each, number) for number, each in enumerate(listed)]
+        files = [
+            None if each is None else StoredFile(*_sizes(each, f"file {number}", 3))
+            for number, each in enumerate(listed)
+        ]
         tensors = {
             name: tensor_from_json(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()
         }
@@ -252,9 +253,8 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
         len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
         f"tensor {named(name)}",
     )
-    dtype = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
+    dtype: Any = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
     demand(dtype is not None, f"a dtype of {named(name)}")
-    assert dtype is not None
     shape = _sizes(stored["shape"], name)
     demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
     if "parts" not in stored:
@@ -295,9 +295,8 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
             demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
         _check_files([(ways, stride) for _, ways, stride in cuts], files)
         return GridPartition(tuple(cuts))
-    values = stored.get("range")
+    values: Any = stored.get("range")
     demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
-    assert isinstance(values, list)
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)
@@ -357,27 +356,23 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
 
 
 def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key)
+    value: Any = parent.get(key)
     demand(isinstance(value, dict), f"{key} that is no object")
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
-def _size(value: object, of: str) -> int:
+def _size(value: Any, of: str) -> int:
     """Checks a size of a tensor or a file: a whole number below 2**63."""
     is_size = type(value) is int and 0 <= value < 2**63
     demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
-def _sizes(value: object, of: str, count: int | None = None) -> tuple[int, ...]:
+def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
     """Checks sizes: a list of whole numbers, of `count` or at most as many as a tensor has dimensions."""
     is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
     demand(is_list, f"sizes of {named(of)} that are no list of that length")
-    return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
-
-
-def _file(stored: object, number: int) -> StoredFile:
-    return StoredFile(*_sizes(stored, f"file {number}", 3))
+    return tuple(_size(each, of) for each in value)
 
 
 def _check_files(strides: list[tuple[int, int]], files: int) -> None:

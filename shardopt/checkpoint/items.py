@@ -180,15 +180,33 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     return Chunks(whole, local.dtype, held, own, placed)
 
 
-def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
-    """The chunks of a parameter's state by entry, given this rank's part of each entry as a plain tensor."""
-    entries: dict[str, Chunks] = {}
+def tensors_of(
+    item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, is_assumed: bool = False
+) -> dict[str, Chunks]:
+    """The tensors of a checkpoint that an item becomes, by their names.
+
+    Args:
+        item: the parameter or buffer.
+        local: its elements on this rank.
+        spec: the form of its state, if there is any.
+        state: this rank's part of each state entry, plain tensors.
+        is_assumed: whether this rank only assumes that there is state.
+    """
+    tensors = {model_key(item.name): chunks_of(item.shard, local)}
+    if spec is None:
+        return tensors
     for key, value in state.items():
         if spec.is_whole(key):
-            entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
+            chunks = Chunks.whole(value, _of_first_element(spec.shard))
         else:
-            entries[key] = chunks_of(spec.shard, value, spec.grid_of(key))
-    return entries
+            chunks = chunks_of(spec.shard, value, spec.grid_of(key))
+        tensors[f"optimizer.{item.name}.{key}"] = replace(chunks, is_assumed=True) if is_assumed else chunks
+    return tensors
+
+
+def model_key(name: str) -> str:
+    """A parameter's or buffer's name in a checkpoint."""
+    return f"model.{name}"
 
 
 def _of_first_element(shard: Shard) -> Placed:

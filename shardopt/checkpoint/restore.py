@@ -12,20 +12,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.contents import (
-    Owner,
-    aliases_in,
-    buffers_of,
-    items_of,
-    model_key,
-    names_by_group,
-    state_key,
-)
+from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import apply, checked_groups, merged, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
-from shardopt.checkpoint.items import Chunks, Item, chunks_of, state_chunks
+from shardopt.checkpoint.items import Chunks, Item, chunks_of, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
@@ -141,10 +133,7 @@ class Restoration:
         """The tensors to read into, by the names in the checkpoint, which has each in this dtype and shape."""
         tensors: dict[str, Chunks] = {}
         for item in self._all:
-            tensors[model_key(item.name)] = chunks_of(item.shard, item.read)
-            if item.saved is not None:
-                for entry, chunks in state_chunks(item.saved, item.state).items():
-                    tensors[state_key(item.name, entry)] = chunks
+            tensors |= tensors_of(item, item.read, item.saved, item.state)
         for alias, (item, values) in self._aliases.items():
             tensors[model_key(alias)] = chunks_of(item.shard, values)
         for name, values in self._extra_tensors.items():
