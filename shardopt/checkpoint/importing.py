@@ -28,10 +28,6 @@ from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 
-#: Options of shardopt that other packages have as hyper-parameters, too.
-_SHARED_OPTIONS = {"maximize"}
-
-
 #: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded and encoded again.
 #: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
 Outcome = Literal["exact", "requantized", "quantized", "as float32"]
@@ -204,8 +200,11 @@ def _taken_hyper(
     """The hyper-parameters of a param group that are taken over, and those that are not."""
     rule = optimizer.rule(group)
     names = [moment.name for moment in rule.moments]
-    hyper = {key: _number(value) for key, value in peer.hyper(saved, names).items()}
-    usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
+    hyper = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in peer.hyper(saved, names).items()
+    }
+    usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | {"maximize", "initial_lr"}
     kept = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **kept})
@@ -219,10 +218,6 @@ def _taken_hyper(
     used = {*taken, "decoupled_weight_decay"}  # the latter is checked by check_group
     left_out = {k: v for k, v in hyper.items() if k not in used and v is not None and v is not False}
     return taken, left_out
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _check_moments(spec: TensorState, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
@@ -311,12 +306,7 @@ def _sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) ->
         whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
         scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
     """
-    if scales_of is None:
-        return shard.like_parameter(_apart(shard.part(whole)))
-    return shard.like_scales(_apart(shard.scales_part(whole, scales_of)), scales_of)
-
-
-def _apart(part: Tensor) -> Tensor:
-    """A part as a tensor that does not keep the memory of anything larger."""
-    part = part.contiguous()
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+    part = (shard.part(whole) if scales_of is None else shard.scales_part(whole, scales_of)).contiguous()
+    if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
+        part = part.clone()
+    return shard.like_parameter(part) if scales_of is None else shard.like_scales(part, scales_of)

@@ -107,7 +107,8 @@ def async_save(
         optimizer: the model's optimizer.
         keep_last: how many checkpoints stay.
         staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
-            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
+            no name there, so nothing is left of it if the process ends; if the file system needs names, the next
+            such file removes what a killed process has left. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
