@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint: its parts of the model and of the optimizer's state, and the header."""
+"""The contents of a checkpoint on one rank: its parts of the model and of the optimizer's state, and the header."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 class Contents(NamedTuple):
-    """What one rank saves.
+    """The header and the tensors that one rank saves.
 
     Attributes:
         header: a dict that JSON can hold.
@@ -90,7 +90,7 @@ def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module,
 
 
 def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> Contents:
-    """What this rank saves of a model or an engine, its optimizer, and other values.
+    """The contents that this rank saves of a model or an engine, its optimizer, and other values.
 
     Raises:
         CheckpointError: a tensor has no memory, or the optimizer is not the model's.

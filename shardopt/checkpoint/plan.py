@@ -183,7 +183,7 @@ class Planning:
         return held, some_rank_assumed
 
     def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> Kind:
-        """What some ranks say alike; their first rank sends it to the others."""
+        """The description that some ranks have in common; their first rank sends it to the others."""
         sent = b""
         if not is_only:
             sent = self._ranks.from_rank(members[0], zlib.compress(self._text) if is_own else b"")
