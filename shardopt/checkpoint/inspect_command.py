@@ -42,8 +42,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         folder = folder_at(args.path)
         index = load_index(folder)
         print(_text(folder, index))
-        if not args.index_only:
-            _verify(folder, index)
+        if not args.index_only:  # chunk by chunk: memory does not grow with the checkpoint
+            empty = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in index.tensors.values())
+            read_tensors(folder, index, dict(zip(index.tensors, map(Chunks.whole, empty), strict=True)))
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
@@ -51,19 +52,6 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(str(error))
     print("The data were not read." if args.index_only else "No damage: all data have their checksums.")
     return 0
-
-
-def _verify(folder: Folder, index: Index) -> None:
-    """Reads all data, chunk by chunk: memory does not grow with the checkpoint.
-
-    Raises:
-        CheckpointError: they are damaged, or cannot be read.
-    """
-    tensors = {
-        name: Chunks.whole(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        for name, tensor in index.tensors.items()
-    }
-    read_tensors(folder, index, tensors)
 
 
 def _text(folder: Folder, index: Index) -> str:
