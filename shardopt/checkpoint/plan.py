@@ -120,7 +120,7 @@ class Planning:
                 or overlap.
         """
         held, some_rank_assumed = self._hear(messages)
-        if held != sum(math.prod(self._all[name].shape) * len(self._copies(name)[0]) for name, _ in self._ruled()):
+        if held != sum(math.prod(self._all[name].shape) * len(self._copies[name][0]) for name, _ in self._ruled()):
             if some_rank_assumed:
                 return self._plan_without_assumed()
             self._refuse_holes()
@@ -129,7 +129,7 @@ class Planning:
         stored = self._written(unequal) | self._listed(unequal, copies)
         tensors = {name: stored[name] for name in sorted(stored)}
         for name, partition in sorted(self._ruled()):
-            starts, of_ranks = self._copies(name)
+            starts, of_ranks = self._copies[name]
             if len(starts) > 1 and name not in unequal:
                 key = (self._kinds_of[name], partition.strides)
                 copies.setdefault(key, Copies([], of_ranks)).tensors.append((name, None))
@@ -177,9 +177,20 @@ class Planning:
             for name in kind.tensors:
                 self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
         self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
-        self._copies_of: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         if len(self._kinds) > 1 and self._compare_kinds():
             held = sum(of_rank for (of_rank,) in self._ranks.gathered_numbers(lambda: [self._numel_held(self._all)]))
+        #: The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1.
+        self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        for name, partition in self._ruled():
+            key = (self._kinds_of[name], partition.strides)
+            if key not in known:
+                of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
+                for i in key[0]:
+                    members_of_kind = self._kinds[i].ranks
+                    of_ranks[members_of_kind] = self._starts[partition.strides][members_of_kind]
+                known[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
+            self._copies[name] = known[key]
         return held, some_rank_assumed
 
     def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> Kind:
@@ -230,41 +241,28 @@ class Planning:
         """The number of elements that this rank can write of a tensor."""
         return sum(x.numel() for x in self._tensors[name].written.values()) if name in self._tensors else 0
 
-    def _copies(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1."""
-        partition = self._all[name].partition
-        assert partition is not None
-        key = (self._kinds_of[name], partition.strides)
-        if key not in self._copies_of:
-            of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
-            for kind in key[0]:
-                members = self._kinds[kind].ranks
-                of_ranks[members] = self._starts[partition.strides][members]
-            self._copies_of[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
-        return self._copies_of[key]
-
     def _refuse_holes(self) -> None:
         """Raises the error of the first tensor whose parts not all ranks hold."""
         names = sorted(name for name, _ in self._ruled())
         of_ranks = self._ranks.gathered_numbers(lambda: [self._numel(name) for name in names])
         for name, held in zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True):
             shape = self._all[name].shape
-            if held != len(self._copies(name)[0]) * math.prod(shape):
+            if held != len(self._copies[name][0]) * math.prod(shape):
                 raise _not_filled(name, shape)
 
     def _written(self, unequal: frozenset[str]) -> dict[str, StoredTensor]:
         """The tensors that have a rule, each with the rank that begins the copy to write."""
         stored: dict[str, StoredTensor] = {}
         loads = np.zeros(self._ranks.size)
-        for name, each in sorted(self._all.items(), key=lambda item: (-item[1].nbytes, item[0])):
-            if each.partition is None:
-                continue
-            starts, _ = self._copies(name)
+        for less, name in sorted((-self._all[name].nbytes, name) for name, _ in self._ruled()):
+            dtype, shape, _, partition, _ = self._all[name]
+            assert partition is not None
+            starts, _ = self._copies[name]
             start = int(starts[0])
-            if len(starts) > 1 and each.nbytes >= _SPREAD_BYTES and name not in unequal:
+            if len(starts) > 1 and -less >= _SPREAD_BYTES and name not in unequal:
                 start = int(starts[np.argmin(loads[starts])])
-            loads[start] += each.nbytes / math.prod(ways for ways, _ in each.partition.strides)
-            stored[name] = each._replace(start=start)
+            loads[start] -= less / math.prod(ways for ways, _ in partition.strides)
+            stored[name] = StoredTensor(dtype, shape, start, partition)
         return stored
 
     def _listed(self, unequal: frozenset[str], copies: dict[tuple[Any, ...], Copies]) -> dict[str, StoredTensor]:
