@@ -424,7 +424,6 @@ def test_two_optimizers_that_overlap_the_forward_pass() -> None:
         ("ddp", {"passes": 2, "scale": 1e38, "sums": True}),  # all ranks find the same infinities
         ("ddp, views", {"passes": 2, "sums": True}),
     ],
-    ids=str,
 )
 def test_same_bits(way: str, options: dict[str, Any]) -> None:
     """Each pass is reduced; where the last one alone is, ``test_layouts.py`` shows it."""
