@@ -30,9 +30,7 @@ from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
-from shardopt.layout import FlatShard
-from shardopt.state.flat_encoding import encode_flat
-from shardopt.state.slice_spec import SliceSpec
+from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
 
 _CPU = torch.device("cpu")
 
@@ -141,10 +139,9 @@ class Restoration:
         Raises:
             CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
         """
-        flat = ranks.agree(self._flat_moments)
-        specs, values = [spec for spec, _ in flat.values()], [moments for _, moments in flat.values()]
-        encoded = ranks.agree(lambda: encode_flat(specs, values))
-        ranks.agree(lambda: self._make_states(dict(zip(flat, encoded, strict=True))))
+        shared = ranks.agree(self._shared_moments)
+        encoded = ranks.agree(lambda: encode_slices(list(shared.values())))
+        ranks.agree(lambda: self._make_states(dict(zip(shared, encoded, strict=True))))
 
     def commit(self) -> None:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
@@ -289,24 +286,24 @@ class Restoration:
                 f"{line(error)}; load another checkpoint"
             ) from error
 
-    def _flat_moments(self) -> dict[int, tuple[SliceSpec, list[Tensor] | None]]:
-        """Checks states, converts weights, and decodes moments of flat shards to re-encode, by the indices of items.
+    def _shared_moments(self) -> dict[int, Floats]:
+        """Checks states, converts weights, and decodes moments to re-encode, by the indices of items.
 
-        All ranks encode the moments of flat shards together.
+        These are the moments of blocks that several ranks hold, which encode them together.
         """
         self._check_states()
         for item in self._items:
             item.convert_weights()
         return {
-            index: (item.spec, item.moments())
+            index: Floats(item.spec, item.moments(), item.name)
             for index, item in enumerate(self._items)
-            if item.converts_state and item.spec is not None and isinstance(item.spec.shard, FlatShard)
+            if item.converts_state and item.spec is not None and sharing_ranks(item.spec) is not None
         }
 
     def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
         """Encodes the other moments anew, and makes the optimizer's state on its devices.
 
-        ``encoded`` has the encoded moments of flat shards by the indices of their items.
+        ``encoded`` has the moments that ranks encode together, by the indices of their items.
         """
         for index, item in enumerate(self._items):
             if item.converts_state:

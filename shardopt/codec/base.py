@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.numeric import reciprocal, round_fma
+from shardopt.kernels.numeric import bits, float_from_bits, reciprocal, round_fma
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
@@ -88,7 +88,19 @@ class Codec(ABC):
 
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:
         """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
-        largest = x.abs().amax(-1, keepdim=True)
+        return self.scales_for(self.extremes(x, signed=signed), signed=signed)
+
+    def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
+        """What the scales of blocks ``x`` follow from: int32, ``(..., 2)``; 0 is neutral.
+
+        The extremes of a block are the maximum of its parts' extremes.
+        """
+        largest = bits(x.abs().amax(-1))
+        return torch.stack([largest, torch.zeros_like(largest)], dim=-1)
+
+    def scales_for(self, extremes: Tensor, *, signed: bool) -> Tensor:
+        """The scales of blocks with these :meth:`extremes`."""
+        largest = float_from_bits(extremes[..., :1])
         least = LEAST_SCALE if signed or not self.root else self.least_root_scale
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 

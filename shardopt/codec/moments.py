@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeVar
 
@@ -79,6 +79,7 @@ def encode_moments(
     values: Sequence[Tensor],
     roots: Sequence[Tensor] | None = None,
     random: Tensor | None = None,
+    measure: Callable[[Moment, Tensor], Tensor] | None = None,
 ) -> list[Coded]:
     """Codes the moments of one parameter.
 
@@ -88,6 +89,7 @@ def encode_moments(
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
         random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: rounds to nearest.
+        measure: gives the scales of a moment with blocks, and of what is coded of it; None: :meth:`Codec.measure` does.
 
     Returns:
         One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code have equal
@@ -102,7 +104,10 @@ def encode_moments(
             x = square_root(x) if roots is None else next(known)
         elif stored_root is not None and moment.is_relative(codec):
             x = torch.where(stored_root > 0, x * reciprocal(stored_root), 0.0)
-        scales = moment_codec.measure(x, signed=moment.signed) if moment_codec.blockwise else x
+        if not moment_codec.blockwise:
+            scales = x
+        else:
+            scales = moment_codec.measure(x, signed=moment.signed) if measure is None else measure(moment, x)
         if random is None:
             codes = moment_codec.encode(x, scales, signed=moment.signed)
         else:

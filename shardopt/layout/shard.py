@@ -234,10 +234,6 @@ class Shard:
         """The global scales whose part here is ``local``."""
         return local
 
-    def whole(self, local: Tensor) -> Tensor:
-        """The global tensor whose part here is ``local``, sharded like the parameter. All ranks must call this."""
-        return local
-
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a global value of the parameter's shape."""
         return whole

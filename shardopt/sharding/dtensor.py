@@ -222,11 +222,6 @@ class DTensorShard(Shard):
         shape = (self.global_shape[0], grid.blocks_per_row, *local.shape[2:])
         return self._wrap(local, shape, self._scales_placements(grid))
 
-    def whole(self, local: Tensor) -> Tensor:
-        on_mesh = self.like_parameter(moved_to(self._device, local))
-        full: Tensor = on_mesh.full_tensor()  # type: ignore[attr-defined]
-        return full
-
     def part(self, whole: Tensor) -> Tensor:
         return self._cut_out(whole)
 

@@ -83,15 +83,6 @@ class Band(Shard):
     def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
         return LocalBlocks(0, grid.blocks_per_row, self.row_owners)
 
-    def whole(self, local: Tensor) -> Tensor:
-        widest = max(end - start for start, end in self._bounds)
-        sent = local.new_zeros((*local.shape[: self._dim], widest, *local.shape[self._dim + 1 :]))
-        sent.narrow(self._dim, 0, local.shape[self._dim]).copy_(local)
-        parts = [torch.empty_like(sent) for _ in self._bounds]
-        dist.all_gather(parts, sent)
-        bands = zip(parts, self._bounds, strict=True)
-        return torch.cat([part.narrow(self._dim, 0, end - start) for part, (start, end) in bands], self._dim)
-
     def part(self, whole: Tensor) -> Tensor:
         start, end = self._bounds[self._ranks.rank]
         return whole.narrow(self._dim, start, end - start).contiguous()
