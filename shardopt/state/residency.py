@@ -19,7 +19,6 @@ from shardopt.kernels.streamed import (
     Moves,
     Transfers,
 )
-from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
@@ -38,8 +37,8 @@ MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 #: Bytes that are copied at a time, and size of a slot.
 CHUNK_BYTES = 32 << 20
 
-#: Whether to offload from the CPU to the CPU, which is for tests only.
-FROM_CPU = False
+#: Makes copies from the CPU to the CPU in slots of so many bytes, for tests; None: parameters there are not offloaded.
+FROM_CPU: Callable[[int], Transfers] | None = None
 
 _CPU = torch.device("cpu")
 
@@ -232,7 +231,8 @@ class StateResidency:
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
-                self._transfers[key] = HostTransfers(CHUNK_BYTES)
+                assert FROM_CPU is not None
+                self._transfers[key] = FROM_CPU(CHUNK_BYTES)
             else:
                 from shardopt.kernels.transfers_cuda import CudaTransfers
 
@@ -385,7 +385,7 @@ def ranks_here() -> int:
 
 
 def _can_offload(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU)
+    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU is not None)
 
 
 def _local_entries(spec: TensorState) -> dict[str, Tensor]:

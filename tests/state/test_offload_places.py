@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import shardopt
-from ranks.offload import offload_from_cpu
+from ranks.offload import HostTransfers, offload_from_cpu
 from shardopt import _C
-from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory
 from shardopt.state.options import bytes_of
