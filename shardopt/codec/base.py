@@ -91,10 +91,7 @@ class Codec(ABC):
         return self.scales_for(self.extremes(x, signed=signed), signed=signed)
 
     def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
-        """What the scales of blocks ``x`` follow from: int32, ``(..., 2)``; 0 is neutral.
-
-        The extremes of a block are the maximum of its parts' extremes.
-        """
+        """What the scales of blocks ``x`` follow from: int32, ``(..., 2)``, maxima over the elements, >= 0."""
         largest = bits(x.abs().amax(-1))
         return torch.stack([largest, torch.zeros_like(largest)], dim=-1)
 
@@ -105,15 +102,11 @@ class Codec(ABC):
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 
     @abstractmethod
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
+        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``.
 
-    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
-        """The codes of blocks, given random bits (:func:`shardopt.kernels.weights.noise`, int64 of the blocks' shape).
-
-        A codec that rounds to nearest gives the codes of :meth:`encode`.
+        A codec that rounds at random takes random bits (int64 of the blocks' shape), if there are any.
         """
-        return self.encode(x, scales, signed=signed)
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

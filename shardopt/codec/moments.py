@@ -79,7 +79,7 @@ def encode_moments(
     values: Sequence[Tensor],
     roots: Sequence[Tensor] | None = None,
     random: Tensor | None = None,
-    measure: Callable[[Moment, Tensor], Tensor] | None = None,
+    agree: Callable[[Moment, Tensor], Tensor] | None = None,
 ) -> list[Coded]:
     """Codes the moments of one parameter.
 
@@ -89,7 +89,7 @@ def encode_moments(
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
         random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: rounds to nearest.
-        measure: gives the scales of a moment with blocks, and of what is coded of it; None: :meth:`Codec.measure` does.
+        agree: replaces the extremes of a moment's blocks, of which other ranks may hold parts.
 
     Returns:
         One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code have equal
@@ -104,14 +104,12 @@ def encode_moments(
             x = square_root(x) if roots is None else next(known)
         elif stored_root is not None and moment.is_relative(codec):
             x = torch.where(stored_root > 0, x * reciprocal(stored_root), 0.0)
-        if not moment_codec.blockwise:
-            scales = x
-        else:
-            scales = moment_codec.measure(x, signed=moment.signed) if measure is None else measure(moment, x)
-        if random is None:
-            codes = moment_codec.encode(x, scales, signed=moment.signed)
-        else:
-            codes = moment_codec.encode_at_random(x, scales, random, signed=moment.signed)
+        scales = x
+        if moment_codec.blockwise:
+            extremes = moment_codec.extremes(x, signed=moment.signed)
+            extremes = extremes if agree is None else agree(moment, extremes)
+            scales = moment_codec.scales_for(extremes, signed=moment.signed)
+        codes = moment_codec.encode(x, scales, random, signed=moment.signed)
         if codec.relative and not moment.signed and stored_root is None:
             stored_root = codec.decode(codes, scales, signed=False)
         coded[moment.name] = Coded(codes, scales if moment_codec.blockwise else None)

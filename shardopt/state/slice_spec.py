@@ -237,18 +237,16 @@ class SliceSpec:
             if rectangle.rows * rectangle.cols == 0 or not (among is None or any(first <= i < end for i in among)):
                 continue
 
-            def measure(moment: Moment, x: Tensor, rectangle: Rectangle = rectangle, count: int = count) -> Tensor:
-                codec = moment.codec(self.codec)
-                extremes = codec.extremes(x, signed=moment.signed)
+            def agree(moment: Moment, extremes: Tensor, rectangle: Rectangle = rectangle, count: int = count) -> Tensor:
                 if moment.name in agreed:
                     extremes = torch.maximum(extremes, _per_block(agreed[moment.name], 2, rectangle, count))
                 if found is not None:
                     seen = _per_block(found[moment.name], 2, rectangle, count)
                     seen.copy_(torch.maximum(seen, extremes))
-                return codec.scales_for(extremes, signed=moment.signed)
+                return extremes
 
             blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in values]
-            yield rectangle, encode_moments(self.codec, self.moments, blocks, measure=measure)
+            yield rectangle, encode_moments(self.codec, self.moments, blocks, agree=agree)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The moments as float32."""
