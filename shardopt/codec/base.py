@@ -91,7 +91,7 @@ class Codec(ABC):
         return self.scales_for(self.extremes(x, signed=signed), signed=signed)
 
     def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
-        """What the scales of blocks ``x`` follow from: int32, ``(..., 2)``, maxima over the elements, >= 0."""
+        """Maxima over the elements of blocks ``x``, from which scales follow: int32, ``(..., 2)``, >= 0."""
         largest = bits(x.abs().amax(-1))
         return torch.stack([largest, torch.zeros_like(largest)], dim=-1)
 

@@ -115,7 +115,7 @@ _Parts = dict[tuple[int, str], Tensor]
 def _messages(
     slices: Sequence[Floats], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
 ) -> dict[Exchange, _Parts]:
-    """What this rank tells others of shared blocks, of moments in units of another's root or of all other moments."""
+    """This rank's extremes of shared blocks, of the moments in units of another's root or of all other moments."""
     messages: dict[Exchange, _Parts] = {}
     for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
         exchange = sharing_ranks(spec)

@@ -208,7 +208,7 @@ class SliceSpec:
     ) -> dict[str, Tensor]:
         """The extremes of this rank's parts of blocks, by moment: int32, ``(blocks, 2)``, in the order of the scales.
 
-        Those of a moment in units of another's root are right if the other's are in ``agreed``.
+        A moment in units of another's root needs the other's in ``agreed``.
 
         Args:
             values: as for :meth:`encode`.
