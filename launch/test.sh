@@ -38,7 +38,7 @@ done
 export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }--no-compress"
 setup_env test
 if ! has_nvcc; then
-    echo "no nvcc: the CUDA kernels' PTX is not tested (tests/ptx), their source is"
+    echo "no nvcc: the CUDA kernels are not tested (tests/ptx)"
 fi
 unclean=
 if [ -n "$pinned" ]; then

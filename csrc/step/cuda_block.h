@@ -15,11 +15,6 @@ constexpr int kEach = 16;         // elements of a lane in a turn
 constexpr int kAlignedWarps = 4;  // warps of a thread block
 constexpr size_t kSharedBytes = 48 * 1024;
 
-// Declares the thread block's dynamic shared memory. Tests that run the kernels on a CPU define the macro otherwise.
-#if !defined(SHARDOPT_DYNAMIC_SHARED)
-#define SHARDOPT_DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
-#endif
-
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 class BlockArithmetic {
  public:

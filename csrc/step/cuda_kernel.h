@@ -71,12 +71,15 @@ SHARDOPT_DEVICE void add_task_to_sums(const CudaCall& call, const CudaTask& task
 
 // The codecs that a rule's kernel rows may have. A rule without moments does not use its codec, so that one codec
 // stands for all. Few rules may have shared codecs; repaying rules have relative codecs, and float32 for small
-// parameters.
+// parameters. Of few kernels, rules that are not usual have two codecs: their code only knows whether codes are roots.
 template <class Rule>
-using CodecsOf =
-    std::conditional_t<Rule::Kept::kCount == 0, List<Float32>,
-                       std::conditional_t<kRepaysOf<Rule>, List<Float32, Log8, Log4>,
-                                          std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>>>;
+using ManyCodecsOf = std::conditional_t<may_share_codes<Rule>(), Codecs, UnsharedCodecs>;
+template <class Rule>
+using CodecsOf = std::conditional_t<
+    Rule::Kept::kCount == 0, List<Float32>,
+    std::conditional_t<kRepaysOf<Rule>, List<Float32, Log8, Log4>,
+                       std::conditional_t<kFewKernels && !is_usual<Rule, Log8>(), List<Float32, Log8>,
+                                          ManyCodecsOf<Rule>>>>;
 
 // A warp per task, all of one rule.
 template <class Rule>
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kResident) step_usual_tasks(CudaCall
   using Aligned = AlignedStepper<Rule, Codec, kWeight, kGradient>;
   using Staged = StagedStepper<Rule, Codec, kWeight, kGradient>;
   __shared__ typename Aligned::Table table;
-  SHARDOPT_DYNAMIC_SHARED(memory);
+  extern __shared__ uint4 memory[];
   if (is_off(call) || call.phase != Phase::kStep) return;
   table.fill(call.tables[batch.codec]);
   __syncthreads();
@@ -187,14 +190,14 @@ using AlignedFormats = std::make_integer_sequence<int, kAlignedFormatCount>;
 
 template <class Rule, class Codec, int kFormat>
 Kernel usual_kernel(const CudaBatch& batch) {
-  if constexpr (Codec::Signed::kScales > 0 && is_usual<Rule, Codec>()) {
+  if constexpr (has_cuda_kernel<Rule, Codec>(kFormat)) {
     constexpr AlignedFormat kFound = kAlignedFormats[kFormat];
     using Aligned = AlignedStepper<Rule, Codec, kFound.weight, kFound.gradient>;
     using Staged = StagedStepper<Rule, Codec, kFound.weight, kFound.gradient>;
     return {step_usual_tasks<Rule, Codec, kFound.weight, kFound.gradient>,
             kAlignedWarps * warp_bytes<Aligned, Staged>(batch)};
   } else {
-    return {nullptr};  // make_cuda_tasks gives no format to other pairs of rule and codec
+    return {nullptr};  // make_cuda_tasks gives such blocks no format
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800
 #include <cuda_bf16.h>
 #endif
 
@@ -87,7 +87,7 @@ SHARDOPT_DEVICE void store_lane(uint64_t address, const Vector<T>& v, const Span
 
 // The nearest bfloat16, in the low half. In assembly, as nvcc would rearrange halves of words before storing them.
 SHARDOPT_DEVICE uint32_t nearest_bf16(float x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800
   uint32_t word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(0.0f), "f"(x));
   return word;
@@ -100,7 +100,7 @@ SHARDOPT_DEVICE Vector<uint16_t> bf16_lane(const float (&x)[kLane]) {
   Vector<uint16_t> v;
 #pragma unroll
   for (int i = 0; i < kLane; i += 2) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
     __builtin_memcpy(&v.x[i], &pair, sizeof pair);
 #else

@@ -6,7 +6,6 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-#if defined(__CUDA_ARCH__)
 SHARDOPT_DEVICE float near_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -17,7 +16,6 @@ SHARDOPT_DEVICE float near_reciprocal_root(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-#endif
 
 // Roots above this bound are normal numbers, and so are the residuals of their computation.
 constexpr float kLeastQuickRoot = 0x1p-50f;
@@ -26,7 +24,7 @@ constexpr float kLargestQuickMoment = 0x1p120f;
 
 // The larger of a and b; NaN if either is NaN.
 SHARDOPT_DEVICE float larger(float a, float b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800
   float x;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
   return x;
@@ -36,13 +34,7 @@ SHARDOPT_DEVICE float larger(float a, float b) {
 }
 
 // 1 for a root, 0 for zero.
-SHARDOPT_DEVICE float one_above_zero(float root) {
-#if defined(__CUDA_ARCH__)
-  return __saturatef(root * 0x1p60f);
-#else
-  return root > 0.0f ? 1.0f : 0.0f;
-#endif
-}
+SHARDOPT_DEVICE float one_above_zero(float root) { return __saturatef(root * 0x1p60f); }
 
 // kZeros: square roots may be of zero, too.
 template <bool kZeros>
@@ -68,24 +60,15 @@ struct QuickOf {
 
   // Correctly rounded if x and 1 / x are normal numbers.
   friend SHARDOPT_DEVICE Quick reciprocal(Quick a) {
-#if defined(__CUDA_ARCH__)
     const float y = near_reciprocal(a.x);
     return __fmaf_rn(y, __fmaf_rn(-a.x, y, 1.0f), y);
-#else
-    return 1.0f / a.x;
-#endif
   }
 
   // Correctly rounded from 2^-100 to 2^124; NaN for negative numbers, infinity and NaN, and without kZeros for zero.
   // The number added to the argument changes none from 2^-101 on.
   friend SHARDOPT_DEVICE Quick square_root(Quick a) {
-#if defined(__CUDA_ARCH__)
     const float y = near_reciprocal_root(kZeros ? a.x + 0x1p-126f : a.x), s = a.x * y;
     return __fmaf_rn(__fmaf_rn(-s, s, a.x), 0.5f * y, s);
-#else
-    const bool has_root = (kZeros ? a.x >= 0.0f : a.x > 0.0f) && a.x < 3.4e38f;
-    return has_root ? shardopt::SHARDOPT_TARGET::square_root(a.x) : __builtin_nanf("");
-#endif
   }
 };
 using Quick = QuickOf<false>;

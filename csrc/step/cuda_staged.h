@@ -108,9 +108,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   // Makes nvcc compute an address here, once, instead of at each use.
   template <class T>
   SHARDOPT_DEVICE static T* settled(T* address) {
-#if defined(__CUDA_ARCH__)
     asm("" : "+l"(address));
-#endif
     return address;
   }
 

@@ -15,15 +15,15 @@ int64_t task_elements(int64_t elements) {
   return elements >= kMany ? kMost : elements >= kSome ? kMost / 2 : kMost / 4;
 }
 
-// Whether a rule and a blockwise codec have kernels of their own.
+// Whether a rule, a codec and a format have a kernel of their own.
 template <class Codec, class... Rule>
-bool has_kernels(int rule, tasks::List<Rule...>) {
-  constexpr bool has[] = {(Codec::Signed::kScales > 0 && tasks::is_usual<Rule, Codec>())...};
+bool has_kernel(int rule, int format, tasks::List<Rule...>) {
+  const bool has[] = {tasks::has_cuda_kernel<Rule, Codec>(format)...};
   return has[rule];
 }
 template <class... Codec>
-bool has_kernels(int rule, int codec, tasks::List<Codec...>) {
-  const bool has[] = {has_kernels<Codec>(rule, tasks::Rules{})...};
+bool has_kernel(int rule, int codec, int format, tasks::List<Codec...>) {
+  const bool has[] = {has_kernel<Codec>(rule, format, tasks::Rules{})...};
   return has[codec];
 }
 
@@ -31,13 +31,12 @@ bool has_kernels(int rule, int codec, tasks::List<Codec...>) {
 int format_of(const KernelRow& kernel_row, int rule) {
   if (kernel_row.cut || kernel_row.block_size != kAlignedBlock || kernel_row.rows == 0 || kernel_row.cols == 0)
     return -1;
-  if (!has_kernels(rule, kernel_row.codec, tasks::Codecs{})) return -1;
   // Staging would take short blocks that do not lie one after the other one by one.
   if (kernel_row.row_stride != kernel_row.cols && kernel_row.rows > 1 && kernel_row.cols < kAlignedBlock) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {
     if (kernel_row.weight_format == static_cast<int32_t>(kAlignedFormats[i].weight) &&
         kernel_row.gradient_dtype == static_cast<int32_t>(kAlignedFormats[i].gradient))
-      return i;
+      return has_kernel(rule, kernel_row.codec, i, tasks::Codecs{}) ? i : -1;
   }
   return -1;
 }

@@ -1,7 +1,4 @@
 // Consecutive elements of a lane as words of 32 bits: moves them, takes them apart and puts them together.
-//
-// Branches for __CUDA_ARCH__ are single instructions that nvcc does not generate from the other branch. Tests of the
-// emulation run the other branch; tests/ptx and tests/gpu run the instructions.
 #pragma once
 
 #include <type_traits>
@@ -50,45 +47,25 @@ struct WeightTypes<WeightFormat::kBFloat16Plus16> {
 };
 
 // Byte k of a word.
-SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) {
-#if defined(__CUDA_ARCH__)
-  return static_cast<int32_t>(__byte_perm(word, 0, 0x4440 + k));
-#else
-  return static_cast<int32_t>(word >> (8 * k) & 0xff);
-#endif
-}
+SHARDOPT_DEVICE int32_t byte_of(uint32_t word, int k) { return static_cast<int32_t>(__byte_perm(word, 0, 0x4440 + k)); }
 
 // Byte k of a word as a signed number, times 2^8; half k of a word as a signed number.
 SHARDOPT_DEVICE int32_t signed_byte_of(uint32_t word, int k) {
-#if defined(__CUDA_ARCH__)
   // In assembly: __byte_perm reads three bits of each digit of the selector, not the fourth, which selects the byte's
   // sign.
   uint32_t x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(word), "r"(0), "r"(0x8804 + k * 0x1110));
   return static_cast<int32_t>(x);
-#else
-  return static_cast<int8_t>(word >> (8 * k)) * 256;
-#endif
 }
 SHARDOPT_DEVICE int32_t signed_half_of(uint32_t word, int k) { return static_cast<int16_t>(word >> (16 * k)); }
 
 // Packs half k of two words; byte k of four words.
 SHARDOPT_DEVICE uint32_t halves_of(uint32_t a, uint32_t b, int k) {
-#if defined(__CUDA_ARCH__)
   return __byte_perm(a, b, k == 0 ? 0x5410 : 0x7632);
-#else
-  return (a >> (16 * k) & 0xffff) | (b >> (16 * k)) << 16;
-#endif
 }
 SHARDOPT_DEVICE uint32_t bytes_of(const uint32_t* words, int k) {
-#if defined(__CUDA_ARCH__)
   const int selector = k | (4 + k) << 4;
   return __byte_perm(__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector), 0x5410);
-#else
-  uint32_t packed = 0;
-  for (int i = 0; i < 4; ++i) packed |= (words[i] >> (8 * k) & 0xff) << (8 * i);
-  return packed;
-#endif
 }
 
 // A master weight's word plus half a unit of the parameter. The upper half of the result is the parameter; the bits
@@ -104,24 +81,15 @@ SHARDOPT_DEVICE uint32_t raised_word(float weight) {
 // A table in shared memory, whose address there is computed once. The compiler does not see that `value` reads memory:
 // the load stays behind the thread block's barrier because its index comes from a load that does.
 struct SharedTable {
-#if defined(__CUDA_ARCH__)
   uint32_t address;
   SHARDOPT_DEVICE explicit SharedTable(const float* table)
       : address(static_cast<uint32_t>(opaque(static_cast<int32_t>(__cvta_generic_to_shared(table))))) {}
-#else
-  const float* values;
-  explicit SharedTable(const float* table) : values(table) {}
-#endif
 
   // The value whose index is byte k of the word.
   SHARDOPT_DEVICE float value(uint32_t word, int k) const {
-#if defined(__CUDA_ARCH__)
     float x;
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__dp4a(word, 4u << (8 * k), address)));
     return x;
-#else
-    return values[byte_of(word, k)];
-#endif
   }
 };
 

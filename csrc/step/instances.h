@@ -84,6 +84,22 @@ constexpr bool is_usual() {
   return index_of<Rule>(UsualRules{}) < UsualRules::kCount && index_of<Codec>(UsualCodecs{}) < UsualCodecs::kCount;
 }
 
+// Tests on a CPU compile the CUDA kernels with SHARDOPT_FEW_KERNELS: half of them, in half of the time.
+#if defined(SHARDOPT_FEW_KERNELS)
+constexpr bool kFewKernels = true;
+#else
+constexpr bool kFewKernels = false;
+#endif
+
+// Whether a rule, a codec and a weight format (an index in kAlignedFormats) have a CUDA kernel of their own. Of few
+// kernels these are all formats of Adam and log8, and each two of rule, codec and format once.
+template <class Rule, class Codec>
+constexpr bool has_cuda_kernel(int format) {
+  constexpr int pair = index_of<Rule>(UsualRules{}) + kCodecIndex<Codec> - kCodecIndex<Log8>;
+  return Codec::Signed::kScales > 0 && is_usual<Rule, Codec>() &&
+         (!kFewKernels || pair == 0 || (pair + format) % 3 == 0);
+}
+
 // Further pairs with kernels of their own on the CPU, where stepping run by run costs more than on a GPU.
 template <class Rule, class Codec>
 constexpr bool is_usual_on_cpu() {

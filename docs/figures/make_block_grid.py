@@ -8,13 +8,12 @@ The package's layout says which blocks there are, who holds them, and which are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from drawing import BLUE, GREY, ORANGE, PINK, Drawing
-from shardopt.layout import BlockGrid, FlatShard, Ranges, Shard
-from shardopt.layout.ranges import chunk, count
+from shardopt.layout import BlockGrid, FlatShard, GridPartition, Shard
+from shardopt.layout.partition import Cut
 
 TARGET = Path(__file__).with_name("block-grid.svg")
 GRID = BlockGrid((3, 300), 128)
@@ -35,21 +34,14 @@ class Piece(NamedTuple):
 
 def dim_sharded(dim: int) -> list[Shard]:
     """The shards of a parameter that is sharded along one dimension, as DTensors are."""
-    shards = []
-    for rank in range(len(RANKS)):
-        whole: list[Ranges] = [((0, size),) for size in GRID.global_shape]
-        indices = tuple(chunk(of, len(RANKS), rank) if at == dim else of for at, of in enumerate(whole))
-        shard = Shard(GRID.global_shape, tuple(map(count, indices)))
-        shard.indices = indices
-        shards.append(shard)
-    return shards
+    cut = GridPartition((Cut(dim, len(RANKS), 1),))
+    return [Shard(GRID.global_shape, cut, rank) for rank in range(len(RANKS))]
 
 
 def flat_sharded() -> list[FlatShard]:
     """The shards of a parameter that is flattened and divided evenly, as by FSDP1 and ZeRO."""
-    numel = GRID.rows * GRID.row_numel
-    ends = [rank * numel // len(RANKS) for rank in range(len(RANKS) + 1)]
-    return [FlatShard(GRID.global_shape, start, end, ends[1:-1]) for start, end in pairwise(ends)]
+    size = -(-GRID.rows * GRID.row_numel // len(RANKS))
+    return [FlatShard(GRID.global_shape, -rank * size, size) for rank in range(len(RANKS))]
 
 
 def pieces(shards: Sequence[Shard]) -> Iterator[Piece]:
@@ -59,7 +51,7 @@ def pieces(shards: Sequence[Shard]) -> Iterator[Piece]:
             for alike in rectangle.divided(GRID):
                 for part in alike.split(GRID.block_size, GRID.block_size):
                     for row in range(part.rows):
-                        at = divmod(shard.index_of(part.element + row * part.row_stride), GRID.row_numel)
+                        at = divmod(part.first + row * part.stride, GRID.row_numel)
                         yield Piece(rank, *at, part.cols, part.cut)
 
 

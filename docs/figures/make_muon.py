@@ -39,7 +39,7 @@ def owners() -> dict[str, int]:
     matrices = []
     for number, (rows, cols) in enumerate(SHAPES.values()):
         part = rows // RANKS
-        regions = tuple(Region(part * rank * cols, part, cols, cols) for rank in range(RANKS))
+        regions = tuple(Region((rows, cols), (part * rank, 0), (part, cols)) for rank in range(RANKS))
         of_rows = ((0, 0),) * RANKS
         matrices.append(
             Matrix(

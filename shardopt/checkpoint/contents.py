@@ -1,46 +1,134 @@
-"""The parts of a model and its optimizer that one rank contributes to a checkpoint."""
+"""The contents of a checkpoint on one rank: its parts of the model and of the optimizer's state, and the header."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
-from shardopt.checkpoint.owner import Owner
-from shardopt.kernels.memory import check_storage
-from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, read_model, shard_of
+from shardopt.checkpoint.groups import describe
+from shardopt.checkpoint.header import dumped, loaded
+from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
+from shardopt.checkpoint.wording import line
+from shardopt.kernels.memory import check_storage, readable
+from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, engines_of, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
+from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
+from shardopt.report.memory import owner_of
+from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
 
 
-def model_key(name: str) -> str:
-    """A parameter's or buffer's name in a checkpoint."""
-    return f"model.{name}"
+class Contents(NamedTuple):
+    """The header and the tensors that one rank saves.
+
+    Attributes:
+        header: a dict that JSON can hold.
+        tensors: the tensors of which this rank has a part or knows, by their names in the checkpoint.
+        unequal: names of tensors that may differ between ranks, such as buffers; the first rank's are saved.
+    """
+
+    header: dict[str, Any]
+    tensors: Mapping[str, Chunks]
+    unequal: Collection[str] = ()
 
 
-def state_key(name: str, entry: str) -> str:
-    """The name in a checkpoint of a state entry of the parameter ``name``."""
-    return f"optimizer.{name}.{entry}"
+class Owner(NamedTuple):
+    """The optimizer that a checkpoint saves and loads.
+
+    Attributes:
+        groups: all param groups, whether this rank has state of their parameters or not.
+        optimizer: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
+    """
+
+    groups: list[dict[str, Any]]
+    optimizer: Any
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Owner:
+        """The owner of an optimizer of shardopt, or of quantize_state, or of a wrapper of one; see :func:`owner_of`.
+
+        Raises:
+            TypeError: the optimizer is none of these.
+        """
+        inner = owner_of(optimizer)
+        if not isinstance(inner, ShardedOptimizer | QuantizedState):
+            raise TypeError(
+                f"got an optimizer of {type(optimizer).__name__}, expected one of shardopt's, or the result of "
+                "quantize_state; save others with torch.distributed.checkpoint"
+            )
+        return cls(optimizer.param_groups, inner)
+
+    @property
+    def internals(self) -> Any:
+        """The part of the optimizer that checkpoints use."""
+        return self.optimizer._internals
+
+
+@contextmanager
+def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
+    """The given model and optimizer, or the bare model and the optimizer of an engine."""
+    engines = engines_of(model)
+    if engines is None:
+        yield model, optimizer
+        return
+    if optimizer is not None and not engines.has_optimizer(model, optimizer):
+        raise TypeError(
+            f"got an optimizer beside a {engines.name} engine that is not the engine's, expected the engine only; "
+            "leave the optimizer out"
+        )
+    with engines.opened(model) as (bare, own):
+        yield bare, own
+
+
+def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> Contents:
+    """The contents that this rank saves of a model or an engine, its optimizer, and other values.
+
+    Raises:
+        CheckpointError: a tensor has no memory, or the optimizer is not the model's.
+        TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
+    """
+    with opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
+        owner = None if own is None else Owner.of(own)
+        items, buffers = items_of(bare, owner), buffers_of(bare)
+        tensors = _chunks_of(items, buffers)
+        header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
+        if aliases := aliases_in(bare, items):
+            header["aliases"] = aliases
+        if owner is not None:
+            header["optimizer"] = owner.internals.name
+            names = names_by_group(items, len(owner.groups))
+            header["param_groups"] = [describe(*pair) for pair in zip(owner.groups, names, strict=True)]
+            for group in header["param_groups"]:
+                group["options"].update(owner.internals.format)
+        for key, value in extra.items():
+            if isinstance(value, Tensor):
+                check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
+                tensors[f"extra.{key}"] = Chunks.whole(value)
+        return Contents(loaded(dumped(header)), tensors, {model_key(item.name) for item in buffers})
 
 
 def items_of(model: Module, owner: Owner | None) -> list[Item]:
-    """All parameters of a model, in the same order on all ranks.
+    """All parameters of a model, in the same order on all ranks, with the present state of an optimizer.
 
     Raises:
-        CheckpointError: the optimizer has parameters that the model does not have; or a parameter is gathered in full
-            at the moment, for a forward or backward pass, or has no memory.
+        CheckpointError: the optimizer has parameters that the model does not have; a parameter is gathered in full
+            at the moment, for a forward or backward pass, or has no memory; or a checkpoint cannot hold a state entry.
     """
     read_model(model)
     wait_for_steps(model.parameters())
-    if owner is not None:
-        owner.optimizer.synchronize()
-    group_of = {} if owner is None else owner.group_of
+    if owner is None:
+        return list(_parameters(model, ()))
+    owner.optimizer.synchronize()
+    group_of = {param: index for index, group in enumerate(owner.groups) for param in group["params"]}
     own = {id(param) for param in model.parameters()}
     items = list(_parameters(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
     strangers = set(group_of) - {item.param for item in items}
@@ -51,17 +139,24 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
             "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
             "replace parameters"
         )
-    others = [] if owner is None else [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
+    others = [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
     if others:
         raise CheckpointError(
             f"got an optimizer with state of {others[0]!r:.80}, which is no parameter, expected state of parameters; "
             "save optimizer.state_dict() with torch.save"
         )
-    slices = {} if owner is None else {param: owner.slices(param, group) for param, group in group_of.items()}
+    states: dict[Tensor, Any] = {}
+    for param, group in group_of.items():
+        try:
+            form, held = owner.internals.held(param, owner.groups[group])
+        except ValueError as error:
+            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {line(error)}") from error
+        states[param] = form.slices, form.split(held)
     for item in items:
-        if item.param in slices:
-            item.group = group_of[item.param]
-            item.spec, item.state = slices[item.param][item.segment or 0]
+        if item.param in states:
+            slices, of_slices = states[item.param]
+            item.group, number = group_of[item.param], item.segment or 0
+            item.spec, item.state = slices[number].spec, of_slices[number]
     return items
 
 
@@ -132,21 +227,21 @@ def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
     return names
 
 
-def chunks_to_save(model: Module, owner: Owner | None, items: Sequence[Item]) -> dict[str, Chunks]:
+def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chunks]:
     """The tensors of a model and its optimizer, by their names in a checkpoint.
 
     A rank that holds no element of a flat shard does not know whether the parameter has state: it assumes so.
     """
-    of_model = [item for item in (*items, *buffers_of(model)) if item.shard.is_here]
-    tensors = {model_key(item.name): parameter_chunks(item.shard, item.local) for item in of_model}
-    if owner is None:
-        return tensors
-    for item in items:
-        if item.spec is None or not item.spec.shard.is_here:
+    tensors: dict[str, Chunks] = {}
+    for item in (*items, *buffers):
+        for key, value in item.state.items():
+            check_storage(item.name, f"state {key}", value, CheckpointError)
+        if not item.shard.is_here:
             continue
-        shard, state = item.spec.shard, item.state
-        is_assumed = not state and isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
-        for entry, chunks in state_chunks(item.spec, item.spec.new(_CPU) if is_assumed else state).items():
-            chunks.is_assumed = is_assumed
-            tensors[state_key(item.name, entry)] = chunks
+        shard, spec, state = item.shard, item.spec, item.state
+        is_flat = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
+        if spec is not None and is_flat and not state:
+            tensors |= tensors_of(item, item.local, spec, spec.new(_CPU), is_assumed=True)
+        else:
+            tensors |= tensors_of(item, item.local, spec, state)
     return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -29,27 +29,30 @@ class Copies(NamedTuple):
     """Tensors of which several ranks hold the same parts, and must have the same bits.
 
     Attributes:
-        names: the tensors'.
+        tensors: the names, each with the offsets of the only part that is compared; None for all parts.
         starts: for each rank, the rank that holds the first part of the rank's copy; -1 where a rank has no copy.
     """
 
-    names: list[str]
+    tensors: list[tuple[str, tuple[int, ...] | None]]
     starts: npt.NDArray[np.int64]
 
+    def digests(self, chunks: Mapping[str, Chunks], rank: int) -> list[int]:
+        """A digest of this rank's parts of each tensor; none if the rank has no copy."""
+        if self.starts[rank] < 0:
+            return []
+        return [
+            _combined(digest(x) for offsets, x in chunks[name].written.items() if only in (None, offsets))
+            for name, only in self.tensors
+        ]
 
-def digests(copies: Sequence[Copies], tensors: Mapping[str, Chunks], rank: int) -> list[int]:
+
+def digests(copies: Sequence[Copies], chunks: Mapping[str, Chunks], rank: int) -> list[int]:
     """One digest of this rank's parts of all tensors in each element of ``copies``; 0 where it has none."""
-    values = []
-    for names, starts in copies:
-        combined = 0
-        for name in names if starts[rank] >= 0 else ():
-            combined = _combined(combined, _of_chunks(tensors[name]))
-        values.append(combined)
-    return values
+    return [_combined(each.digests(chunks, rank)) for each in copies]
 
 
 def check_digests(
-    copies: Sequence[Copies], of_ranks: Sequence[Sequence[int]], tensors: Mapping[str, Chunks], ranks: Ranks
+    copies: Sequence[Copies], of_ranks: Sequence[Sequence[int]], chunks: Mapping[str, Chunks], ranks: Ranks
 ) -> None:
     """Checks that all ranks that hold the same parts have the same bits. All ranks must call this.
 
@@ -58,16 +61,12 @@ def check_digests(
     Raises:
         CheckpointError: on all ranks: bits differ. The message has the tensors' names.
     """
-    for number, (names, starts) in enumerate(copies):
-        if _are_alike([values[number] for values in of_ranks], starts):
-            continue
-        by_rank = ranks.gathered_numbers(
-            lambda names=names, is_copy=starts[ranks.rank] >= 0: [  # type: ignore[misc]
-                _of_chunks(tensors[name]) if is_copy else 0 for name in names
-            ]
-        )
-        by_name = zip(names, zip(*by_rank, strict=True), strict=True)
-        refuse({name for name, of_name in by_name if not _are_alike(of_name, starts)}, "values")
+    for number, each in enumerate(copies):
+        if not _are_alike([values[number] for values in of_ranks], each.starts):
+            by_rank = ranks.gathered_numbers(lambda each=each: each.digests(chunks, ranks.rank))  # type: ignore[misc]
+            by_tensor = zip(*(values or [0] * len(each.tensors) for values in by_rank), strict=True)
+            named = zip(each.tensors, by_tensor, strict=True)
+            refuse({name for (name, _), values in named if not _are_alike(values, each.starts)}, "values")
 
 
 def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:
@@ -80,15 +79,11 @@ def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:
     )
 
 
-def _of_chunks(chunks: Chunks) -> int:
+def _combined(digests: Iterable[int]) -> int:
     combined = 0
-    for tensor in chunks.written.values():
-        combined = _combined(combined, digest(tensor))
+    for each in digests:
+        combined = (combined * 0x9E3779B97F4A7C15 + each + 1) % 2**64
     return combined
-
-
-def _combined(first: int, second: int) -> int:
-    return (first * 0x9E3779B97F4A7C15 + second + 1) % 2**64
 
 
 def digest(tensor: Tensor) -> int:

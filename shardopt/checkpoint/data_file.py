@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +18,13 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeAlias, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from shardopt.checkpoint import table
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.index import Index, StoredFile, unknown_content
-from shardopt.checkpoint.storage import Folder, Source
-from shardopt.checkpoint.table import StoredChunk, Table
+from shardopt.checkpoint.storage import Folder
+from shardopt.checkpoint.table import StoredChunk
 from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
@@ -34,19 +34,19 @@ _Result: TypeAlias = "tuple[T | None, BaseException | None]"
 
 _MAX_BYTES = table.MAX_BYTES  # of a piece; each piece is stored as a chunk of its own
 _ALIGNMENT = 64  # bytes
-_MOST_OPEN = 256  # files
 _THREADS = 2
 #: Most jobs under way, from a job's start until the caller has used the result.
 _AHEAD = _THREADS + 1
 
-#: A rectangle of a tensor on its way into a file: the tensor's number in the order of names, offsets, and data.
-Part = tuple[int, Sequence[int], Tensor]
 
-
-def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredFile:
+def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> StoredFile:
     """Writes a new data file with its table, and removes the file if that fails.
 
-    Iterates over the rectangles, which may be on any device, in the caller's thread, a few pieces ahead.
+    Args:
+        folder: the checkpoint's folder.
+        name: the file's name.
+        parts: rectangles of tensors, on any device: the tensor's number in the order of names, offsets, and data. The
+            caller's thread iterates over them, a few pieces ahead.
 
     Raises:
         OSError: the file exists already, or the system cannot write it.
@@ -59,7 +59,7 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
         for number, offsets, data in parts:
             for corner, extents in _pieces(tuple(data.shape), data.itemsize):
                 inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-                chunk = StoredChunk(inside, extents, name, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
+                chunk = StoredChunk(inside, extents, 0, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
                 end = chunk.position + chunk.bytes
                 numbers.append(number)
                 yield partial(_with_checksum, chunk, memoryview_of(data[rectangle(corner, extents)]))
@@ -76,97 +76,16 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[Part]) -> StoredF
     return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
 
 
-class DataFiles:
-    """The data files of a checkpoint, opened when they are asked for. A context manager.
+def require_little_endian() -> None:
+    """Raises on a machine of another byte order than that of checkpoints.
 
-    Keeps the last 256 files open, so that their bytes stay readable if another save removes the files.
+    Raises:
+        CheckpointError: the machine is big-endian.
     """
-
-    def __init__(self, folder: Folder, index: Index) -> None:
-        self.folder, self._index = folder, index
-        self._open: dict[int, Source] = {}
-        #: The number of each tensor in the tables.
-        self.numbers = {name: number for number, name in enumerate(sorted(index.tensors))}
-        self._shapes = [index.tensors[name].shape for name in self.numbers]
-        self._itemsizes = [index.tensors[name].dtype.itemsize for name in self.numbers]
-
-    def __enter__(self) -> DataFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-
-    def __getitem__(self, number: int) -> Source:
-        """The file with a number, whose length is checked when it is opened.
-
-        Raises:
-            CheckpointError: the file cannot be opened, or has another length than the index says.
-        """
-        if number not in self._open:
-            check_lengths(self.folder, self._index, [number])
-            name = self._index.file_name(number)
-            try:
-                file = self.folder.open(name)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.folder.shown(name)}: cannot be opened: {error}; load another checkpoint"
-                ) from error
-            if len(self._open) == _MOST_OPEN:  # no thread reads the first of so many any more
-                self._open.pop(next(iter(self._open))).close()
-            self._open[number] = file
-        return self._open[number]
-
-    def table(self, number: int) -> Table:
-        """The table of a file.
-
-        Raises:
-            CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
-        """
-        stored = self._index.files[number]
-        assert stored is not None  # opening it would have raised
-        path = self.folder.shown(self._index.file_name(number))
-        file = self[number]  # checks that the file is as long as the index says, before memory is taken for it
-        try:
-            data = memoryview(bytearray(stored.table))
-        except MemoryError as error:
-            raise CheckpointError(
-                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another "
-                "checkpoint"
-            ) from error
-        _read(file, path, data, stored.data)
-        _check(path, data, stored.data, stored.crc32)
-        try:
-            return table.decoded(bytes(data), self._shapes, self._itemsizes, stored.data)
-        except table.InvalidError as error:
-            raise unknown_content(path, str(error)) from None
-
-    @contextmanager
-    def chunks(self, wanted: Iterable[tuple[int, StoredChunk]]) -> Iterator[Iterator[tuple[int, StoredChunk, Tensor]]]:
-        """Chunks with their file numbers and their bytes (uint8), verified, in the order of files and positions.
-
-        The bytes of a chunk are valid until the next chunk is requested.
-
-        Raises:
-            CheckpointError: a file cannot be read, or the checksum of a chunk is not that of the saved bytes.
-        """
-        in_order = sorted(wanted, key=lambda item: (item[0], item[1].position))
-        longest = max((chunk.bytes for _, chunk in in_order), default=0)
-        free: list[Tensor] = []
-
-        def jobs() -> Iterator[Callable[[], Tensor]]:
-            for number, chunk in in_order:
-                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
-                yield partial(_read_chunk, self[number], self.folder.shown(chunk.file), chunk, buffer)
-
-        def verified(buffers: Iterator[Tensor]) -> Iterator[tuple[int, StoredChunk, Tensor]]:
-            for (number, chunk), buffer in zip(in_order, buffers, strict=True):
-                yield number, chunk, buffer[: chunk.bytes]
-                free.append(buffer)
-
-        with computed_ahead(jobs()) as buffers:
-            yield verified(buffers)
+    if sys.byteorder != "little":
+        raise CheckpointError(
+            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
+        )
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
@@ -224,36 +143,6 @@ def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, m
 
 def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
-
-
-def _read(file: Source, path: str, data: memoryview, position: int) -> None:
-    """Fills ``data`` with the bytes at a position of a file."""
-    filled = 0
-    while filled < len(data):
-        try:
-            count = file.read_into(data[filled:], position + filled)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
-        if count == 0:
-            raise CheckpointError(f"{path}: ended while it was read; was another checkpoint saved there meanwhile?")
-        filled += count
-
-
-def _check(path: str, data: memoryview, position: int, crc32: int) -> None:
-    got = zlib.crc32(data)
-    if got != crc32:
-        raise CheckpointError(
-            f"{path}: got checksum {got:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
-            "were damaged after the save; load another checkpoint"
-        )
-
-
-def _read_chunk(file: Source, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
-    """Reads a chunk into the buffer and verifies it."""
-    data = buffer.numpy().data[: chunk.bytes]
-    _read(file, path, data, chunk.position)
-    _check(path, data, chunk.position, chunk.crc32)
-    return buffer
 
 
 @contextmanager

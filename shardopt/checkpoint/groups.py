@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -28,24 +29,23 @@ SavedGroup = dict[str, Any]
 
 def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     """A param group as JSON: names of its parameters, and its options as far as JSON can hold them."""
-    options = {key: _as_json(value) for key, value in group.items() if key not in _NOT_SAVED}
-    return {"parameters": list(names), "options": {key: x for key, x in options.items() if x is not _NOT_JSON}}
-
-
-#: Stands for a value that JSON cannot hold.
-_NOT_JSON = object()
+    options = {}
+    for key, value in group.items():
+        with suppress(TypeError):
+            if key not in _NOT_SAVED:
+                options[key] = _as_json(value)
+    return {"parameters": list(names), "options": options}
 
 
 def _as_json(value: Any) -> Any:
-    """An option as JSON: a tensor of one element as its number; _NOT_JSON for what JSON cannot hold."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_complex() else _NOT_JSON
+    """An option as JSON: a tensor of one element as its number. Raises TypeError for what JSON cannot hold."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        items = [_as_json(item) for item in value]
-        return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
-    return _NOT_JSON
+        return [_as_json(item) for item in value]
+    raise TypeError(type(value).__name__)
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import package_of
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
-from shardopt.codec import Moment
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
@@ -27,13 +26,8 @@ from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
-from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_state import TensorState, tensor_state_of
-
-#: Options of shardopt that other packages have as hyper-parameters, too.
-_SHARED_OPTIONS = {"maximize"}
-
 
 #: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded and encoded again.
 #: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
@@ -72,15 +66,6 @@ class ImportReport:
 
 #: A param group's options in a state dict, and the names and states of its parameters.
 _SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
-
-
-class _Imported(NamedTuple):
-    """A parameter and its state in the source."""
-
-    name: str
-    spec: TensorState
-    moments: Moments
-    step: Mapping[str, Any]  # empty if the source counts no steps
 
 
 @without_autograd
@@ -126,15 +111,15 @@ def import_state(
     package, groups, imported, ignored = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names or {}))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in imported.items():
-        entries, parameters[name] = _converted(spec, moments, name)
+    for index, (name, spec, found) in imported.items():
+        entries, parameters[name] = _converted(spec, found.moments, name)
         of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
         if of_rows is not None:
             entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
-        state[index] = {**entries, **step}
+        state[index] = {**entries, **found.step}
 
     def check_values() -> None:
-        for index, (name, spec, *_) in imported.items():
+        for index, (name, spec, _) in imported.items():
             spec.check_local(state[index], name)
 
     all_or_none(exchanges, check_values)
@@ -144,7 +129,7 @@ def import_state(
 
 def _read(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor]
-) -> tuple[str, list[dict[str, Any]], dict[int, _Imported], list[str]]:
+) -> tuple[str, list[dict[str, Any]], dict[int, tuple[str, TensorState, PeerState]], list[str]]:
     """The state that is to be imported, checked as far as one rank can.
 
     Returns:
@@ -152,47 +137,36 @@ def _read(
         numbers, and what is left out, in words.
     """
     sources = _sources(optimizer, state_dict, {id(param): name for name, param in names.items()})
-    peer = package_of([state for _, of_group in sources for _, state in of_group])
+    states = [state for _, of_group in sources for _, state in of_group if state]
+    peer = package_of(states)
     groups: list[dict[str, Any]] = []
-    imported: dict[int, _Imported] = {}
+    imported: dict[int, tuple[str, TensorState, PeerState]] = {}
     ignored: list[str] = []
-    unwrapped, first = [], 0
+    first = 0
     for index, (group, (saved, of_group)) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
         taken, left_out = _taken_hyper(optimizer, group, saved, peer)
         ignored += [f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items()]
         numbers = range(first, first + len(of_group))
         first = numbers.stop
         groups.append({**taken, "params": [*numbers]})
-        expected = _expected(optimizer.rule(group), peer)
+        rule = optimizer.rule(group)
+        expected = rule.moments
+        if any(moment.name == "exp_avg" and moment.own_units for moment in expected):
+            raise ValueError(
+                f"got the state of {peer.name}, whose averages are of gradients, expected exp_avg in units of its own, "
+                f"as {rule.name} keeps it; begin with new state"
+            )
         for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
             if not state:
                 continue
-            state = peer.unwrapped(state, saved, name)
-            unwrapped.append(state)
-            moments = peer.moments(state, expected, name)
+            found = peer.read(state, saved, expected, name)
             spec = tensor_state_of(param, group, expected)
-            _check_moments(spec, param, moments, name)
-            checked_step(state, name)
-            step = {"step": state["step"]} if "step" in state else {}
-            imported[number] = _Imported(name, spec, moments, step)
-            ignored += [f"{key} of {name}" for key in sorted(peer.extra & state.keys())]
-    peer.check_together(unwrapped)
+            _check_moments(spec, param, found.moments, name)
+            checked_step(found.step, name)
+            imported[number] = name, spec, found
+            ignored += [f"{key} of {name}" for key in found.ignored]
+    peer.check_together(states)
     return peer.name, groups, imported, ignored
-
-
-def _expected(rule: Rule, peer: Peer) -> tuple[Moment, ...]:
-    """The moments of a rule.
-
-    Raises:
-        ValueError: its ``exp_avg`` is no average of gradients, as that of other packages is.
-    """
-    for moment in rule.moments:
-        if moment.name == "exp_avg" and moment.own_units:
-            raise ValueError(
-                f"got the state of {peer.name}, whose averages are of gradients, expected {moment.name} in units of "
-                f"its own, as {rule.name} keeps it; begin with new state"
-            )
-    return rule.moments
 
 
 def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:
@@ -227,8 +201,11 @@ def _taken_hyper(
     """The hyper-parameters of a param group that are taken over, and those that are not."""
     rule = optimizer.rule(group)
     names = [moment.name for moment in rule.moments]
-    hyper = {key: _number(value) for key, value in peer.hyper(saved, names).items()}
-    usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | _SHARED_OPTIONS | {"initial_lr"}
+    hyper = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in peer.hyper(saved, names).items()
+    }
+    usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | {"maximize", "initial_lr"}
     kept = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **kept})
@@ -244,11 +221,7 @@ def _taken_hyper(
     return taken, left_out
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _check_moments(spec: TensorState, param: Tensor, moments: Moments, name: str) -> None:
+def _check_moments(spec: TensorState, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
     """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of those in floats.
 
     Raises:
@@ -281,7 +254,7 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: TensorState, moments: Moments, name: str) -> tuple[StateDict, Outcome]:
+def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
     """The state entries for one parameter's moments, and what it took.
 
     Raises:
@@ -336,12 +309,8 @@ def _sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) ->
         whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
         scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
     """
-    if scales_of is None:
-        return shard.like_parameter(_apart(shard.part(whole)))
-    return shard.like_scales(_apart(shard.scales_part(whole, scales_of)), scales_of)
-
-
-def _apart(part: Tensor) -> Tensor:
-    """A part as a tensor that does not keep the memory of anything larger."""
-    part = part.contiguous()
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+    of = shard if scales_of is None else shard.scales(scales_of)
+    part = of.part(whole).contiguous()
+    if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
+        part = part.clone()
+    return of.like_parameter(part)

@@ -167,14 +167,21 @@ def load_index(folder: Folder) -> Index:
             "shardopt that saved it"
         )
     try:
-        token = content.get("token")
+        token: Any = content.get("token")
         demand(isinstance(token, str) and _TOKEN.fullmatch(token), f"token {shown(token)}")
-        assert isinstance(token, str)
-        listed = content.get("files")
+        listed: Any = content.get("files")
         demand(isinstance(listed, list), "files that are no list")
-        assert isinstance(listed, list)
-        files = [None if each is None else _file(each, number) for number, each in enumerate(listed)]
-        tensors = {name: _tensor(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()}
+        files = [
+            None if each is None else StoredFile(*_sizes(each, f"file {number}", 3))
+            for number, each in enumerate(listed)
+        ]
+        tensors = {
+            name: tensor_from_json(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()
+        }
+        for name, tensor in tensors.items():
+            if tensor.partition is None:
+                is_filled = fill(tensor.shape, [part for _, part in tensor.parts])
+                demand(is_filled, f"parts that do not fill {named(name)} {shown(tensor.shape)}")
         return Index(_checked_header(content), token, files, tensors, crc32)
     except InvalidError as error:
         raise unknown_content(path, str(error)) from None
@@ -208,7 +215,9 @@ def dump_index(index: Index) -> bytes:
     Raises:
         TypeError: see :func:`shardopt.checkpoint.header.dumped`.
     """
-    tensors = ",\n".join(f"{json.dumps(name)}: {json.dumps(_plain(tensor))}" for name, tensor in index.tensors.items())
+    tensors = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(tensor_to_json(tensor))}" for name, tensor in index.tensors.items()
+    )
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
         f'"header": {dumped(index.header)},\n'
@@ -224,10 +233,51 @@ def is_own_name(name: str) -> bool:
     return bool(_DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name))
 
 
+def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
+    """A tensor as JSON; see this module."""
+    entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+    if tensor.partition is None:
+        return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
+    return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
+
+
+def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
+    """The tensor of this name in a checkpoint of so many files. Does not check whether listed parts fill the tensor.
+
+    Raises:
+        InvalidError: no version of shardopt writes this.
+    """
+    demand(isinstance(stored, dict), f"tensor {named(name)}")
+    how = stored.keys() - {"dtype", "shape"}
+    demand(
+        len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
+        f"tensor {named(name)}",
+    )
+    dtype: Any = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
+    demand(dtype is not None, f"a dtype of {named(name)}")
+    shape = _sizes(stored["shape"], name)
+    demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
+    if "parts" not in stored:
+        start = _size(stored["start"], name)
+        most = sys.maxsize if 0 in shape else files - start  # nobody looks for elements of an empty tensor
+        try:
+            return StoredTensor(dtype, shape, start, partition_from_json(stored, shape, most))
+        except InvalidError as error:
+            raise InvalidError(f"{error} of {named(name)} {shown(shape)}") from None
+    demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
+    parts = []
+    for part in stored["parts"]:
+        demand(isinstance(part, list) and len(part) == 3, f"a part of {named(name)}")
+        file = _size(part[0], name)
+        demand(file < files, f"a part of {named(name)} in a file that is not listed")
+        parts.append((file, (_sizes(part[1], name), _sizes(part[2], name))))
+    return StoredTensor(dtype, shape, parts=tuple(parts))
+
+
 def partition_to_json(partition: Partition) -> dict[str, Any]:
     """A partition as JSON; see this module."""
     if isinstance(partition, GridPartition):
-        return {"cuts": [list(cut) for cut in partition.cuts]}
+        return {"cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
     numbers = list(partition[:-1])
     return {"range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
@@ -241,13 +291,13 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
     if "cuts" in stored:
         demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
-        for dim, ways, stride in cuts:
-            demand(dim < len(shape) and ways > 0 and stride > 0, "a cut of no dimension")
-        _check_files([(ways, stride) for _, ways, stride in cuts], files)
-        return GridPartition(tuple(cuts))
-    values = stored.get("range")
+        for cut in cuts:
+            demand(cut.dim < len(shape) and cut.ways > 0 and cut.stride > 0, "a cut of no dimension")
+        partition = GridPartition(tuple(cuts))
+        _check_files(list(partition.strides), files)
+        return partition
+    values: Any = stored.get("range")
     demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
-    assert isinstance(values, list)
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)
@@ -306,70 +356,24 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
     )
 
 
-def _plain(tensor: StoredTensor) -> dict[str, Any]:
-    entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
-    if tensor.partition is None:
-        return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
-    return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
-
-
 def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key)
+    value: Any = parent.get(key)
     demand(isinstance(value, dict), f"{key} that is no object")
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
-def _size(value: object, of: str) -> int:
+def _size(value: Any, of: str) -> int:
     """Checks a size of a tensor or a file: a whole number below 2**63."""
     is_size = type(value) is int and 0 <= value < 2**63
     demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
-    return value  # type: ignore[return-value]
+    return value  # type: ignore[no-any-return]
 
 
-def _sizes(value: object, of: str, count: int | None = None) -> tuple[int, ...]:
+def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
     """Checks sizes: a list of whole numbers, of `count` or at most as many as a tensor has dimensions."""
     is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
     demand(is_list, f"sizes of {named(of)} that are no list of that length")
-    return tuple(_size(each, of) for each in value)  # type: ignore[attr-defined]
-
-
-def _file(stored: object, number: int) -> StoredFile:
-    return StoredFile(*_sizes(stored, f"file {number}", 3))
-
-
-def dtype_named(name: object) -> torch.dtype | None:
-    """The dtype of this name in an index; None if there is none."""
-    return _DTYPES.get(name) if isinstance(name, str) else None
-
-
-def _tensor(name: str, stored: Any, files: int) -> StoredTensor:
-    demand(isinstance(stored, dict), f"tensor {named(name)}")
-    how = stored.keys() - {"dtype", "shape"}
-    demand(
-        len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
-        f"tensor {named(name)}",
-    )
-    dtype = dtype_named(stored["dtype"])
-    demand(dtype is not None, f"a dtype of {named(name)}")
-    assert dtype is not None
-    shape = _sizes(stored["shape"], name)
-    demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
-    if "parts" not in stored:
-        start = _size(stored["start"], name)
-        most = sys.maxsize if 0 in shape else files - start  # nobody looks for elements of an empty tensor
-        try:
-            return StoredTensor(dtype, shape, start, partition_from_json(stored, shape, most))
-        except InvalidError as error:
-            raise InvalidError(f"{error} of {named(name)} {shown(shape)}") from None
-    demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
-    parts = []
-    for part in stored["parts"]:
-        demand(isinstance(part, list) and len(part) == 3, f"a part of {named(name)}")
-        file = _size(part[0], name)
-        demand(file < files, f"a part of {named(name)} in a file that is not listed")
-        parts.append((file, (_sizes(part[1], name), _sizes(part[2], name))))
-    demand(fill(shape, [part for _, part in parts]), f"parts that do not fill {named(name)} {shown(shape)}")
-    return StoredTensor(dtype, shape, parts=tuple(parts))
+    return tuple(_size(each, of) for each in value)
 
 
 def _check_files(strides: list[tuple[int, int]], files: int) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.data_file import DataFiles
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import checked_groups
-from shardopt.checkpoint.index import Index, StoredTensor, load_index, noticing_replacement
+from shardopt.checkpoint.index import Index, StoredTensor, load_index
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.reading import find_reads
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder, folder_at
 from shardopt.state.options import STATE_FORMAT
 from shardopt.state.slice_spec import LOW_BITS
@@ -43,8 +42,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         folder = folder_at(args.path)
         index = load_index(folder)
         print(_text(folder, index))
-        if not args.index_only:
-            _verify(folder, index)
+        if not args.index_only:  # chunk by chunk: memory does not grow with the checkpoint
+            empty = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in index.tensors.values())
+            read_tensors(folder, index, dict(zip(index.tensors, map(Chunks.whole, empty), strict=True)))
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
@@ -52,23 +52,6 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(str(error))
     print("The data were not read." if args.index_only else "No damage: all data have their checksums.")
     return 0
-
-
-def _verify(folder: Folder, index: Index) -> None:
-    """Reads all data, chunk by chunk: memory does not grow with the checkpoint.
-
-    Raises:
-        CheckpointError: they are damaged, or cannot be read.
-    """
-    tensors = {
-        name: Chunks.whole(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        for name, tensor in index.tensors.items()
-    }
-    with noticing_replacement(folder, index), DataFiles(folder, index) as files:
-        reads = find_reads(files, index, tensors)
-        with files.chunks(reads) as chunks:
-            for _ in chunks:
-                pass
 
 
 def _text(folder: Folder, index: Index) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,65 +16,47 @@ from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights, WeightFormat
 from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Ranges, Shard, boxes
+from shardopt.layout.flat import FlatRange
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
-#: A rectangle of a global tensor: the offsets of its first element, and a plain tensor (or a view) on any device.
-Chunk = tuple[tuple[int, ...], Tensor]
 
-
+@dataclass
 class Chunks:
     """One global tensor of which this rank holds some rectangles, or none.
 
-    One rank writes a rectangle that several ranks have in ``written``. All written rectangles together must fill the
-    tensor, and they must not overlap.
+    The rectangles are plain tensors, or views, on any device, by the offsets of their first elements in the global
+    tensor; none is empty. One rank writes a rectangle that several ranks have in ``written``. All written rectangles
+    together must fill the tensor, and they must not overlap.
 
-    Args:
+    Attributes:
         shape: the shape of the global tensor.
-        dtype: the dtype of the global tensor and of each chunk.
-        held: the chunks that this rank holds, each at other offsets; loading writes into them.
-        written: the chunks that this rank can save; by default all that the rank holds.
+        dtype: the dtype of the global tensor and of each rectangle.
+        held: the rectangles that this rank holds; loading writes into them.
+        written: the rectangles that this rank can save.
         placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
             if there is no rule: the ranks then tell each other their rectangles.
         is_assumed: whether this rank, which holds no part, only assumes that other ranks have the tensor.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        held: Sequence[Chunk],
-        written: Sequence[Chunk] | None = None,
-        placed: Placed | None = None,
-        *,
-        is_assumed: bool = False,
-    ) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        #: The rectangles to load into, by the offsets of their first elements in the global tensor.
-        self.held: Mapping[tuple[int, ...], Tensor] = self._by_offsets(held)
-        #: The rectangles that this rank can save, likewise.
-        self.written = self.held if written is None else self._by_offsets(written)
-        self.placed = placed
-        self.is_assumed = is_assumed
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: dict[tuple[int, ...], Tensor]
+    written: dict[tuple[int, ...], Tensor]
+    placed: Placed | None
+    is_assumed: bool = False
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
         """A tensor that this rank holds in full. By default one of the ranks that have it writes it."""
-        chunk = (0,) * tensor.dim(), tensor
+        held = {(0,) * tensor.dim(): tensor.detach()} if tensor.numel() else {}
         is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
-        return cls(tensor.shape, tensor.dtype, [chunk], [chunk] if is_own else [], placed)
+        return cls(tuple(tensor.shape), tensor.dtype, held, held if is_own else {}, placed)
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
         """Chunks that hold copies of the rectangles in ``written``, in the same order, and nothing else."""
-        copies = Chunks(self.shape, self.dtype, [], placed=self.placed, is_assumed=self.is_assumed)
-        copies.held = copies.written = {offsets: next(rectangles) for offsets in self.written}
-        return copies
-
-    @staticmethod
-    def _by_offsets(chunks: Sequence[Chunk]) -> dict[tuple[int, ...], Tensor]:
-        """The chunks that have elements, as plain tensors by their offsets."""
-        return {offsets: tensor.detach() for offsets, tensor in chunks if tensor.numel()}
+        copies = {offsets: next(rectangles) for offsets in self.written}
+        return replace(self, held=copies, written=copies)
 
 
 @dataclass
@@ -113,6 +95,12 @@ class Item:
         """The elements as read. For loads only."""
         assert self.values is not None
         return self.values
+
+    @property
+    def form(self) -> SliceSpec:
+        """The form of the state in the optimizer. For parameters of an optimizer only."""
+        assert self.spec is not None
+        return self.spec
 
     @property
     def converts_state(self) -> bool:
@@ -169,45 +157,53 @@ def described(spec: SliceSpec) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
 
 
-def parameter_chunks(shard: Shard, local: Tensor) -> Chunks:
-    """A tensor of the parameter's shape, perhaps with trailing dimensions, of which this rank holds ``local``."""
-    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
-    if isinstance(shard, FlatShard):
-        held = _rectangles(shard.global_shape, shard.start, shard.end, local)
-    else:
-        held = _boxes(shard.indices, local)
-    return Chunks(shape, local.dtype, held, placed=shard.partition)
+def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chunks:
+    """A tensor of the parameter's shape of which this rank holds ``local``, perhaps with trailing dimensions.
 
-
-def scales_chunks(shard: Shard, grid: BlockGrid, local: Tensor) -> Chunks:
-    """The scales of a parameter's blocks, of which this rank holds ``local``.
-
-    The rank that holds a cut block's first element saves the block's scales.
+    With a grid, the scales of the parameter's blocks. The rank that holds a cut block's first element saves its scales.
     """
-    shape = (grid.rows, grid.blocks_per_row, *local.shape[len(shard.scales_shape(grid)) :])
-    if isinstance(shard, FlatShard):
-        first, end = shard.blocks(grid)
-        written = max(min(shard.first_written_block(grid), end), first)
-        held = _rectangles(shape[:2], first, end, local)
-        own = _rectangles(shape[:2], written, end, local[written - first :])
-        return Chunks(shape, local.dtype, held, own, shard.scales_partition(grid))
-    covered = shard.local_blocks(grid)
-    blocks = ((covered.first, covered.first + covered.per_row),)
-    held = _boxes((shard.indices[0], blocks), local)
-    return Chunks(shape, local.dtype, held, placed=shard.scales_partition(grid))
+    of = shard if grid is None else shard.scales(grid)
+    local = local.detach()
+    shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
+    if not isinstance(of, FlatRange):
+        held = _boxes(of.indices, local) if local.numel() else {}
+        return Chunks(shape, local.dtype, held, held, of.partition)
+    written = of.start
+    if grid is not None:
+        assert isinstance(shard, FlatShard)
+        written = max(min(shard.first_written_block(grid), of.end), of.start)
+    held = _rectangles(of.global_shape, of.start, of.end, local)
+    own = held if written == of.start else _rectangles(of.global_shape, written, of.end, local[written - of.start :])
+    return Chunks(shape, local.dtype, held, own, of.partition)
 
 
-def state_chunks(spec: SliceSpec, state: Mapping[str, Any]) -> dict[str, Chunks]:
-    """The chunks of a parameter's state by entry, given this rank's part of each entry as a plain tensor."""
-    entries: dict[str, Chunks] = {}
+def tensors_of(
+    item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, is_assumed: bool = False
+) -> dict[str, Chunks]:
+    """The tensors of a checkpoint that an item becomes, by their names.
+
+    Args:
+        item: the parameter or buffer.
+        local: its elements on this rank.
+        spec: the form of its state, if there is any.
+        state: this rank's part of each state entry, plain tensors.
+        is_assumed: whether this rank only assumes that there is state.
+    """
+    tensors = {model_key(item.name): chunks_of(item.shard, local)}
+    if spec is None:
+        return tensors
     for key, value in state.items():
         if spec.is_whole(key):
-            entries[key] = Chunks.whole(value, _of_first_element(spec.shard))
-        elif (grid := spec.grid_of(key)) is not None:
-            entries[key] = scales_chunks(spec.shard, grid, value)
+            chunks = Chunks.whole(value, _of_first_element(spec.shard))
         else:
-            entries[key] = parameter_chunks(spec.shard, value)
-    return entries
+            chunks = chunks_of(spec.shard, value, spec.grid_of(key))
+        tensors[f"optimizer.{item.name}.{key}"] = replace(chunks, is_assumed=True) if is_assumed else chunks
+    return tensors
+
+
+def model_key(name: str) -> str:
+    """A parameter's or buffer's name in a checkpoint."""
+    return f"model.{name}"
 
 
 def _of_first_element(shard: Shard) -> Placed:
@@ -221,24 +217,24 @@ def _of_first_element(shard: Shard) -> Placed:
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
 
 
-def _boxes(indices: Sequence[Ranges], local: Tensor) -> list[Chunk]:
+def _boxes(indices: Sequence[Ranges], local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """The rectangles of a tensor of which this rank holds some indices of each leading dimension."""
     zeros = (0,) * (local.dim() - len(indices))
     if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
-        return [((*(start for ((start, _),) in indices), *zeros), local)]
-    return [((*offsets, *zeros), local[elements]) for offsets, elements in boxes(indices)]
+        return {(*(start for ((start, _),) in indices), *zeros): local}
+    return {(*offsets, *zeros): local[elements] for offsets, elements in boxes(indices)}
 
 
-def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> list[Chunk]:
+def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
 
     ``local`` has the elements along dimension 0, and further dimensions which ``shape`` does not list.
     """
     behind = tuple(local.shape[1:])
-    chunks = []
+    found: dict[tuple[int, ...], Tensor] = {}
     at = 0
     for offsets, extents in rectangles_of_range(tuple(shape), start, end):
         numel = math.prod(extents)
-        chunks.append(((*offsets, *(0,) * len(behind)), local[at : at + numel].view(*extents, *behind)))
+        found[(*offsets, *(0,) * len(behind))] = local[at : at + numel].view(*extents, *behind)
         at += numel
-    return chunks
+    return found

@@ -17,46 +17,45 @@ import math
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from shardopt.checkpoint.copies import Copies, digest, refuse
+from shardopt.checkpoint.contents import Contents
+from shardopt.checkpoint.copies import Copies, refuse
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import union
-from shardopt.checkpoint.index import StoredTensor, dtype_named, partition_from_json, partition_to_json
+from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_json
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fill
-from shardopt.layout.partition import Part, Partition
+from shardopt.layout import Partition
+from shardopt.layout.partition import Part
 
 _SPREAD_BYTES = 1 << 16  # of a tensor; smaller ones are written by the first rank that has them
 _DIGEST_BYTES = 16
 
 #: Ways and stride of the cuts of a partition.
 Strides = tuple[tuple[int, int], ...]
-#: Dtype, shape and partition of a tensor; None as partition where there is no rule.
-_Entry = tuple[torch.dtype, tuple[int, ...], Partition | None]
 
 
-class Described(NamedTuple):
-    """A description of tensors, which some ranks have in common.
+class Kind(NamedTuple):
+    """Ranks that describe the tensors of a save alike.
 
     Attributes:
         ranks: these ranks, ascending.
         groups: the optimizer's param groups, as in the header; None without an optimizer.
         unequal: names of tensors that may differ between ranks.
-        tensors: these, by name.
+        tensors: the tensors by name, whichever rank begins them; with neither partition nor parts if no rule is known.
     """
 
     ranks: npt.NDArray[np.int64]
     groups: list[dict[str, Any]] | None
     unequal: frozenset[str]
-    tensors: dict[str, _Entry]
+    tensors: dict[str, StoredTensor]
 
 
 class Plan(NamedTuple):
@@ -75,192 +74,205 @@ class Plan(NamedTuple):
     own: list[tuple[int, tuple[int, ...], Tensor]]
 
 
-def plan_save(
-    tensors: Mapping[str, Chunks], groups: list[dict[str, Any]] | None, unequal: Collection[str], ranks: Ranks
-) -> Plan:
-    """Plans a save. All ranks must call this.
+class Planning:
+    """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
+
+    Attributes:
+        message: for all ranks: a digest of the description, and the numbers that differ between ranks.
 
     Raises:
-        CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor or
-            overlap.
+        CheckpointError: a name is no text, or a kind of shard describes its partition wrongly.
     """
-    any_assumed = any(chunks.is_assumed for chunks in tensors.values())
-    planning = _Planning(tensors, groups, unequal, ranks, any_assumed)
-    if planning.lacks_elements and planning.some_rank_assumed:
-        # No rank has the state that ranks without elements assumed.
-        certain = {name: chunks for name, chunks in tensors.items() if not chunks.is_assumed}
-        planning = _Planning(certain, groups, unequal, ranks, False)
-    return planning.plan()
 
+    def __init__(self, contents: Contents, ranks: Ranks) -> None:
+        self._contents, self._tensors, self._ranks = contents, contents.tensors, ranks
+        self._described: dict[str, StoredTensor] = {}
+        offsets: dict[Strides, int] = {}
+        for name, chunks in sorted(self._tensors.items()):
+            partition, offset = chunks.placed or (None, 0)
+            if partition is not None and offsets.setdefault(partition.strides, offset) != offset:
+                partition = None  # of another group with ranks in the same steps: the rectangles are listed
+            if partition is not None:
+                _check_parts(name, chunks, partition, offset)
+            self._described[name] = StoredTensor(chunks.dtype, chunks.shape, partition=partition)
+        try:
+            "".join(self._described).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(
+                f"got a name that is no text: {error}; name parameters and extra values by text"
+            ) from None
+        content = {
+            "groups": contents.header.get("param_groups"),
+            "unequal": sorted(contents.unequal),
+            "tensors": {name: tensor_to_json(stored) for name, stored in self._described.items()},
+        }
+        self._text = json.dumps(content).encode()
+        is_assumed = any(chunks.is_assumed for chunks in self._tensors.values())
+        starts = [ranks.rank - offsets[strides] for strides in sorted(offsets)]
+        numbers = np.array([self._numel_held(self._described), is_assumed, *starts], dtype="<i8")
+        self.message = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest() + numbers.tobytes()
 
-class _Planning:
-    """A plan in the making. All ranks must make it, and call :meth:`plan`."""
+    def plan(self, messages: Sequence[bytes]) -> Plan:
+        """The plan, given the message of each rank. All ranks must call this.
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Chunks],
-        groups: list[dict[str, Any]] | None,
-        unequal: Collection[str],
-        ranks: Ranks,
-        any_assumed: bool,
-    ) -> None:
-        self._ranks, self._tensors = ranks, tensors
+        Raises:
+            CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
+                or overlap.
+        """
+        held, some_rank_assumed = self._hear(messages)
+        if held != sum(math.prod(self._all[name].shape) * len(self._copies[name][0]) for name, _ in self._ruled()):
+            if some_rank_assumed:
+                return self._plan_without_assumed()
+            self._refuse_holes()
+        unequal: frozenset[str] = frozenset().union(*(kind.unequal for kind in self._kinds))
+        copies: dict[tuple[Any, ...], Copies] = {}
+        stored = self._written(unequal) | self._listed(unequal, copies)
+        tensors = {name: stored[name] for name in sorted(stored)}
+        for name, partition in sorted(self._ruled()):
+            starts, of_ranks = self._copies[name]
+            if len(starts) > 1 and name not in unequal:
+                key = (self._kinds_of[name], partition.strides)
+                copies.setdefault(key, Copies([], of_ranks)).tensors.append((name, None))
+        own = []
+        for number, (name, each) in enumerate(tensors.items()):
+            for offsets, tensor in self._tensors[name].written.items() if name in self._tensors else ():
+                if each.partition is None:
+                    is_own = (self._ranks.rank, (offsets, tuple(tensor.shape))) in each.parts
+                else:
+                    is_own = self._starts[each.partition.strides][self._ranks.rank] == each.start
+                if is_own:
+                    own.append((number, offsets, tensor))
+        groups = [kind.groups for kind in self._kinds if kind.groups is not None]
+        return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
 
-        def described() -> tuple[tuple[dict[str, _Entry], bytes], bytes]:
-            """This rank's description; its digest, with the numbers that differ between ranks."""
-            entries, offsets = _described(tensors)
-            content = {"groups": groups, "unequal": sorted(unequal), "tensors": _as_json(entries)}
-            text = json.dumps(content).encode()
-            held = sum(_numel_written(chunks) for chunks in tensors.values() if chunks.placed is not None)
-            starts = [ranks.rank - offset for offset in offsets.values()]
-            digest_of_text = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-            return (entries, text), digest_of_text + np.array([held, any_assumed, *starts], dtype="<i8").tobytes()
+    def _hear(self, messages: Sequence[bytes]) -> tuple[int, bool]:
+        """Takes up what all ranks say of their tensors.
 
-        (entries, text), messages = ranks.exchange(described)
-        own_key = messages[ranks.rank][:_DIGEST_BYTES]
-        of_digest: dict[bytes, list[int]] = defaultdict(list)
+        Returns:
+            The number of elements that the ranks hold of tensors with a rule, and whether one assumed that others
+            hold some.
+        """
+        own_digest = messages[self._ranks.rank][:_DIGEST_BYTES]
+        members_of: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
-            of_digest[message[:_DIGEST_BYTES]].append(rank)
-        self._kinds = []
+            members_of[message[:_DIGEST_BYTES]].append(rank)
+        self._kinds: list[Kind] = []
         self._starts: dict[Strides, npt.NDArray[np.int64]] = {}
-        self._held = 0
-        self.some_rank_assumed = False
-        for key, members in of_digest.items():
-            sent = b""
-            if len(of_digest) > 1:
-                sent = ranks.from_rank(members[0], zlib.compress(text) if key == own_key else b"")
-            if key == own_key:
-                kind = Described(np.array(members), groups, frozenset(unequal), entries)
-            else:
-                content = json.loads(zlib.decompress(sent))
-                kind = Described(
-                    np.array(members),
-                    content["groups"],
-                    frozenset(content["unequal"]),
-                    _from_json(content["tensors"]),
-                )
+        held, some_rank_assumed = 0, False
+        for each, members in members_of.items():
+            kind = self._kind(members, is_own=each == own_digest, is_only=len(members_of) == 1)
             self._kinds.append(kind)
-            for name, (_, shape, partition) in kind.tensors.items():
-                if partition and sum((ways - 1) * stride for ways, stride in partition.strides) >= ranks.size:
+            ruled = [(name, x.shape, x.partition) for name, x in kind.tensors.items() if x.partition is not None]
+            for name, shape, partition in ruled:
+                if sum((ways - 1) * stride for ways, stride in partition.strides) >= self._ranks.size:
                     raise _not_filled(name, shape)  # more ranks than save together
             values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
-            self._held += int(values[:, 0].sum())
-            self.some_rank_assumed |= bool(values[:, 1].any())
-            for column, each in enumerate(_strides_of(kind.tensors), start=2):
-                if each not in self._starts:
-                    self._starts[each] = np.full(ranks.size, -1, dtype=np.int64)
-                self._starts[each][members] = values[:, column]
+            held += int(values[:, 0].sum())
+            some_rank_assumed |= bool(values[:, 1].any())
+            for column, strides in enumerate(sorted({partition.strides for _, _, partition in ruled}), start=2):
+                starts = self._starts.setdefault(strides, np.full(self._ranks.size, -1, dtype=np.int64))
+                starts[members] = values[:, column]
         self._kinds_of: dict[str, tuple[int, ...]] = {}
         for i, kind in enumerate(self._kinds):
             for name in kind.tensors:
                 self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
-        self._all = {name: entry for kind in reversed(self._kinds) for name, entry in kind.tensors.items()}
-        self._copies_of: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        if len(self._kinds) > 1:
-            self._compare_kinds()
+        self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
+        if len(self._kinds) > 1 and self._compare_kinds():
+            held = sum(of_rank for (of_rank,) in self._ranks.gathered_numbers(lambda: [self._numel_held(self._all)]))
+        #: The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1.
+        self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        for name, partition in self._ruled():
+            key = (self._kinds_of[name], partition.strides)
+            if key not in known:
+                of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
+                for i in key[0]:
+                    members_of_kind = self._kinds[i].ranks
+                    of_ranks[members_of_kind] = self._starts[partition.strides][members_of_kind]
+                known[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
+            self._copies[name] = known[key]
+        return held, some_rank_assumed
 
-    @property
-    def lacks_elements(self) -> bool:
-        """Whether the ranks hold fewer elements than the copies of all tensors with a rule have."""
-        wanted = 0
-        for name, (_, shape, partition) in self._all.items():
-            if partition is not None:
-                wanted += math.prod(shape) * len(self._copies(name, partition)[0])
-        return self._held != wanted
+    def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> Kind:
+        """The description that some ranks have in common; their first rank sends it to the others."""
+        sent = b""
+        if not is_only:
+            sent = self._ranks.from_rank(members[0], zlib.compress(self._text) if is_own else b"")
+        if is_own:
+            groups, unequal = self._contents.header.get("param_groups"), frozenset(self._contents.unequal)
+            return Kind(np.array(members), groups, unequal, self._described)
+        content = json.loads(zlib.decompress(sent))
+        tensors = {name: tensor_from_json(name, stored, sys.maxsize) for name, stored in content["tensors"].items()}
+        return Kind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
 
-    def plan(self) -> Plan:
-        """The plan."""
-        if self.lacks_elements:
-            self._refuse_holes()
-        unequal = frozenset().union(*(kind.unequal for kind in self._kinds))
-        stored = self._written(unequal)
-        listed = [name for name, (_, _, partition) in self._all.items() if partition is None]
-        own_parts: dict[str, list[Part]] = {}
-        if listed:
-            stored |= self._listed(listed, unequal, own_parts)
-        tensors = {name: stored[name] for name in sorted(stored)}
-        copies: dict[tuple[Any, ...], Copies] = {}
-        for name, (_, _, partition) in sorted(self._all.items()):
-            if partition is not None and name not in unequal:
-                starts, of_ranks = self._copies(name, partition)
-                if len(starts) > 1:
-                    key = (self._kinds_of[name], partition.strides)
-                    copies.setdefault(key, Copies([], of_ranks)).names.append(name)
-        own = []
-        for number, (name, each) in enumerate(tensors.items()):
-            chunks = self._tensors.get(name)
-            if chunks is None:
-                continue
-            if each.partition is None:
-                own += [(number, o, x) for o, x in chunks.written.items() if (o, tuple(x.shape)) in own_parts[name]]
-            elif self._starts[each.partition.strides][self._ranks.rank] == each.start:
-                own += [(number, offsets, x) for offsets, x in chunks.written.items()]
-        groups = [kind.groups for kind in self._kinds if kind.groups is not None]
-        return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
+    def _compare_kinds(self) -> bool:
+        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none.
 
-    def _copies(self, name: str, partition: Partition) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1."""
-        key = (self._kinds_of[name], partition.strides)
-        if key not in self._copies_of:
-            of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
-            for kind in key[0]:
-                members = self._kinds[kind].ranks
-                of_ranks[members] = self._starts[partition.strides][members]
-            self._copies_of[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
-        return self._copies_of[key]
-
-    def _compare_kinds(self) -> None:
-        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""
+        Returns:
+            Whether there is such a tensor.
+        """
         every = self._all
-        named = [(name, entry) for kind in self._kinds for name, entry in kind.tensors.items()]
-        refuse({name for name, entry in named if entry[:2] != every[name][:2]}, "shapes or dtypes")
-        other = {name for name, entry in named if entry != every[name]}
-        if not other:
-            return
-        for name in other:
-            every[name] = (*every[name][:2], None)
-        own_numel = sum(
-            _numel_written(chunks)
-            for name, chunks in self._tensors.items()
-            if chunks.placed is not None and name not in other
-        )
-        self._held = sum(held for (held,) in self._ranks.gathered_numbers(lambda: [own_numel]))
+        named = [(name, stored) for kind in self._kinds for name, stored in kind.tensors.items()]
+        refuse({name for name, stored in named if stored[:2] != every[name][:2]}, "shapes or dtypes")
+        other = {name for name, stored in named if stored != every[name]}
+        every.update({name: every[name]._replace(partition=None) for name in other})
+        return bool(other)
+
+    def _plan_without_assumed(self) -> Plan:
+        """The plan without the state that ranks without elements assumed, and no rank has."""
+        certain = {name: chunks for name, chunks in self._tensors.items() if not chunks.is_assumed}
+
+        def described() -> tuple[Planning, bytes]:
+            planning = Planning(self._contents._replace(tensors=certain), self._ranks)
+            return planning, planning.message
+
+        planning, messages = self._ranks.exchange(described)
+        return planning.plan(messages)
+
+    def _ruled(self) -> Iterator[tuple[str, Partition]]:
+        """The tensors that have a rule."""
+        return ((name, x.partition) for name, x in self._all.items() if x.partition is not None)
+
+    def _numel_held(self, tensors: Mapping[str, StoredTensor]) -> int:
+        """The number of elements that this rank holds of those tensors that have a rule."""
+        return sum(self._numel(name) for name, stored in tensors.items() if stored.partition is not None)
+
+    def _numel(self, name: str) -> int:
+        """The number of elements that this rank can write of a tensor."""
+        return sum(x.numel() for x in self._tensors[name].written.values()) if name in self._tensors else 0
 
     def _refuse_holes(self) -> None:
-        """Raises the error of tensors whose parts not all ranks hold."""
-        names = sorted(self._all)
-        of_ranks = self._ranks.gathered_numbers(lambda: [_numel_written(self._tensors.get(name)) for name in names])
-        held = dict(zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True))
-        for name, (_, shape, partition) in sorted(self._all.items()):
-            if partition is not None:
-                copies = len(self._copies(name, partition)[0])
-                if held[name] != copies * math.prod(shape):
-                    raise _not_filled(name, shape)
+        """Raises the error of the first tensor whose parts not all ranks hold."""
+        names = sorted(name for name, _ in self._ruled())
+        of_ranks = self._ranks.gathered_numbers(lambda: [self._numel(name) for name in names])
+        for name, held in zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True):
+            shape = self._all[name].shape
+            if held != len(self._copies[name][0]) * math.prod(shape):
+                raise _not_filled(name, shape)
 
-    def _written(self, unequal: Collection[str]) -> dict[str, StoredTensor]:
+    def _written(self, unequal: frozenset[str]) -> dict[str, StoredTensor]:
         """The tensors that have a rule, each with the rank that begins the copy to write."""
         stored: dict[str, StoredTensor] = {}
         loads = np.zeros(self._ranks.size)
-        in_order = sorted(self._all.items(), key=lambda item: (-_nbytes(item[1]), item[0]))
-        for name, (dtype, shape, partition) in in_order:
-            if partition is None:
-                continue
-            starts, _ = self._copies(name, partition)
-            nbytes = _nbytes((dtype, shape, partition))
+        for less, name in sorted((-self._all[name].nbytes, name) for name, _ in self._ruled()):
+            dtype, shape, _, partition, _ = self._all[name]
+            assert partition is not None
+            starts, _ = self._copies[name]
             start = int(starts[0])
-            if len(starts) > 1 and nbytes >= _SPREAD_BYTES and name not in unequal:
+            if len(starts) > 1 and -less >= _SPREAD_BYTES and name not in unequal:
                 start = int(starts[np.argmin(loads[starts])])
-            loads[start] += nbytes / math.prod(ways for ways, _ in partition.strides)
+            loads[start] -= less / math.prod(ways for ways, _ in partition.strides)
             stored[name] = StoredTensor(dtype, shape, start, partition)
         return stored
 
-    def _listed(
-        self, names: Sequence[str], unequal: Collection[str], own: dict[str, list[Part]]
-    ) -> dict[str, StoredTensor]:
+    def _listed(self, unequal: frozenset[str], copies: dict[tuple[Any, ...], Copies]) -> dict[str, StoredTensor]:
         """The tensors that have no rule, of which the ranks tell each other their rectangles.
 
-        Puts the rectangles that this rank writes into ``own``.
+        Adds the rectangles that several ranks hold to ``copies``.
         """
+        names = [name for name, each in self._all.items() if each.partition is None]
+        if not names:
+            return {}
         mine = {}
         for name in names:
             written = self._tensors[name].written if name in self._tensors else {}
@@ -270,95 +282,30 @@ class _Planning:
             for name, parts in json.loads(message).items():
                 for offsets, shape in parts:
                     holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)
-        stored_tensors: dict[str, StoredTensor] = {}
-        shared: list[tuple[str, Part]] = []
+        stored: dict[str, StoredTensor] = {}
         for name, of_parts in holders.items():
-            dtype, shape, _ = self._all[name]
             if name in unequal and of_parts:
                 first = min(of[0] for of in of_parts.values())
                 of_parts = {part: [first] for part, of in of_parts.items() if first in of}
-            if not fill(shape, list(of_parts)):
-                raise _not_filled(name, shape)
-            stored = sorted((of[0], part) for part, of in of_parts.items())
-            stored_tensors[name] = StoredTensor(dtype, shape, parts=tuple(stored))
-            own[name] = [part for part, of in of_parts.items() if of[0] == self._ranks.rank]
-            shared += [(name, part) for part, of in of_parts.items() if len(of) > 1]
-        if shared:
-            self._compare_listed(shared, holders)
-        return stored_tensors
-
-    def _compare_listed(
-        self, shared: Sequence[tuple[str, Part]], holders: Mapping[str, Mapping[Part, list[int]]]
-    ) -> None:
-        """Compares rectangles that several ranks hold of tensors without a rule. All ranks must call this."""
-        by_rank = self._ranks.gathered_numbers(
-            lambda: [
-                digest(self._tensors[name].written[part[0]]) if self._ranks.rank in holders[name][part] else 0
-                for name, part in shared
-            ]
-        )
-        by_part = zip(shared, zip(*by_rank, strict=True), strict=True)
-        alike = ((name, {of_ranks[rank] for rank in holders[name][part]}) for (name, part), of_ranks in by_part)
-        refuse({name for name, values in alike if len(values) > 1}, "values")
+            if not fill(self._all[name].shape, list(of_parts)):
+                raise _not_filled(name, self._all[name].shape)
+            stored[name] = self._all[name]._replace(parts=tuple(sorted((of[0], part) for part, of in of_parts.items())))
+            for (offsets, _), of in of_parts.items():
+                if len(of) > 1:
+                    starts = np.full(self._ranks.size, -1, dtype=np.int64)
+                    starts[of] = of
+                    copies.setdefault(("listed", *of), Copies([], starts)).tensors.append((name, offsets))
+        return stored
 
 
-def _described(tensors: Mapping[str, Chunks]) -> tuple[dict[str, _Entry], dict[Strides, int]]:
-    """This rank's tensors, in the order of names, and the offset of this rank in each kind of partition."""
-    entries: dict[str, _Entry] = {}
-    offsets: dict[Strides, int] = {}
-    for name, chunks in sorted(tensors.items()):
-        # A partition of another group with ranks in the same steps: the rectangles are listed.
-        if chunks.placed and offsets.setdefault(chunks.placed.partition.strides, chunks.placed.offset) != (
-            chunks.placed.offset
-        ):
-            chunks.placed = None
-        partition = None
-        if chunks.placed is not None:
-            partition, offset = chunks.placed
-            written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
-            if written != partition.parts(chunks.shape, offset):
-                raise CheckpointError(
-                    f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of "
-                    f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None "
-                    "there"
-                )
-        entries[name] = chunks.dtype, chunks.shape, partition
-    try:
-        "".join(entries).encode()
-    except UnicodeEncodeError as error:
+def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:
+    """Checks that this rank holds the parts that its partition says."""
+    written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
+    if written != partition.parts(chunks.shape, offset):
         raise CheckpointError(
-            f"got a name that is no text: {error}; name parameters and extra values by text"
-        ) from None
-    return entries, {each: offsets[each] for each in _strides_of(entries)}
-
-
-def _strides_of(entries: Mapping[str, _Entry]) -> list[Strides]:
-    return sorted({partition.strides for _, _, partition in entries.values() if partition is not None})
-
-
-def _as_json(entries: Mapping[str, _Entry]) -> dict[str, Any]:
-    return {
-        name: [str(dtype).removeprefix("torch."), shape, partition and partition_to_json(partition)]
-        for name, (dtype, shape, partition) in entries.items()
-    }
-
-
-def _from_json(lines: Mapping[str, Any]) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
-    for name, (dtype, shape, rule) in lines.items():
-        known = dtype_named(dtype)
-        assert known is not None
-        shape = tuple(shape)
-        entries[name] = known, shape, None if rule is None else partition_from_json(rule, shape, sys.maxsize)
-    return entries
-
-
-def _nbytes(entry: _Entry) -> int:
-    return entry[0].itemsize * math.prod(entry[1])
-
-
-def _numel_written(chunks: Chunks | None) -> int:
-    return 0 if chunks is None else sum(tensor.numel() for tensor in chunks.written.values())
+            f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of {partition} at "
+            f"offset {offset}: the kind of shard describes its partition wrongly; return None there"
+        )
 
 
 def _not_filled(name: str, shape: Sequence[int]) -> CheckpointError:

@@ -12,39 +12,24 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.contents import (
-    aliases_in,
-    buffers_of,
-    chunks_to_save,
-    items_of,
-    model_key,
-    names_by_group,
-)
-from shardopt.checkpoint.errors import CheckpointError, ReplacedError
-from shardopt.checkpoint.groups import describe
-from shardopt.checkpoint.index import Index, load_index
-from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.owner import Owner
+from shardopt.checkpoint.contents import Contents, contents_of, opened
+from shardopt.checkpoint.errors import ReplacedError
+from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.ranks import Ranks, on_device_of
-from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import outside_inference_mode
-from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import engines_of
 
 _ATTEMPTS = 10  # of a load, while other saves replace the checkpoint
@@ -94,10 +79,9 @@ def save(
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
-    ranks, folder = Ranks(), folder_at(path)
+    saving = Saving(folder_at(path), keep_last)
     with on_device_of(model):
-        saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
-        saving.run(tensors, ranks)
+        saving.run(lambda: contents_of(model, optimizer, extra), Ranks())
 
 
 @outside_inference_mode
@@ -139,15 +123,20 @@ def async_save(
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
-    ranks, folder = Ranks(), folder_at(path)
+    saving = Saving(folder_at(path), keep_last)
+    stager = _free_stager(None if staging_dir is None else Path(staging_dir))
+
+    def staged() -> Contents:
+        saving.check()
+        contents = contents_of(model, optimizer, extra)
+        return contents._replace(tensors=stager.stage(contents.tensors))
+
     with on_device_of(model):
-        saving, tensors = _to_save(folder, model, optimizer, extra, keep_last, ranks)
-        stager = _free_stager(None if staging_dir is None else Path(staging_dir))
-        staged = ranks.agree(lambda: stager.stage(tensors))
+        contents = Ranks().agree(staged)
         done = _Saving(stager)
-        others = Ranks(_group_of_saves())
         _last_saving = weakref.ref(done)
-        _begin(done, lambda: saving.run(staged, others))
+        others = Ranks(_group_of_saves())
+    _begin(done, lambda: saving.run(lambda: contents, others))
     return done
 
 
@@ -181,10 +170,8 @@ def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None,
             last.join()
         work()
     except BaseException as error:  # the waiting thread handles the error
-        done.stager.in_use = False
         done.set_exception(error)
     else:
-        done.stager.in_use = False  # first, because a waiting caller may begin the next save at once
         done.set_result(None)
 
 
@@ -219,7 +206,7 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     with on_device_of(model):
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with _opened(model, optimizer) as (bare, own):
+                with opened(model, optimizer) as (bare, own):
                     loaded = _load(folder, bare, own, convert)
                 break
             except ReplacedError:
@@ -234,48 +221,30 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
 def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
     ranks = Ranks()
 
-    def opened() -> tuple[tuple[Index, Restoration], bytes]:
+    def begun() -> tuple[Restoration, bytes]:
         index = load_index(folder)
         restoration = Restoration(folder, index, model, optimizer)
-        return (index, restoration), index.crc32.to_bytes(4, "little") + restoration.claimed
+        return restoration, index.crc32.to_bytes(4, "little") + restoration.claimed
 
-    (index, restoration), messages = ranks.exchange(opened)
+    restoration, messages = ranks.exchange(begun)
     if len({message[:4] for message in messages}) > 1:
         raise ReplacedError(
             f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    ranks.agree(lambda: restoration.plan([message[4:] for message in messages], convert=convert))
-    ranks.agree(lambda: read_tensors(folder, index, restoration.tensors))
-    restoration.convert(ranks)
+    ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
+    ranks.agree(restoration.make_states)
     restoration.commit()
     return Loaded(restoration.extra, restoration.converted)
 
 
-@contextmanager
-def _opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
-    """The given model and optimizer, or the bare model and the optimizer of an engine."""
-    engines = engines_of(model)
-    if engines is None:
-        yield model, optimizer
-        return
-    if optimizer is not None and not engines.has_optimizer(model, optimizer):
-        raise TypeError(
-            f"got an optimizer beside a {engines.name} engine that is not the engine's, expected the engine only; "
-            "leave the optimizer out"
-        )
-    with engines.opened(model) as (bare, own):
-        yield bare, own
-
-
 class _Saving(Future[None]):
-    """An asynchronous save, with the stager of its copies. The save cannot be cancelled once it writes them."""
+    """An asynchronous save, with the stager of its copies. The save cannot be cancelled."""
 
     def __init__(self, stager: Stager) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self.stager = stager
-        stager.in_use = True
 
 
 _last_saving: weakref.ref[_Saving] | None = None
@@ -284,7 +253,7 @@ _last_saving: weakref.ref[_Saving] | None = None
 def _free_stager(folder: Path | None) -> Stager:
     """The last save's stager, if that save's future still exists and its copies are written; else a new stager."""
     last = None if _last_saving is None else _last_saving()
-    is_free = last is not None and not last.stager.in_use and last.stager.folder == folder
+    is_free = last is not None and last.done() and last.stager.folder == folder
     return last.stager if last is not None and is_free else Stager(folder)
 
 
@@ -309,40 +278,3 @@ def _group_of_saves() -> dist.ProcessGroup | None:
         _groups_of_saves.clear()  # made for a process group that was destroyed
         _groups_of_saves[world] = dist.new_group(backend="gloo")
     return _groups_of_saves[world]
-
-
-def _to_save(
-    folder: Folder,
-    model: Module,
-    optimizer: Optimizer | None,
-    extra: dict[str, Any],
-    keep_last: int | None,
-    ranks: Ranks,
-) -> tuple[Saving, dict[str, Chunks]]:
-    """The save, and this rank's tensors. All ranks must call this."""
-
-    def described(bare: Module, own: Optimizer | None) -> tuple[Saving, dict[str, Chunks]]:
-        owner = None if own is None else Owner(own)
-        items = items_of(bare, owner)
-        for item in items:
-            for key, value in item.state.items():
-                check_storage(item.name, f"state {key}", value, CheckpointError)
-        tensors = chunks_to_save(bare, owner, items)
-        header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
-        if aliases := aliases_in(bare, items):
-            header["aliases"] = aliases
-        if owner is not None:
-            header["optimizer"] = owner.name
-            names = names_by_group(items, len(owner.groups))
-            header["param_groups"] = [describe(*pair) for pair in zip(owner.groups, names, strict=True)]
-            for group in header["param_groups"]:
-                group["options"].update(owner.internals.format)
-        for key, value in extra.items():
-            if isinstance(value, Tensor):
-                check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
-                tensors[f"extra.{key}"] = Chunks.whole(value)
-        buffers = {model_key(item.name) for item in buffers_of(bare)}
-        return Saving(folder, header, buffers, keep_last), tensors
-
-    with _opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
-        return ranks.agree(lambda: described(bare, own))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from shardopt.sharding.exchange import device_of
 
 T = TypeVar("T")
 
-_REPLACED, _FAILED = -1, -2  # in place of the length of a message
+_DONE, _REPLACED, _FAILED = range(3)  # what a rank says of its work, before its message
 
 
 class Ranks:
@@ -53,17 +53,21 @@ class Ranks:
         try:
             result, message = work()
         except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
-            error = raised
-        length = len(message) if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
-        lengths = self._all_gathered(_number(length)).tolist()
-        if min(lengths) < 0:
-            self._raise(error, lengths)
+            error, message = raised, f"{type(raised).__name__}: {raised}".encode(errors="replace")
+        outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
+        outcomes, lengths = self._all_gathered(_numbers(outcome, len(message))).T.tolist()
         sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        if not sent.numel():
-            return result, [b""] * self.size
         sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
-        received = self._all_gathered(sent).numpy()
-        return result, [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
+        received = self._all_gathered(sent).numpy() if sent.numel() else sent.expand(self.size, 0).numpy()
+        messages = [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
+        if any(outcomes):
+            kind = CheckpointError if _FAILED in outcomes else ReplacedError
+            if error is not None:
+                raise kind(str(error)) if isinstance(error, ReplacedError) else error
+            failed = [rank for rank, each in enumerate(outcomes) if each]
+            first = messages[failed[0]].decode()
+            raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
+        return result, messages
 
     def agree(self, work: Callable[[], T]) -> T:
         """Calls a function on every rank, and raises on all of them if it raised on any; see :meth:`exchange`."""
@@ -82,22 +86,12 @@ class Ranks:
         """The message of one rank, to which other ranks pass anything. All ranks must call this."""
         if self.size == 1:
             return message
-        sent = torch.zeros(int(self._broadcast(_number(len(message)), source)), dtype=torch.uint8, device="cpu")
+        sent = torch.zeros(int(self._broadcast(_numbers(len(message)), source)), dtype=torch.uint8, device="cpu")
         if not sent.numel():
             return b""
         if self.rank == source:
             sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         return self._broadcast(sent, source).numpy().tobytes()
-
-    def _raise(self, error: BaseException | None, lengths: Sequence[int]) -> NoReturn:
-        """Raises the own error, or what the first rank with an error says."""
-        kind = CheckpointError if _FAILED in lengths else ReplacedError
-        failed = [rank for rank, length in enumerate(lengths) if length < 0]
-        message = "" if error is None else f"{type(error).__name__}: {error}"
-        first = self.from_rank(failed[0], message.encode(errors="replace")).decode()
-        if error is not None:
-            raise kind(str(error)) if isinstance(error, ReplacedError) else error
-        raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
 
     def _all_gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of each rank, stacked; on the host, as the given one."""
@@ -116,8 +110,8 @@ class Ranks:
             return sent.cpu()
 
 
-def _number(value: int) -> Tensor:
-    return torch.tensor(value, dtype=torch.int64, device="cpu")
+def _numbers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 @contextmanager

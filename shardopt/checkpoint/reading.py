@@ -2,93 +2,151 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from shardopt.checkpoint.data_file import DataFiles, rectangle
+from shardopt.checkpoint import table
+from shardopt.checkpoint.data_file import check_lengths, computed_ahead, rectangle, require_little_endian
+from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.index import INDEX_NAME, Index, noticing_replacement, unknown_content
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.rectangles import fill
-from shardopt.checkpoint.saving import require_little_endian
-from shardopt.checkpoint.storage import Folder
+from shardopt.checkpoint.storage import Folder, Source
 from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
 
-#: A rectangle of a tensor to read into: the tensor's name, offsets, and the memory.
-_Target = tuple[str, tuple[int, ...], Tensor]
+_MOST_OPEN = 256  # files
+
+#: The chunks to read. For each, the tensors to fill from it, and the rectangle of the chunk for each.
+_Reads = dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]]
 
 
 def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
     """Reads tensors of a checkpoint into chunks of the saved dtypes and shapes. Each stored chunk is read once.
 
-    The tensors may have changed in part if reading fails.
+    The tensors may have changed in part if reading fails. Tensors on the meta device are read and verified only.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the machine is big-endian.
     """
     require_little_endian()
-    with noticing_replacement(folder, index), DataFiles(folder, index) as files:
-        reads = find_reads(files, index, tensors)
-        with files.chunks(reads) as chunks_read:
-            for number, chunk, data in chunks_read:
-                for (_, offsets, tensor), part in reads[number, chunk]:
-                    values = data.view(tensor.dtype).view(chunk.shape)
-                    to = tensor[rectangle(_inside(part, offsets), part[1])]
-                    to.copy_(values[rectangle(_inside(part, chunk.offsets), part[1])])
+    with noticing_replacement(folder, index), _DataFiles(folder, index) as files:
+        reads = _reads(files, index, tensors)
+        in_order = sorted(reads, key=lambda chunk: (chunk.file, chunk.position))
+        longest = max((chunk.bytes for chunk in in_order), default=0)
+        free: list[Tensor] = []
+
+        def jobs() -> Iterator[Callable[[], Tensor]]:
+            for chunk in in_order:
+                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
+                yield partial(_read_chunk, files[chunk.file], files.path(chunk.file), chunk, buffer)
+
+        with computed_ahead(jobs()) as buffers:
+            for chunk, buffer in zip(in_order, buffers, strict=True):
+                for tensor, inside in reads[chunk]:
+                    values = buffer[: chunk.bytes].view(tensor.dtype).view(chunk.shape)
+                    tensor.copy_(values[inside])
+                free.append(buffer)
 
 
-def find_reads(
-    files: DataFiles, index: Index, tensors: Mapping[str, Chunks]
-) -> dict[tuple[int, StoredChunk], list[tuple[_Target, Part]]]:
-    """The chunks to read, with the numbers of their files, and the part of each chunk for each rectangle to read.
+class _DataFiles(ExitStack):
+    """The data files of a checkpoint, opened when they are asked for, and closed at the end of the context.
 
-    Opens the files that have any of them, and reads their tables.
+    Keeps the last 256 files open, so that their bytes stay readable if another save removes the files.
+    """
+
+    def __init__(self, folder: Folder, index: Index) -> None:
+        super().__init__()
+        self.folder, self._index = folder, index
+        self._open: dict[int, Source] = {}
+        self._names = sorted(index.tensors)  # in the order of their numbers in the tables
+        self._shapes = [index.tensors[name].shape for name in self._names]
+        self._itemsizes = [index.tensors[name].dtype.itemsize for name in self._names]
+        self.callback(lambda: [file.close() for file in self._open.values()])
+
+    def path(self, number: int) -> str:
+        """A file's path, for errors."""
+        return self.folder.shown(self._index.file_name(number))
+
+    def __getitem__(self, number: int) -> Source:
+        """The file with a number, whose length is checked when it is opened.
+
+        Raises:
+            CheckpointError: the file cannot be opened, or has another length than the index says.
+        """
+        if number not in self._open:
+            check_lengths(self.folder, self._index, [number])
+            try:
+                file = self.folder.open(self._index.file_name(number))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path(number)}: cannot be opened: {error}; load another checkpoint"
+                ) from error
+            if len(self._open) == _MOST_OPEN:  # no thread reads the first of so many any more
+                self._open.pop(next(iter(self._open))).close()
+            self._open[number] = file
+        return self._open[number]
+
+    def chunks(self, number: int) -> dict[str, list[StoredChunk]]:
+        """The chunks of a file by the names of their tensors.
+
+        Raises:
+            CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
+        """
+        file = self[number]  # checks that the file is as long as the index says, before memory is taken for it
+        stored, path = self._index.files[number], self.path(number)
+        assert stored is not None  # opening it would have raised
+        try:
+            data = memoryview(bytearray(stored.table))
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another "
+                "checkpoint"
+            ) from error
+        _read(file, path, data, stored.data, stored.crc32)
+        try:
+            chunks = table.decoded(bytes(data), self._shapes, self._itemsizes, number, stored.data)
+        except table.InvalidError as error:
+            raise unknown_content(path, str(error)) from None
+        return {self._names[tensor]: of_tensor for tensor, of_tensor in chunks.items()}
+
+
+def _reads(files: _DataFiles, index: Index, tensors: Mapping[str, Chunks]) -> _Reads:
+    """The chunks that tensors are to be read from. Opens the files that have any of them, and reads their tables.
 
     Raises:
         CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.
     """
     targets = [(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
-    of_file: dict[int, list[_Target]] = defaultdict(list)
-    for target in targets:
-        name, offsets, tensor = target
+    targets_of: dict[int, list[int]] = defaultdict(list)  # numbers of targets by numbers of files
+    for at, (name, offsets, tensor) in enumerate(targets):
         for number in index.tensors[name].files_of((offsets, tuple(tensor.shape))):
-            of_file[number].append(target)
-    reads: dict[tuple[int, StoredChunk], list[tuple[_Target, Part]]] = defaultdict(list)
-    filled: dict[tuple[str, tuple[int, ...]], list[Part]] = defaultdict(list)
-    for number, its_targets in sorted(of_file.items()):
-        chunks_of = _chunks_in(files, index, number, {name for name, _, _ in its_targets})
-        for target in its_targets:
-            name, offsets, tensor = target
-            for chunk in chunks_of[name]:
-                part = _common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
-                if part is not None:
-                    reads[number, chunk].append((target, part))
-                    filled[name, offsets].append((_inside(part, offsets), part[1]))
-    for name, offsets, tensor in targets:
-        shape = tuple(tensor.shape)
-        if not fill(shape, filled[name, offsets]):
-            what = f"chunks that do not fill {named(name)} {shape} from {offsets}"
+            targets_of[number].append(at)
+    reads: _Reads = defaultdict(list)
+    filled: list[list[Part]] = [[] for _ in targets]
+    for number in sorted(targets_of):
+        chunks = files.chunks(number)
+        for at in targets_of[number]:
+            name, offsets, tensor = targets[at]
+            for chunk in chunks.get(name, ()):
+                common = _common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
+                if common is not None:
+                    inside = _inside(common, offsets)
+                    to = tensor[rectangle(*inside)]
+                    reads[chunk].append((to, rectangle(*_inside(common, chunk.offsets))))
+                    filled[at].append(inside)
+    for (name, offsets, tensor), parts in zip(targets, filled, strict=True):
+        if not fill(tensor.shape, parts):
+            what = f"chunks that do not fill {named(name)} {tuple(tensor.shape)} from {offsets}"
             raise unknown_content(files.folder.shown(INDEX_NAME), what)
     return reads
-
-
-def _chunks_in(files: DataFiles, index: Index, number: int, names: Collection[str]) -> dict[str, list[StoredChunk]]:
-    """The chunks that a file has of tensors of these names."""
-    files[number]  # opens it, so that its table and its chunks are of one file
-    table = files.table(number)
-    name = index.file_name(number)
-    order = np.argsort(table.tensor, kind="stable")
-    in_order = table.tensor[order]
-    chunks_of = {}
-    for tensor in names:
-        begin, end = np.searchsorted(in_order, [files.numbers[tensor], files.numbers[tensor] + 1])
-        stored = index.tensors[tensor]
-        chunks_of[tensor] = table.chunks(order[begin:end], len(stored.shape), stored.dtype.itemsize, name)
-    return chunks_of
 
 
 def _common_part(one: Part, other: Part) -> Part | None:
@@ -99,6 +157,31 @@ def _common_part(one: Part, other: Part) -> Part | None:
     return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
 
 
-def _inside(part: Part, offsets: tuple[int, ...]) -> tuple[int, ...]:
-    """Where a rectangle begins in one that begins at these offsets."""
-    return tuple(a - b for a, b in zip(part[0], offsets, strict=True))
+def _inside(part: Part, offsets: tuple[int, ...]) -> Part:
+    """A rectangle, counted from the beginning of one that begins at these offsets."""
+    return tuple(a - b for a, b in zip(part[0], offsets, strict=True)), part[1]
+
+
+def _read(file: Source, path: str, data: memoryview, position: int, crc32: int) -> None:
+    """Fills ``data`` with the bytes at a position of a file, and verifies them."""
+    filled = 0
+    while filled < len(data):
+        try:
+            count = file.read_into(data[filled:], position + filled)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
+        if count == 0:
+            raise CheckpointError(f"{path}: ended while it was read; was another checkpoint saved there meanwhile?")
+        filled += count
+    got = zlib.crc32(data)
+    if got != crc32:
+        raise CheckpointError(
+            f"{path}: got checksum {got:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
+            "were damaged after the save; load another checkpoint"
+        )
+
+
+def _read_chunk(file: Source, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
+    """Reads a chunk into the buffer and verifies it."""
+    _read(file, path, buffer.numpy().data[: chunk.bytes], chunk.position, chunk.crc32)
+    return buffer

@@ -12,25 +12,21 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.contents import (
-    aliases_in,
-    buffers_of,
-    items_of,
-    model_key,
-    names_by_group,
-    state_key,
-)
+from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, options_by_name, saved_options
+from shardopt.checkpoint.groups import apply, checked_groups, merged, options_by_name, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
-from shardopt.checkpoint.items import Chunks, Item, parameter_chunks, state_chunks
-from shardopt.checkpoint.owner import Owner
-from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.items import Chunks, Item, chunks_of, model_key, tensors_of
+from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
+from shardopt.layout import FlatShard
 from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
+from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
+from shardopt.wrapper.entries import OF_QUANTIZE_STATE
+from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
 
@@ -38,8 +34,7 @@ _CPU = torch.device("cpu")
 class Restoration:
     """A checkpoint on its way into a model and an optimizer.
 
-    Call :meth:`plan`, read :attr:`tensors`, then call :meth:`convert` and :meth:`commit`. Nothing is changed before
-    :meth:`commit`.
+    Call :meth:`read`, :meth:`make_states` and :meth:`commit`. Nothing is changed before :meth:`commit`.
 
     Raises:
         CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
@@ -54,7 +49,7 @@ class Restoration:
             raise CheckpointError(
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
-        self._owner = None if optimizer is None else Owner(optimizer)
+        self._owner = None if optimizer is None else Owner.of(optimizer)
         self._items = items_of(model, self._owner)
         self._buffers = buffers_of(model)
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
@@ -76,13 +71,30 @@ class Restoration:
         names = {model_key(name) for name in (*(item.name for item in self._all), *self._equal)}
         return np.packbits(np.array([name in names for name in self._saved_names], dtype=np.bool_)).tobytes()
 
-    def plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Plans reads and conversions; ``claimed`` has the attribute of this name on each rank.
+    def read(self, claimed: Sequence[bytes], *, convert: bool) -> None:
+        """Reads this rank's part and checks it; ``claimed`` has the attribute of this name on each rank.
 
         Raises:
-            CheckpointError: the checkpoint is of another model or optimizer, needs a conversion without `convert`, has
-                options that are not allowed, or lacks bytes of tensors in ``extra``.
+            CheckpointError: the checkpoint is damaged, is of another model or optimizer, needs a conversion without
+                `convert`, has options that are not allowed, or has state that no step could go on from.
         """
+        self._plan(claimed, convert=convert)
+        read_tensors(self._folder, self._index, self._tensors())
+        self._check_aliases()
+        for item in self._items:
+            self._check_values(item)
+        self._check_steps()
+        for item in self._items:
+            item.convert_weights()
+        #: Moments of blocks that several ranks hold and encode together: a rank that cannot decode raises before.
+        self._shared = [
+            (item, Floats(item.form, item.moments(), item.name))
+            for item in self._items
+            if item.converts_state and sharing_ranks(item.form) is not None
+        ]
+
+    def _plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
+        """Gives all that is to be read its memory, and finds out what has to be converted."""
         self._check_model(claimed)
         self._entries: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self._index.tensors.items():
@@ -111,37 +123,62 @@ class Restoration:
             alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
         }
         self._extra_tensors = {name.removeprefix("extra."): self._empty(stored) for name, stored in extra.items()}
-        self._check_tensors()
 
     @property
     def extra(self) -> dict[str, Any]:
         """The ``extra`` values that were saved."""
         return {**self._index.header["extra"], **self._extra_tensors}
 
-    @property
-    def tensors(self) -> dict[str, Chunks]:
-        """The tensors to read into, by the names in the checkpoint."""
+    def _tensors(self) -> dict[str, Chunks]:
+        """The tensors to read into, by the names in the checkpoint, which has each in this dtype and shape."""
         tensors: dict[str, Chunks] = {}
         for item in self._all:
-            tensors[model_key(item.name)] = parameter_chunks(item.shard, item.read)
-            if item.saved is not None:
-                for entry, chunks in state_chunks(item.saved, item.state).items():
-                    tensors[state_key(item.name, entry)] = chunks
+            tensors |= tensors_of(item, item.read, item.saved, item.state)
         for alias, (item, values) in self._aliases.items():
-            tensors[model_key(alias)] = parameter_chunks(item.shard, values)
+            tensors[model_key(alias)] = chunks_of(item.shard, values)
         for name, values in self._extra_tensors.items():
             tensors[f"extra.{name}"] = Chunks.whole(values)
+        for name, target in tensors.items():
+            stored = self._index.tensors[name]
+            if (stored.dtype, stored.shape) != (target.dtype, target.shape):
+                raise CheckpointError(
+                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"{target.dtype} and {target.shape}; load another checkpoint"
+                )
         return tensors
 
-    def convert(self, ranks: Ranks) -> None:
+    def make_states(self) -> None:
         """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
 
         Raises:
-            CheckpointError: on any rank, a step could not go on from the state, or the state could not be made.
+            CheckpointError: the state could not be made.
         """
-        shared = ranks.agree(self._shared_moments)
-        encoded = ranks.agree(lambda: encode_slices(list(shared.values())))
-        ranks.agree(lambda: self._make_states(dict(zip(shared, encoded, strict=True))))
+        encoded = encode_slices([floats for _, floats in self._shared])
+        of_shared = {id(item): state for (item, _), state in zip(self._shared, encoded, strict=True)}
+        for item in self._items:
+            if not item.converts_state:
+                continue
+            assert item.saved is not None
+            state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
+            if id(item) in of_shared:
+                state |= of_shared[id(item)] or {}
+            elif (moments := item.moments()) is not None:
+                state |= item.form.encode(moments)
+            item.saved, item.state = item.spec, state
+            self._check_values(item)
+        self._states: dict[Tensor, Any] = {}
+        of: dict[Tensor, list[Item]] = {}
+        for item in self._items:
+            of.setdefault(item.param, []).append(item)
+        for param in self._owned:
+            if any(item.state for item in of[param]):
+                self._states[param] = self._placed(param, of[param])
+
+    def _placed(self, param: Tensor, items: Sequence[Item]) -> Any:
+        """The new state of one of the optimizer's tensors, as its owner keeps it."""
+        assert self._owner is not None
+        assert items[0].group is not None
+        return self._owner.internals.placed(param, self._options[items[0].group], [item.state for item in items])
 
     def commit(self) -> None:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
@@ -150,11 +187,9 @@ class Restoration:
                 item.local.copy_(item.read)
         if self._owner is None:
             return
-        groups = self._owner.optimizer.param_groups
-        dropped = [g.keys() - new.keys() for g, new in zip(self._owner.groups, self._options, strict=True)]
-        for group, new, keys in zip(self._owner.groups, self._options, dropped, strict=True):
-            apply(group, new, keys)
-        if self._owner.groups is not groups:  # a ZeroRedundancyOptimizer's local optimizer has fewer parameters
+        every, own = self._owner.groups, self._owner.optimizer.param_groups
+        dropped = [group.keys() - new.keys() for group, new in zip(every, self._options, strict=True)]
+        for groups in (every,) if own is every else (every, own):  # a ZeroRedundancyOptimizer has an optimizer inside
             for group, new, keys in zip(groups, self._options, dropped, strict=True):
                 apply(group, new, keys)
         for param in self._owned:
@@ -208,16 +243,6 @@ class Restoration:
         with noticing_replacement(self._folder, self._index):
             check_lengths(self._folder, self._index, sorted(files))
 
-    def _check_tensors(self) -> None:
-        """Checks that the checkpoint has each tensor to read, in the dtype and shape of the tensor to read into."""
-        for name, target in self.tensors.items():
-            stored = self._index.tensors[name]
-            if (stored.dtype, stored.shape) != (target.dtype, target.shape):
-                raise CheckpointError(
-                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
-                    f"{target.dtype} and {target.shape}; load another checkpoint"
-                )
-
     def _merged_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
@@ -226,26 +251,46 @@ class Restoration:
             raise CheckpointError(
                 f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
-        with self._naming():
-            self._owner.check_saved(self._index.header)
+        saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
+        if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
+            raise CheckpointError(
+                f"{self._path}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
+                "optimizer, then load its state_dict(dequantize=True) into this one"
+            )
         options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
         names = names_by_group(self._items, len(self._owner.groups))
         new, saved = [], []
-        with self._naming():
-            for index, group in enumerate(self._owner.groups):
+        for index, group in enumerate(self._owner.groups):
+            with self._naming():
                 saved.append(saved_options(options, names[index], index))
-                new.append(self._owner.merged(group, saved[-1], index) if names[index] else dict(group))
+            with self._naming(f"param group {index}: "):
+                new.append(self._merged(group, saved[-1]) if names[index] else dict(group))
         return new, saved
 
+    def _merged(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a param group after the load, from those of the checkpoint, which may be damaged.
+
+        Raises:
+            ValueError: an option is not allowed, or a hyper-parameter is out of range.
+        """
+        assert self._owner is not None
+        optimizer, internals = self._owner.optimizer, self._owner.internals
+        if isinstance(optimizer, QuantizedState):
+            optimizer._internals.saved_options(saved, ())
+        else:
+            check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
+        new = merged(optimizer, group, saved)
+        return {key: x for key, x in new.items() if key in saved or not internals.is_counter(key, x)}
+
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming(self, what: str = "") -> Iterator[None]:
         """Names the checkpoint in errors of its content."""
         try:
             yield
         except CheckpointError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+            raise CheckpointError(f"{self._path}: {what}{error}") from error
         except ValueError as error:
-            raise CheckpointError(f"{self._path}: {line(error)}") from error
+            raise CheckpointError(f"{self._path}: {what}{line(error)}") from error
 
     def _plan_item(self, item: Item, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Gives a parameter memory for what is to be read, and the forms of its state."""
@@ -259,17 +304,48 @@ class Restoration:
         item.state = {}
         if self._owner is None or item.group is None:
             return
-        options, saved_options = self._options[item.group], saved_groups[item.group]
-        entries = self._entries.get(item.name, {})
         with self._naming():
-            item.saved, item.spec = self._owner.forms(item, options, saved_options, entries, dtype)
+            self._set_forms(item, saved_groups[item.group], dtype)
         if item.saved is None:
             return
-        is_here = self._owner.has_state_here(item) and id(item.param) in self._owned_ids
-        self._check_lengths([x for key, x in entries.items() if x.shape and item.saved.is_whole(key)])
+        is_flat = isinstance(item.shard, FlatShard)  # then a rank without elements has no state
+        has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
+        is_here = has_state and id(item.param) in self._owned_ids
+        stored = self._entries[item.name]
+        self._check_lengths([x for key, x in stored.items() if x.shape and item.saved.is_whole(key)])
         if is_here or item.converts_weights:
             with self._in_memory():
                 item.state = item.saved.new(_CPU)
+
+    def _set_forms(self, item: Item, saved_options: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Sets the forms of a parameter's state: in the optimizer, and in the checkpoint, unless this has no state.
+
+        Args:
+            item: the parameter.
+            saved_options: those of its param group in the checkpoint.
+            dtype: its dtype in the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint has entries of another optimizer.
+        """
+        assert self._owner is not None
+        assert item.group is not None
+        options, stored = self._options[item.group], self._entries.get(item.name, {})
+        internals = self._owner.internals
+        item.spec = internals.form(item.shard, item.local.dtype, options, stored)
+        if not stored:
+            return
+        format_keys = {*STATE_FORMAT, *internals.format} & saved_options.keys()
+        # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
+        as_saved = {**options, **{key: saved_options[key] for key in format_keys}, "repay": False}
+        item.saved = internals.form(item.shard, dtype, as_saved, stored)
+        if stored.keys() != item.saved.entries.keys():
+            saved_by = named(self._index.header.get("optimizer"))
+            raise CheckpointError(
+                f"got {few(stored)} of {named(item.name)}, saved by {saved_by}, expected "
+                f"{', '.join(sorted(item.saved.entries))} of {internals.name}; load it into {saved_by}, or the model "
+                "alone: load(path, model)"
+            )
 
     def _empty(self, stored: StoredTensor) -> Tensor:
         with self._in_memory():
@@ -286,53 +362,8 @@ class Restoration:
                 f"{line(error)}; load another checkpoint"
             ) from error
 
-    def _shared_moments(self) -> dict[int, Floats]:
-        """Checks states, converts weights, and decodes moments to re-encode, by the indices of items.
-
-        These are the moments of blocks that several ranks hold, which encode them together.
-        """
-        self._check_states()
-        for item in self._items:
-            item.convert_weights()
-        return {
-            index: Floats(item.spec, item.moments(), item.name)
-            for index, item in enumerate(self._items)
-            if item.converts_state and item.spec is not None and sharing_ranks(item.spec) is not None
-        }
-
-    def _make_states(self, encoded: Mapping[int, dict[str, Tensor] | None]) -> None:
-        """Encodes the other moments anew, and makes the optimizer's state on its devices.
-
-        ``encoded`` has the moments that ranks encode together, by the indices of their items.
-        """
-        for index, item in enumerate(self._items):
-            if item.converts_state:
-                assert item.spec is not None
-                assert item.saved is not None
-                state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
-                if index in encoded:
-                    state |= encoded[index] or {}
-                elif (moments := item.moments()) is not None:
-                    state |= item.spec.encode(moments)
-                item.saved, item.state = item.spec, state
-                self._check_values(item)
-        self._states: dict[Tensor, Any] = {}
-        of: dict[Tensor, list[Item]] = {}
-        for item in self._items:
-            of.setdefault(item.param, []).append(item)
-        for param in self._owned:
-            if any(item.state for item in of[param]):
-                self._states[param] = self._placed(param, of[param])
-
-    def _placed(self, param: Tensor, items: Sequence[Item]) -> Any:
-        """The new state of one of the optimizer's tensors, as its owner keeps it."""
-        group = items[0].group
-        assert self._owner is not None
-        assert group is not None
-        return self._owner.internals.placed(param, self._options[group], [item.state for item in items])
-
-    def _check_states(self) -> None:
-        """Checks the states that were read, as far as one rank can."""
+    def _check_aliases(self) -> None:
+        """Checks that a parameter was saved with one value under all of its names."""
         for alias, (item, values) in self._aliases.items():
             if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, item.read))):
                 raise CheckpointError(
@@ -340,10 +371,6 @@ class Restoration:
                     "ones for a parameter that the model has under both names; load into a model that does not share "
                     "them"
                 )
-        for item in self._items:
-            self._check_values(item)
-        if self._owner is not None:
-            self._check_steps()
 
     def _check_values(self, item: Item) -> None:
         if item.saved is None or not item.state:

@@ -9,23 +9,21 @@ folder: the first rank holds ``checkpoint.lock``.
 from __future__ import annotations
 
 import secrets
-import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
+from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.copies import check_digests, digests
-from shardopt.checkpoint.data_file import check_lengths, write_data_file
+from shardopt.checkpoint.data_file import check_lengths, require_little_endian, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
-from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, load_index
-from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.plan import Plan, plan_save
+from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.retention import check_keep_last, remove_older, remove_strays
 from shardopt.checkpoint.storage import LOCK_NAME, Folder
 
 _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some time to end
+_TOKEN_BYTES = 8
 
 
 class Saving:
@@ -33,50 +31,55 @@ class Saving:
 
     Args:
         folder: the folder, which is made if necessary. A checkpoint in the folder is replaced.
-        header: a dict that JSON can hold, on every rank. The first rank's header is saved, with the ``param_groups`` of
-            all ranks.
-        unequal: names of tensors that may differ between ranks, such as buffers; the first rank's tensor is saved.
         keep_last: how many checkpoints stay; see :func:`shardopt.checkpoint.retention.remove_older`. None: all.
-
-    Raises:
-        TypeError: JSON cannot hold the header, a key is not text, or lists and dicts are nested more than 100 deep.
-        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
-        CheckpointError: the machine is big-endian.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        header: Mapping[str, Any],
-        unequal: Collection[str] = (),
-        keep_last: int | None = None,
-    ) -> None:
-        require_little_endian()
-        check_keep_last(folder, keep_last)
-        self._keep_last = keep_last
-        self._folder = folder
-        self._header: dict[str, Any] = loaded(dumped(header))
-        self._unequal = frozenset(unequal)
+    def __init__(self, folder: Folder, keep_last: int | None = None) -> None:
+        self._folder, self._keep_last = folder, keep_last
         self._locked = ExitStack()  # unlocks the folder at its end
         self._token = ""
         self._written: str | None = None
 
-    def run(self, tensors: Mapping[str, Chunks], ranks: Ranks) -> None:
-        """Writes the checkpoint. All ranks must call this.
+    def check(self) -> None:
+        """Checks the machine and the option ``keep_last``.
+
+        Raises:
+            ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
+            CheckpointError: the machine is big-endian.
+        """
+        require_little_endian()
+        check_keep_last(self._folder, self._keep_last)
+
+    def run(self, read: Callable[[], Contents], ranks: Ranks) -> None:
+        """Writes the checkpoint. All ranks must call this: they agree on the plan, on the data files, and on the index.
+
+        The first rank's header is saved, with the ``param_groups`` of all ranks.
+
+        Args:
+            read: gives what this rank saves.
+            ranks: the ranks that save.
 
         Raises:
             CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one
                 name, or another save into the folder goes on. Nothing was changed.
+            BaseException: raised by ``read``; other ranks raise a CheckpointError.
         """
+
+        def described() -> tuple[tuple[Contents, Planning], bytes]:
+            self.check()
+            contents = read()
+            planning = Planning(contents, ranks)
+            return (contents, planning), self._prepare(ranks.rank) + planning.message
+
         with self._locked:
             try:
-                plan = plan_save(tensors, self._header.get("param_groups"), self._unequal, ranks)
-                _, tokens = ranks.exchange(lambda: (None, self._prepare(ranks.rank)))
-                self._token = tokens[0].decode()
-                of_ranks = ranks.gathered_numbers(lambda: self._write(plan, tensors, ranks.rank))
-                check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], tensors, ranks)
+                (contents, planning), messages = ranks.exchange(described)
+                self._token = messages[0][:_TOKEN_BYTES].hex()
+                plan = planning.plan([message[_TOKEN_BYTES:] for message in messages])
+                of_ranks = ranks.gathered_numbers(lambda: self._write(plan, contents, ranks.rank))
+                check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], contents.tensors, ranks)
                 files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
-                ranks.agree(lambda: self._commit(plan, files) if ranks.rank == 0 else None)
+                ranks.agree(lambda: self._commit(plan, contents, files) if ranks.rank == 0 else None)
             except LostRanksError:
                 # The first rank may complete the checkpoint yet. If not, the next save removes this rank's file.
                 raise
@@ -94,7 +97,7 @@ class Saving:
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
         if rank:
-            return b""
+            return bytes(_TOKEN_BYTES)
         try:
             unlock = self._folder.lock(_PATIENCE)
         except OSError as error:
@@ -105,19 +108,19 @@ class Saving:
         in_use = self._files_in_use()
         if in_use is not None:
             remove_strays(self._folder, in_use)  # a save that failed on a full disk may have left files
-        return secrets.token_hex(8).encode()
+        return bytes.fromhex(secrets.token_hex(_TOKEN_BYTES))
 
-    def _write(self, plan: Plan, tensors: Mapping[str, Chunks], rank: int) -> list[int]:
+    def _write(self, plan: Plan, contents: Contents, rank: int) -> list[int]:
         """Writes this rank's data file, if it has anything to write; returns its numbers and the digests of copies."""
-        own_digests = digests(plan.copies, tensors, rank)
+        own_digests = digests(plan.copies, contents.tensors, rank)
         if not plan.own:
             return [0, 0, 0, *own_digests]
         self._written = data_file_name(self._token, rank)
         with self._refusing(self._written, sum(data.nbytes for _, _, data in plan.own)):
             return [*write_data_file(self._folder, self._written, plan.own), *own_digests]
 
-    def _commit(self, plan: Plan, files: list[StoredFile | None]) -> None:
-        header = self._header if plan.groups is None else {**self._header, "param_groups": plan.groups}
+    def _commit(self, plan: Plan, contents: Contents, files: list[StoredFile | None]) -> None:
+        header = contents.header if plan.groups is None else {**contents.header, "param_groups": plan.groups}
         index = Index(header, self._token, files, plan.tensors)
         check_lengths(self._folder, index, [number for number, stored in enumerate(files) if stored is not None])
         text = dump_index(index)
@@ -149,15 +152,3 @@ class Saving:
             return load_index(self._folder).file_names
         except CheckpointError as error:
             return [] if isinstance(error.__cause__, FileNotFoundError) else None
-
-
-def require_little_endian() -> None:
-    """Raises on a machine of another byte order than that of checkpoints.
-
-    Raises:
-        CheckpointError: the machine is big-endian.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(
-            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
-        )

@@ -29,9 +29,6 @@ class Stager:
     Args:
         folder: a folder on a local disk for the buffer; None for host memory. The file has no name, so that nothing is
             left of it when the process ends.
-
-    Attributes:
-        in_use: whether a save reads the copies; the owner of the stager sets and clears this flag.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -39,7 +36,6 @@ class Stager:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: list[Tensor] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
-        self.in_use = False
 
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
         """Copies what this rank can save of tensors over the earlier copies.

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shardopt.checkpoint.wording import named
 
@@ -32,7 +31,7 @@ class StoredChunk(NamedTuple):
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    file: str
+    file: int  # number
     position: int  # offset of the first byte in the file
     bytes: int
     crc32: int
@@ -40,33 +39,6 @@ class StoredChunk(NamedTuple):
 
 class InvalidError(Exception):
     """A file has content that no version of shardopt writes."""
-
-
-class Table(NamedTuple):
-    """The chunks of a data file.
-
-    Attributes:
-        position: int64, (n,).
-        tensor: uint32, (n,).
-        crc32: uint32, (n,).
-        corners: int64, (n, 2, d).
-    """
-
-    position: npt.NDArray[np.int64]
-    tensor: npt.NDArray[np.uint32]
-    crc32: npt.NDArray[np.uint32]
-    corners: npt.NDArray[np.int64]
-
-    def chunks(self, rows: npt.NDArray[np.intp], dims: int, itemsize: int, file: str) -> list[StoredChunk]:
-        """The chunks in some rows, all of one tensor."""
-        chunks = []
-        corners = self.corners[rows].tolist()
-        numel = self.corners[rows, 1].prod(axis=1).tolist()
-        places = zip(self.position[rows].tolist(), numel, self.crc32[rows].tolist(), strict=True)
-        for (offsets, shape), (position, count, crc32) in zip(corners, places, strict=True):
-            part = tuple(offsets[:dims]), tuple(shape[:dims])
-            chunks.append(StoredChunk(*part, file, position, count * itemsize, crc32))
-        return chunks
 
 
 def encoded(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
@@ -86,11 +58,17 @@ def encoded(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
     return b"".join(column.tobytes() for column in columns)
 
 
-def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], length: int) -> Table:
-    """The chunks of a table, whose checksum is right.
+def decoded(
+    data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], file: int, length: int
+) -> dict[int, list[StoredChunk]]:
+    """The chunks of each tensor in a table whose checksum is right, by the tensor's number.
 
-    Takes shapes and bytes per element of the checkpoint's tensors in the order of their names, and the bytes of the
-    chunks in the data file.
+    Args:
+        data: the table.
+        shapes: of the checkpoint's tensors, in the order of their names.
+        itemsizes: bytes per element of these tensors.
+        file: the number of the data file.
+        length: the bytes of the chunks in the data file.
 
     Raises:
         InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
@@ -123,7 +101,12 @@ def decoded(data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[
     within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
     demand(bool(within.all()), "chunks beyond the end of the file")
     demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
-    return Table(position, tensor, crc32, corners)
+    chunks: dict[int, list[StoredChunk]] = {number: [] for number in used.tolist()}
+    columns = (tensor, low, extents, position, nbytes, crc32)
+    for number, offsets, shape, at, size, checksum in zip(*(column.tolist() for column in columns), strict=True):
+        dims = len(shapes[number])
+        chunks[number].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), file, at, size, checksum))
+    return chunks
 
 
 def demand(holds: object, what: str) -> None:

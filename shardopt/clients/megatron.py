@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout import Engines, FlatShard, UnknownShardError, assign, keeps_float32_state, register_engines
+from shardopt.layout import Engines, FlatShard, Kind, UnknownShardError, assign, keeps_float32_state, register
 from shardopt.optim import AdamW, ShardedOptimizer
-from shardopt.sharding.exchange import RanksExchange, own_device
+from shardopt.sharding.exchange import exchange_among
 from shardopt.sharding.in_model import replaced_parameters
 
 #: The moments in Megatron's checkpoints, by the names that both optimizers have.
@@ -255,15 +255,14 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
         UnknownShardError: Megatron's account of this rank's ranges differs from the buckets'.
     """
     group = wrapper.data_parallel_group
-    on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
-    exchange = RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))
+    exchange = exchange_among(group)
     shards = {}
     for buffer, of_buckets in zip(wrapper.buffers, wrapper.gbuf_ranges, strict=True):
         (ranges,) = of_buckets.values()
         for param, (begin, _, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             size = bucket.grad_data.numel() // dist.get_world_size(group)
-            shard = FlatShard.equal(tuple(param.shape), begin - bucket.offset, size, exchange)
+            shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, exchange)
             known = ranges[number]["param_map"].get(param)
             theirs = (known["param"].start, known["param"].end) if known else (0, 0)
             ours = (shard.start, shard.end) if shard.numel else (0, 0)
@@ -376,8 +375,9 @@ def _refresh(model: Module) -> None:
     wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
-def _engines(model: Module) -> Engines | None:
-    return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
+class _Megatron(Kind):
+    def engines_of(self, model: Module) -> Engines | None:
+        return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
 
 
-register_engines(_engines)
+register(_Megatron())

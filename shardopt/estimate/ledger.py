@@ -19,6 +19,7 @@ from shardopt import optim
 from shardopt.estimate.model import Model, ParameterShape, Shape
 from shardopt.kernels.streamed import SLOTS
 from shardopt.layout import Shard
+from shardopt.layout.partition import UNCUT, Cut, GridPartition
 from shardopt.optim import SGD, ShardedOptimizer
 from shardopt.release.released import demand_no_totals
 from shardopt.report import MemoryReport, MemoryUse
@@ -141,10 +142,8 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
 
 def _shard(parameter: ParameterShape, setup: Setup) -> Shard:
     """The first rank's part of a parameter under FSDP2; elsewhere the whole, of which a rank may hold a share."""
-    shape = local = parameter.shape
-    if setup.backend == "fsdp2":
-        local = (-(-shape[0] // setup.world_size), *shape[1:])
-    shard = Shard(shape, local)
+    ways = setup.world_size if setup.backend == "fsdp2" else 1
+    shard = Shard(parameter.shape, GridPartition((Cut(0, ways, 1),)) if ways > 1 else UNCUT)
     return shard.with_float32_state() if parameter.float32_state else shard
 
 

@@ -1,28 +1,21 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Ranks, Region
-from shardopt.layout.engines import Engines, engines_of, register_engines
+from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
+from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, read_model, register, shard_of
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
-    LocalBlocks,
     Shard,
     UnknownShardError,
     assign,
     assign_later,
     assigned,
-    copies_in,
     keep_float32_state,
     keeps_float32_state,
-    read_model,
-    register,
-    register_copies_finder,
-    register_model_reader,
-    shard_of,
 )
 
 __all__ = [
@@ -36,13 +29,12 @@ __all__ = [
     "FlatBuffer",
     "FlatShard",
     "GridPartition",
-    "LocalBlocks",
+    "Kind",
     "Notes",
     "Partition",
     "Placed",
     "RangePartition",
     "Ranges",
-    "Ranks",
     "Rectangle",
     "Region",
     "Segment",
@@ -61,9 +53,6 @@ __all__ = [
     "number_parameters",
     "read_model",
     "register",
-    "register_copies_finder",
-    "register_engines",
-    "register_model_reader",
     "shard_of",
     "use_numbers",
 ]

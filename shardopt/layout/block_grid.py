@@ -33,7 +33,7 @@ class BlockGrid:
 
     @property
     def rows(self) -> int:
-        return self.global_shape[0]
+        return self.global_shape[0] if self.global_shape else 1
 
     @property
     def row_numel(self) -> int:

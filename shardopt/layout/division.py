@@ -3,69 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class Region(NamedTuple):
-    """Elements of a flattened parameter: the same columns of consecutive rows, or any range of elements, as one row.
-
-    A row's columns that are not adjacent are several runs, described by dimensions between rows and columns.
+    """A rectangle of a parameter in its own shape, or flattened where ranks hold ranges of elements.
 
     Attributes:
-        first: index of the first element in the flattened parameter.
-        rows: how many rows.
-        cols: adjacent elements of a run.
-        stride: elements of the parameter from row to row.
-        between: sizes and strides of dimensions between rows and columns.
+        whole: the parameter's shape.
+        starts: the rectangle's first index in each dimension.
+        shape: the rectangle's shape.
     """
 
-    first: int
-    rows: int
-    cols: int
-    stride: int
-    between: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the elements as a tensor."""
-        return (self.rows, *(size for size, _ in self.between), self.cols)
+    whole: tuple[int, ...]
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         """How many elements."""
         return math.prod(self.shape)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The index in the flattened parameter of the first element, and the one after the last element's."""
+        strides = [math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
+        first = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
+        return first, first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True)) + 1
+
     def within(self, start: int, end: int) -> Region:
         """The region's elements among ``[start, end)`` of the parameter: whole rows if the region has several."""
-        if self.rows == 1 and not self.between:
-            first, last = max(self.first, start), min(self.first + self.cols, end)
-            return Region(first, 1, max(last - first, 0), self.stride)
-        row = self.first // self.stride
-        first_row, last_row = max(row, start // self.stride), min(row + self.rows, end // self.stride)
-        first = self.first + (first_row - row) * self.stride
-        return self._replace(first=first, rows=max(last_row - first_row, 0))
+        width = math.prod(self.whole[1:])
+        first = max(self.starts[0], start // width)
+        rows = max(min(self.starts[0] + self.shape[0], end // width) - first, 0)
+        return self._replace(starts=(first, *self.starts[1:]), shape=(rows, *self.shape[1:]))
 
-    def of(self, whole: Tensor, start: int = 0) -> Tensor:
+    def of(self, part: Tensor, start: int = 0) -> Tensor:
         """The region's elements in a contiguous tensor that begins with element ``start`` of the parameter: a view."""
-        at = whole.storage_offset() + self.first - start
-        return whole.as_strided(self.shape, (self.stride, *(stride for _, stride in self.between), 1), at)
+        starts = (self.starts[0] - start // math.prod(self.whole[1:]), *self.starts[1:])
+        inside = tuple(slice(at, at + size) for at, size in zip(starts, self.shape, strict=True))
+        return part.view(-1, *self.whole[1:])[inside]
 
 
 class Exchange(Protocol):
     """Ranks that hold parts of the same rows, or of the same parameter, and their collectives.
 
-    All of its ranks must call a collective.
+    All of its ranks must call a collective. Along several dimensions of a mesh an exchange has several groups: it then
+    reduces and gathers only.
     """
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replaces an int32 tensor by its elementwise maximum over the ranks."""
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32 or int64 tensor by its elementwise sum over the ranks."""
+        """Replaces a float32, int32 or int64 tensor by its elementwise sum over the ranks."""
 
     @property
     def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
@@ -73,10 +67,6 @@ class Exchange(Protocol):
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
         """The ranks' messages by global rank number."""
-
-
-class Ranks(Exchange, Protocol):
-    """Ranks that pass elements of parameters around."""
 
     @property
     def rank(self) -> int:
@@ -152,7 +142,7 @@ class Division(NamedTuple):
         regions: the part of each rank, in the order of the ranks. Together the regions cover the parameter.
     """
 
-    ranks: Ranks
+    ranks: Exchange
     regions: tuple[Region, ...]
 
     @property
@@ -169,11 +159,5 @@ class Copies(NamedTuple):
         size: the number of ranks.
     """
 
-    ranks: Ranks
+    ranks: Exchange
     size: int
-
-
-def ranges(ends: Sequence[int]) -> Iterator[Region]:
-    """The regions of ranks whose ranges of a parameter end at ``ends[1:]``; the first begins at ``ends[0]``."""
-    for start, end in pairwise(ends):
-        yield Region(start, 1, max(end - start, 0), max(end - start, 0))

@@ -7,126 +7,92 @@ which the range begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division, Exchange, Ranks, ranges
-from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps
+from shardopt.layout.division import Counted, Exchange, Region
+from shardopt.layout.partition import WHOLE, Placed, RangePartition, ends_of_range, even_steps, rectangles_of_range
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 
 
-class _AssignedShard(Shard):
-    """A shard that pickles as None, because it refers to process groups, which cannot be pickled."""
-
-    cuts_rows = True
-    layout_attribute = ASSIGNED
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> Shard:
-        return self
-
-
-class FlatShard(_AssignedShard):
-    """The elements ``[start, end)`` of the flattened parameter, as a 1-D tensor.
+class FlatRange(Shard):
+    """The elements ``[start, end)`` of a flattened tensor, as a 1-D tensor.
 
     Args:
-        global_shape: shape of the whole parameter.
+        global_shape: shape of the whole tensor.
         start: index of the first element that this rank holds.
         end: index after the last element that this rank holds.
-        cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
+        placed: the rule by which ranks have ranges; None if there is none.
         exchange: the ranks that hold the ranges; None where this rank holds all.
-        division: the same ranks with the range of each; None where this rank holds all.
-
-    Attributes:
-        replicas: the ranks that hold the same range; None if no other is known.
     """
 
-    replicas: Ranks | None = None
+    layout_attribute = ASSIGNED
 
     def __init__(
         self,
         global_shape: tuple[int, ...],
         start: int,
         end: int,
-        cuts: Sequence[int] = (),
+        placed: Placed | None = None,
         exchange: Exchange | None = None,
-        division: Division | None = None,
     ) -> None:
-        super().__init__(global_shape, (max(end - start, 0),))
-        self.start, self.end = start, max(end, start)
-        self.cuts = cuts
-        self.exchange = exchange
-        self._division = division
-        self._equal: tuple[int, int, Ranks] | None = None
-        self._partition: Placed | None = None
-        self._cut_blocks: dict[int, list[int]] = {}
-
-    @classmethod
-    def equal(cls, global_shape: tuple[int, ...], first: int, size: int, ranks: Ranks) -> FlatShard:
-        """This rank's shard, where several parameters are flattened into one tensor and each rank has an equal range.
-
-        Args:
-            global_shape: shape of the whole parameter.
-            first: offset of the parameter in the flattened tensor.
-            size: elements of the flattened tensor per rank.
-            ranks: the ranks.
-        """
-        numbers, numel = ranks.numbers, math.prod(global_shape)
-        start, end = (min(max((ranks.rank + i) * size - first, 0), numel) for i in range(2))
-        cuts = range((first // size + 1) * size - first, numel, size) if size else ()
-        shard = cls(global_shape, start, end, cuts, ranks)
-        shard._equal = first, size, ranks
-        stride = even_steps(numbers)
-        if stride is not None and size:
-            rule = RangePartition(len(numbers), stride, first, size, len(global_shape))
-            shard._partition = Placed(rule, ranks.rank * stride)
-        return shard
+        super().__init__((end - start,), exchange=exchange)
+        self.global_shape = tuple(global_shape)
+        self.start, self.end = start, end
+        self.cuts_rows = True
+        self._placed = placed
 
     @property
     def partition(self) -> Placed | None:
-        return WHOLE if self._partition is None and self.holds_all else self._partition
-
-    def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        placed = self.partition
-        if placed is None or not isinstance(placed.partition, RangePartition):
-            return placed
-        of_blocks = placed.partition._replace(dims=2, block=(grid.row_numel, grid.block_size))
-        return Placed(of_blocks, placed.offset)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether no other rank holds any of the parameter's elements."""
-        return self.exchange is None and self.numel == math.prod(self.global_shape)
+        return self._placed
 
     @property
     def numel(self) -> int:
         """Elements on this rank."""
         return self.end - self.start
 
-    def index_of(self, element: int) -> int:
-        return self.start + element
-
     @property
-    def is_range(self) -> bool:
-        return True
+    def range_start(self) -> int:
+        return self.start
 
-    @property
-    def holders(self) -> Exchange | None:
-        return self.exchange
 
-    @property
-    def row_owners(self) -> Exchange | None:
-        return self.exchange
+class FlatShard(FlatRange):
+    """This rank's range of a parameter, where parameters are flattened into one tensor and ranks have equal ranges.
 
-    @property
-    def parts(self) -> Exchange | None:
-        return self.exchange
+    Args:
+        global_shape: shape of the whole parameter.
+        first: offset of the parameter in the flattened tensor.
+        size: elements of the flattened tensor per rank; None: this rank holds the whole parameter.
+        exchange: the ranks, in the order of their ranges; None where this rank holds all.
+
+    Attributes:
+        cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
+        replicas: the ranks that hold the same range; None if no other is known.
+    """
+
+    replicas: Exchange | None = None
+
+    def __init__(
+        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, exchange: Exchange | None = None
+    ) -> None:
+        numel = math.prod(global_shape)
+        self._first, self._size = first, numel if size is None else size
+        rank, numbers = (0, (0,)) if exchange is None else (exchange.rank, exchange.numbers)
+        start, end = ends_of_range(rank, self._size, first, numel)
+        placed, stride = None, even_steps(numbers)
+        if exchange is None and end - start == numel:
+            placed = WHOLE
+        elif exchange is not None and stride is not None and size:
+            placed = Placed(RangePartition(len(numbers), stride, first, size, len(global_shape)), rank * stride)
+        super().__init__(global_shape, start, end, placed, exchange)
+        #: Index of the first element in this rank's range of the flattened tensor.
+        self.place = start + first - rank * self._size if end > start else 0
+        self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
+        self._cut_blocks: dict[int, list[int]] = {}
 
     def counted(self) -> Counted | None:
         counted = super().counted()
@@ -136,32 +102,33 @@ class FlatShard(_AssignedShard):
         reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
         return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 
-    @property
-    def division(self) -> Division | None:
+    def _offsets(self, ranks: Exchange) -> Iterable[int]:
+        return range(len(ranks.numbers))
+
+    def _region(self, offset: int) -> Region:
         numel = math.prod(self.global_shape)
-        if self._division is None and self._equal is not None:  # made on demand, as a division names every rank
-            first, size, ranks = self._equal
-            ends = [min(max(rank * size - first, 0), numel) for rank in range(len(ranks.numbers) + 1)]
-            self._division = Division(ranks, tuple(ranges(ends)))
-        return self._division if self._division is not None or self.numel == numel else super().division
+        start, end = ends_of_range(offset, self._size, self._first, numel)
+        return Region((numel,), (start,), (end - start,))
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
-        width, per_row = grid.row_numel, grid.blocks_per_row
-        first_block = self.blocks(grid)[0]
-        rectangles: list[Rectangle] = []
-        at = self.start
-        while at < self.end:
-            row, col = divmod(at, width)
-            whole_rows = (self.end - at) // width if col == 0 else 0
-            rows, cols = (whole_rows, width) if whole_rows else (1, min(self.end - at, width - col))
-            block = row * per_row + col // grid.block_size
-            rectangles.append(Rectangle(at - self.start, rows, col, cols, cols, width, block - first_block, per_row))
-            at += rows * cols
+        width, per_row, first_block = grid.row_numel, grid.blocks_per_row, self.blocks(grid)[0]
+        rectangles = []
+        for (row, col), (rows, cols) in rectangles_of_range((grid.rows, width), self.start, self.end):
+            first, block = row * width + col, row * per_row + col // grid.block_size - first_block
+            rectangles.append(Rectangle(first - self.start, first, rows, cols, cols, width, block, per_row))
         return rectangles
 
-    def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
-        first, end = self.blocks(grid)
-        return (end - first,)
+    def scales(self, grid: BlockGrid) -> Shard:
+        if grid.block_size not in self._scales:
+            self._scales[grid.block_size] = self._range_of_blocks(grid)
+        return self._scales[grid.block_size]
+
+    def _range_of_blocks(self, grid: BlockGrid) -> FlatRange:
+        placed = self.partition
+        if placed is not None and isinstance(placed.partition, RangePartition):
+            rule = placed.partition._replace(dims=2, block=(grid.row_numel, grid.block_size))
+            placed = Placed(rule, placed.offset)
+        return FlatRange((grid.rows, grid.blocks_per_row), *self.blocks(grid), placed)
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
         """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""
@@ -199,17 +166,12 @@ class Segment(NamedTuple):
     shard: FlatShard
     offset: int
 
-    @classmethod
-    def within(cls, name: str, number: int, shard: FlatShard, first: int, begin: int) -> Segment:
-        """The segment of a parameter at offset ``first`` of the flattened tensor; the buffer begins at ``begin``."""
-        return cls(name, number, shard, first + shard.start - begin if shard.numel else 0)
-
     def of(self, buffer: Tensor) -> Tensor:
         """The segment's elements in a tensor laid out like the buffer: a view."""
         return buffer[self.offset : self.offset + self.shard.local_shape[0]]
 
 
-class FlatBuffer(_AssignedShard):
+class FlatBuffer(Shard):
     """A 1-D tensor made of ranges of several parameters, and of padding, which no optimizer looks at.
 
     Args:
@@ -219,6 +181,8 @@ class FlatBuffer(_AssignedShard):
         aliases: the other names of shared parameters, by the names in their segments.
     """
 
+    layout_attribute = ASSIGNED
+
     def __init__(
         self,
         numel: int,
@@ -226,7 +190,8 @@ class FlatBuffer(_AssignedShard):
         known_params: int | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        super().__init__((numel,), (numel,))
+        super().__init__((numel,))
+        self.cuts_rows = True
         self.segments = tuple(segments)
         self.known_params = known_params
         self.aliases = dict(aliases or {})

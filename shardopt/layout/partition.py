@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from shardopt.layout.ranges import Ranges, strided_chunk
 
 #: Offsets and extents of a rectangle of a tensor, one number each per dimension.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
@@ -25,11 +24,14 @@ class Cut(NamedTuple):
         dim: the dimension.
         ways: the number of parts, each of ``ceil(extent / ways)`` indices; the last ones may be shorter or empty.
         stride: the difference between the numbers of the ranks that hold one part and the next.
+        pieces: into how many pieces the dimension is divided first, each of which is then cut; a part has a range of
+            each piece. No rule of a checkpoint has pieces.
     """
 
     dim: int
     ways: int
     stride: int
+    pieces: int = 1
 
 
 class GridPartition(NamedTuple):
@@ -37,7 +39,7 @@ class GridPartition(NamedTuple):
 
     Attributes:
         cuts: applied one after another: a later cut of a dimension cuts the parts of the earlier one. None: one rank
-            holds the whole tensor.
+            holds the whole tensor. Their strides are those of a mesh.
     """
 
     cuts: tuple[Cut, ...] = ()
@@ -47,6 +49,13 @@ class GridPartition(NamedTuple):
         """Ways and stride of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
+    def indices(self, shape: Sequence[int], offset: int) -> tuple[Ranges, ...]:
+        """The indices of each dimension that a rank holds; all of a dimension that is not cut."""
+        indices: list[Ranges] = [((0, size),) if size else () for size in shape]
+        for dim, ways, stride, pieces in self.cuts:
+            indices[dim] = strided_chunk(indices[dim], ways, offset // stride % ways, pieces)
+        return tuple(indices)
+
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor, without empty ones.
 
@@ -54,15 +63,21 @@ class GridPartition(NamedTuple):
             shape: the tensor's shape.
             offset: the rank's offset; a rank that no part belongs to holds nothing.
         """
-        indices = _indices(self.strides, offset)
-        if indices is None:
+        if offset != sum(offset // stride % ways * stride for ways, stride in self.strides):
             return []
-        low, extents = [0] * len(shape), list(shape)
-        for cut, index in zip(self.cuts, indices, strict=True):
-            length = -(-extents[cut.dim] // cut.ways)
-            low[cut.dim] += index * length
-            extents[cut.dim] = min(length, extents[cut.dim] - index * length)
-        return [(tuple(low), tuple(extents))] if all(extent > 0 for extent in extents) else []
+        boxes = itertools.product(*self.indices(shape, offset))
+        return [(tuple(low for low, _ in box), tuple(high - low for low, high in box)) for box in boxes]
+
+    def along_rows(self, offset: int) -> tuple[GridPartition, int]:
+        """The cuts of rows alone, and the offset in these of the rank at an offset."""
+        cuts = tuple(cut for cut in self.cuts if cut.dim == 0)
+        return GridPartition(cuts), sum(offset // cut.stride % cut.ways * cut.stride for cut in cuts)
+
+    @property
+    def column_offsets(self) -> Iterator[int]:
+        """The offsets of the ranks that hold parts of the first rows."""
+        cuts = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cuts if cut.dim > 0]
+        return map(sum, itertools.product(*cuts))
 
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
         """The offsets of the ranks that hold elements of a rectangle that is not empty, ascending."""
@@ -103,44 +118,37 @@ class RangePartition(NamedTuple):
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor; see :meth:`GridPartition.parts`."""
-        indices = _indices(self.strides, offset)
-        if indices is None or 0 in shape:
+        index, between = divmod(offset, self.stride)
+        if between or not 0 <= index < self.ways or 0 in shape:
             return []
         counted, behind = tuple(shape[: self.dims]), tuple(shape[self.dims :])
         numel = math.prod(counted)
-        start, end = (self._elements_before((indices[0] + i) * self.size - self.first, numel) for i in range(2))
-        if indices[0] == self.ways - 1:
+        start, end = (self._elements_before((index + i) * self.size - self.first, numel) for i in range(2))
+        if index == self.ways - 1:
             end = numel  # includes the step count of an empty parameter
         zeros = (0,) * len(behind)
         return [((*low, *zeros), (*extents, *behind)) for low, extents in rectangles_of_range(counted, start, end)]
 
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
         """The offsets of the ranks that hold elements of a rectangle; see :meth:`GridPartition.holders`."""
-        counted = tuple(shape[: self.dims])
-        low, extents = part[0][: self.dims], part[1][: self.dims]
-        cut = [dim for dim in range(self.dims) if extents[dim] != counted[dim]]
-        inner = cut[-1] if cut else 0
+        counted, low, extents = tuple(shape[: self.dims]), part[0][: self.dims], part[1][: self.dims]
         steps = [math.prod(counted[dim + 1 :]) for dim in range(self.dims)]
-        run = extents[inner] * steps[inner] if self.dims else 1
-        starts = np.array([sum(a * b for a, b in zip(low, steps, strict=True))], dtype=np.int64)
-        for dim in range(inner):
-            starts = (starts[:, None] + np.arange(extents[dim], dtype=np.int64) * steps[dim]).reshape(-1)
-        change = np.zeros(self.ways + 1, dtype=np.int64)
-        np.add.at(change, self._range_of(starts), 1)
-        np.add.at(change, self._range_of(starts + run - 1) + 1, -1)
-        offsets = [int(index) * self.stride for index in np.flatnonzero(np.cumsum(change)[: self.ways])]
-        if self.block is not None and self.size < self.block[1]:  # a range may lie within one block
-            return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
-        return offsets
+        first = sum(start * step for start, step in zip(low, steps, strict=True))
+        last = first + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
+        offsets = [index * self.stride for index in range(self._range_of(first), self._range_of(last) + 1)]
+        row, block = (math.prod(counted[1:]), 1) if self.block is None else self.block
+        if self.size >= (block if extents[1:] == counted[1:] else row):
+            return offsets
+        # A shorter range may hold elements between two rows of the rectangle only, or lie within one block.
+        return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
 
-    def _range_of(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The index of the range that each element is in."""
+    def _range_of(self, element: int) -> int:
+        """The index of the range that an element of the tensor is in."""
         if self.block is not None:
             row_numel, block_size = self.block
-            row, block = np.divmod(elements, -(-row_numel // block_size))
-            elements = row * row_numel + block * block_size
-        indices: npt.NDArray[np.int64] = np.minimum((elements + self.first) // self.size, self.ways - 1)
-        return indices
+            row, block = divmod(element, -(-row_numel // block_size))
+            element = row * row_numel + block * block_size
+        return min((element + self.first) // self.size, self.ways - 1)
 
     def _elements_before(self, position: int, numel: int) -> int:
         """How many of the tensor's elements are before a position of the flattened parameter."""
@@ -162,8 +170,9 @@ class Placed(NamedTuple):
     offset: int
 
 
+UNCUT = GridPartition()
 #: A tensor that this rank holds in full.
-WHOLE = Placed(GridPartition(), 0)
+WHOLE = Placed(UNCUT, 0)
 
 
 def overlap(one: Part, other: Part) -> bool:
@@ -177,6 +186,11 @@ def even_steps(numbers: tuple[int, ...]) -> int | None:
     """The difference between each number and the next, 1 for a single number; None if the differences are unequal."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     return stride if stride > 0 and all(b - a == stride for a, b in itertools.pairwise(numbers)) else None
+
+
+def ends_of_range(index: int, size: int, first: int, numel: int) -> tuple[int, int]:
+    """Where a range of ``size`` elements begins and ends in a parameter that begins at ``first`` of what is cut."""
+    return min(max(index * size - first, 0), numel), min(max((index + 1) * size - first, 0), numel)
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:
@@ -199,17 +213,6 @@ def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterato
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     if rest:
         yield from (((last, *o), (1, *e)) for o, e in rectangles_of_range(shape[1:], 0, rest))
-
-
-def _indices(strides: Sequence[tuple[int, int]], offset: int) -> list[int] | None:
-    """The index of each cut at an offset, for the strides of a mesh; None if no rank has the offset."""
-    indices = [0] * len(strides)
-    for number in sorted(range(len(strides)), key=lambda number: -strides[number][1]):
-        ways, stride = strides[number]
-        indices[number], offset = divmod(offset, stride)
-        if not 0 <= indices[number] < ways:
-            return None
-    return indices if offset == 0 else None
 
 
 def _overlapping(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 #: Indices as ``[start, end)``: ascending, no range empty, none adjacent to the next.
@@ -30,6 +29,9 @@ def chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
     """The chunk number ``index`` of ``chunks``, as ``torch.chunk`` divides; chunks that it omits are empty here."""
     size = -(-count(ranges) // chunks)
     first, last = index * size, (index + 1) * size
+    if len(ranges) == 1:  # by far the most
+        ((start, end),) = ranges
+        return ((start + first, min(start + last, end)),) if start + first < end else ()
     parts, before = [], 0  # before: indices ahead of the range
     for start, end in ranges:
         parts.append((start + max(first - before, 0), min(start + last - before, end)))
@@ -39,6 +41,8 @@ def chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
 
 def strided_chunk(ranges: Ranges, chunks: int, index: int, split_factor: int) -> Ranges:
     """The chunks number ``index`` of ``split_factor`` chunks each, as torch's ``_StridedShard`` divides the indices."""
+    if split_factor == 1:
+        return chunk(ranges, chunks, index)
     within = (chunk(chunk(ranges, split_factor, part), chunks, index) for part in range(split_factor))
     return joined(itertools.chain.from_iterable(within))
 
@@ -67,15 +71,3 @@ def boxes(dims: Sequence[Ranges]) -> Iterator[tuple[tuple[int, ...], tuple[slice
         by_dim.append([(start, slice(to - (end - start), to)) for (start, end), to in zip(ranges, ends, strict=True)])
     for corner in itertools.product(*by_dim):
         yield tuple(start for start, _ in corner), tuple(within for _, within in corner)
-
-
-class Positions:
-    """Looks up the indices at positions among ranges."""
-
-    def __init__(self, ranges: Ranges) -> None:
-        self._starts = [start for start, _ in ranges]
-        self._before = list(itertools.accumulate((end - start for start, end in ranges), initial=0))[:-1]
-
-    def __getitem__(self, position: int) -> int:
-        place = bisect_right(self._before, position) - 1
-        return self._starts[place] + position - self._before[place]

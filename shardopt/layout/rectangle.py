@@ -13,8 +13,8 @@ class Rectangle(NamedTuple):
 
     Attributes:
         element: index of the first element in the local tensor.
+        first: index of the first element in the flattened parameter.
         rows: number of rows.
-        first_col: first column in the global row.
         cols: number of columns.
         row_stride: elements from row to row in the local tensor.
         stride: elements from row to row in the flattened parameter.
@@ -25,14 +25,24 @@ class Rectangle(NamedTuple):
     """
 
     element: int
+    first: int
     rows: int
-    first_col: int
     cols: int
     row_stride: int
     stride: int
     block: int
     blocks_stride: int
     cut: bool = False
+
+    @property
+    def first_col(self) -> int:
+        """First column in the global row."""
+        return self.first % self.stride
+
+    def rows_from(self, row: int, count: int) -> Rectangle:
+        """Some successive rows."""
+        element, first = self.element + row * self.row_stride, self.first + row * self.stride
+        return self._replace(element=element, first=first, rows=count, block=self.block + row * self.blocks_stride)
 
     def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
         """The rectangle's parts, in order: rows, or whole blocks of one row.
@@ -47,22 +57,20 @@ class Rectangle(NamedTuple):
         if self.cols <= limit:
             some = limit // self.cols
             for row in range(0, self.rows, some):
-                first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
-                yield self._replace(element=first, rows=min(some, self.rows - row), block=block)
+                yield self.rows_from(row, min(some, self.rows - row))
             return
-        width = max(limit // block_size, 1) * block_size
-        end = self.first_col + self.cols
+        width, begin = max(limit // block_size, 1) * block_size, self.first_col
         for row in range(self.rows):
-            first, block = self.element + row * self.row_stride, self.block + row * self.blocks_stride
-            col = self.first_col
-            while col < end:
-                stop = min(col // block_size * block_size + width, end)
-                blocks = col // block_size - self.first_col // block_size
-                element, cols = first + col - self.first_col, stop - col
-                yield self._replace(
-                    element=element, rows=1, first_col=col, cols=cols, row_stride=cols, block=block + blocks
-                )
+            whole, col = self.rows_from(row, 1), begin
+            while col < begin + self.cols:
+                stop = min(col // block_size * block_size + width, begin + self.cols)
+                yield whole.columns(begin, col, stop, block_size)._replace(row_stride=stop - col)
                 col = stop
+
+    def columns(self, begin: int, col: int, stop: int, block_size: int) -> Rectangle:
+        """The columns ``[col, stop)`` of a rectangle whose first column is ``begin``."""
+        skipped, block = col - begin, self.block + col // block_size - begin // block_size
+        return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
 
     def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
         """The rectangle's parts, in order, cut before some elements of the local tensor.
@@ -77,29 +85,22 @@ class Rectangle(NamedTuple):
                 continue
             if rest.rows == 1:
                 yield rest._replace(cols=numel)
-                rest = rest._replace(element=end, first_col=rest.first_col + numel, cols=rest.cols - numel)
+                rest = rest._replace(element=end, first=rest.first + numel, cols=rest.cols - numel)
             else:
                 rows = -(-numel // rest.row_stride)
                 yield rest._replace(rows=rows)
-                element, block = rest.element + rows * rest.row_stride, rest.block + rows * rest.blocks_stride
-                rest = rest._replace(element=element, rows=rest.rows - rows, block=block)
+                rest = rest.rows_from(rows, rest.rows - rows)
         yield rest
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
         """The rectangle's columns of whole blocks, and each cut block by itself."""
-        size, end, col = grid.block_size, self.first_col + self.cols, self.first_col
+        size, begin = grid.block_size, self.first_col
+        end, col = begin + self.cols, begin
         while col < end:
-            block = col // size
-            block_end = min((block + 1) * size, grid.row_numel)
-            whole = col == block * size and end >= block_end
+            block_end = min((col // size + 1) * size, grid.row_numel)
+            whole = col % size == 0 and end >= block_end
             stop = min(end, block_end)
             if whole:
                 stop = end if grid.is_boundary(end) else end // size * size
-            yield self._replace(
-                element=self.element + col - self.first_col,
-                first_col=col,
-                cols=stop - col,
-                block=self.block + block - self.first_col // size,
-                cut=not whole,
-            )
+            yield self.columns(begin, col, stop, size)._replace(cut=not whole)
             col = stop

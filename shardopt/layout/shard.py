@@ -1,24 +1,24 @@
 """The shard: which part of a global parameter this rank holds, and how state beside it is made.
 
-A plain tensor is its own and only shard. Integrations register shards of other tensors (DTensors, flat parameters)
-with :func:`register`; nothing here knows of torch.distributed.
+A plain tensor is its own and only shard. Integrations register kinds of sharding (:mod:`shardopt.layout.kinds`);
+nothing here knows of torch.distributed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
-from torch.nn import Module
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Copies, Counted, Division, Exchange
-from shardopt.layout.partition import WHOLE, Placed
-from shardopt.layout.ranges import Positions, Ranges, count, flattened
+from shardopt.layout.division import Counted, Division, Exchange, Region
+from shardopt.layout.partition import UNCUT, GridPartition, Placed
+from shardopt.layout.ranges import Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="Shard")
@@ -28,24 +28,18 @@ class UnknownShardError(RuntimeError):
     """A parameter is a part of another, and nothing says which part, or says so in a way that is not known here."""
 
 
-class LocalBlocks(NamedTuple):
-    """The blocks of each row that a shard's scales cover.
-
-    ``exchange`` is set if blocks are cut: every rank that holds a part of the rows then has the scales of all their
-    blocks. ``pieces`` is the largest number of ranges of columns in one block that this rank holds.
-    """
-
-    first: int
-    per_row: int
-    exchange: Exchange | None
-    pieces: int = 1
-
-
 class Shard:
     """The part of one parameter on this rank: some indices of each dimension.
 
-    As it stands, this base class is for the whole, unsharded parameter. Rows and columns are those of the parameter
-    seen as the matrix ``(shape[0], row_numel)``.
+    A kind of shard says how the parameter is cut and among which ranks; all else follows. Kinds whose tensors are no
+    ordinary ones define :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows and columns are those of
+    the parameter seen as the matrix ``(shape[0], row_numel)``. Shards pickle as None, as process groups do not pickle.
+
+    Args:
+        global_shape: shape of the whole parameter.
+        cut: how the parameter is cut.
+        offset: this rank's offset in the cut.
+        exchange: the ranks that hold the parts, one copy of each; None if this rank holds the whole parameter.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
@@ -59,22 +53,44 @@ class Shard:
     #: tensors themselves, and cached steps call neither `local` nor `local_gradient`.
     local_attribute: str | None = None
 
-    #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
-    cuts_rows = False
-
     #: Whether this rank is one of those that the parameter is divided among.
     is_here = True
 
     #: Whether the moments stay float32, whatever the options say.
     float32_state = False
 
-    def __init__(self, global_shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        global_shape: tuple[int, ...],
+        cut: GridPartition = UNCUT,
+        offset: int = 0,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.global_shape = tuple(global_shape)
-        self.local_shape = tuple(local_shape)
-        self.rows = local_shape[0] if local_shape else 1
-        self.cols = math.prod(local_shape[1:])
+        self.cut, self.offset = cut, offset
+        self.exchange = exchange
         #: The indices of each dimension that this rank holds.
-        self.indices: tuple[Ranges, ...] = tuple(((0, size),) if size else () for size in self.local_shape)
+        self.indices: tuple[Ranges, ...] = cut.indices(self.global_shape, offset)
+        self.local_shape = tuple(map(count, self.indices))
+        #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
+        self.cuts_rows = any(each.dim > 0 for each in cut.cuts)
+        self._scales: dict[int, Shard] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> Shard:
+        return self
+
+    @property
+    def rows(self) -> int:
+        """Rows of which this rank holds elements."""
+        return self.local_shape[0] if self.local_shape else 1
+
+    @property
+    def cols(self) -> int:
+        """Elements of a row on this rank."""
+        return math.prod(self.local_shape[1:])
 
     @property
     def row_numel(self) -> int:
@@ -86,46 +102,65 @@ class Shard:
         """The columns of each row that this rank holds."""
         return flattened(self.global_shape[1:], self.indices[1:])
 
-    @cached_property
-    def _positions(self) -> tuple[Positions, Positions]:
-        """Rows and columns in the parameter, by their positions in the part."""
-        return Positions(self.indices[0] if self.indices else ((0, 1),)), Positions(self.columns)
-
-    def index_of(self, element: int) -> int:
-        """The index in the flattened parameter of an element of the local tensor."""
-        if self.local_shape == self.global_shape:
-            return element
-        row, col = divmod(element, self.cols)
-        rows, cols = self._positions
-        return rows[row] * self.row_numel + cols[col]
-
     @property
-    def is_range(self) -> bool:
-        """Whether the part's elements follow one another in the flattened parameter."""
-        return self.cols == self.row_numel and (not self.indices or len(self.indices[0]) < 2)
+    def range_start(self) -> int | None:
+        """Index in the flattened parameter of this rank's first element; None if the elements are no range of it."""
+        if self.cols != self.row_numel or (self.indices and len(self.indices[0]) > 1):
+            return None
+        return self.indices[0][0][0] * self.row_numel if self.indices and self.indices[0] else 0
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         """The part as matrices whose rows begin where blocks begin."""
-        covered, width, columns = self.local_blocks(grid), self.row_numel, self.columns
+        scales, width, columns = self.scales(grid), self.row_numel, self.columns
         deepest = max((dim for dim, n in enumerate(self.local_shape) if n < self.global_shape[dim]), default=0)
         within = math.prod(self.global_shape[deepest:])
         if deepest > 1 and self.local_shape[1:deepest] == self.global_shape[1:deepest] and not within % grid.block_size:
             width, columns = within, flattened(self.global_shape[deepest:], self.indices[deepest:])
         matrices = self.row_numel // max(width, 1)
-        per_row, cols = covered.per_row // max(matrices, 1), count(columns)
+        per_row, cols = scales.cols // max(matrices, 1), count(columns)
+        first_block = scales.columns[0][0] if scales.columns else 0
         rectangles, row = [], 0
-        for first, end in self.indices[0] if self.indices else ((0, 1),):
-            rows, element = (end - first) * matrices, row * cols
+        for begin, end in self.indices[0] if self.indices else ((0, 1),):
+            rows, element = (end - begin) * matrices, row * cols
             for start, stop in columns:
-                block = row * per_row + start // grid.block_size - covered.first
-                rectangles.append(Rectangle(element, rows, start, stop - start, cols, width, block, per_row))
+                block, first = row * per_row + start // grid.block_size - first_block, begin * self.row_numel + start
+                rectangles.append(Rectangle(element, first, rows, stop - start, cols, width, block, per_row))
                 element += stop - start
             row += rows
         return rectangles
 
-    def scales_shape(self, grid: BlockGrid) -> tuple[int, ...]:
-        """The shape of the local scales of codecs with one scale per block."""
-        return (self.rows, self.local_blocks(grid).per_row)
+    def scales(self, grid: BlockGrid) -> Shard:
+        """The shard of a matrix with one number per block. Codecs with several scales per block add a dimension."""
+        scales = self._scales.get(grid.block_size)
+        if scales is None:
+            scales = self._scales[grid.block_size] = self._matrix_of_blocks(grid, alike=self._is_aligned(grid))
+        return scales
+
+    def _matrix_of_blocks(self, grid: BlockGrid, *, alike: bool) -> Shard:
+        """A matrix of the grid's blocks that is cut alike, or whose rows alone are."""
+        cut, offset = (self.cut, self.offset) if alike else self.cut.along_rows(self.offset)
+        return Shard((grid.rows, grid.blocks_per_row), cut, offset, self.exchange)
+
+    def _is_aligned(self, grid: BlockGrid) -> bool:
+        """Whether no block is cut, and a matrix of the blocks that is cut alike gives each rank its own blocks."""
+        if not self.cuts_rows:
+            return True
+        if any(cut.dim > 1 for cut in self.cut.cuts):
+            return False
+        for offset in self.cut.column_offsets:
+            columns = flattened(self.global_shape[1:], self.cut.indices(self.global_shape, offset)[1:])
+            blocks = self.cut.indices((grid.rows, grid.blocks_per_row), offset)[1]
+            own = tuple((-(-start // grid.block_size), -(-end // grid.block_size)) for start, end in columns)
+            if len(own) > 1 or own != blocks or not all(grid.is_boundary(end) for _, end in columns):
+                return False
+        return True
+
+    def block_owners(self, grid: BlockGrid) -> Exchange | None:
+        """The ranks that exchange the extremes of cut blocks, and then have the scales of all blocks of their rows.
+
+        None if columns are whole or end where blocks do.
+        """
+        return self.row_owners if self.cuts_rows and not self.scales(grid).cuts_rows else None
 
     def with_float32_state(self: _S) -> _S:
         """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
@@ -141,56 +176,85 @@ class Shard:
     @property
     def holders(self) -> Exchange | None:
         """All ranks that hold a part of the parameter or a copy of one; None if this rank knows of no other."""
-        return None
+        return self.exchange
 
     @property
     def row_owners(self) -> Exchange | None:
-        """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole."""
-        return None
-
-    @property
-    def parts(self) -> Exchange | None:
-        """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
-
-        Rules with sums over the parameter need the ranks.
+        """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole.
 
         Raises:
-            UnknownShardError: this kind of shard does not say which ranks hold the parts.
+            UnknownShardError: ranks hold parts of different rows, too.
         """
-        if self.local_shape != self.global_shape:
+        if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
             raise UnknownShardError(
-                f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule with sums over "
-                f"the parameter, expected {type(self).__name__}.parts to say which ranks hold the others; define it"
+                f"got rows and columns {self._cut_in_words}, expected {type(self).__name__}.row_owners to say which "
+                "ranks hold parts of the same rows; define it"
             )
-        return None
+        return self.exchange if self.cuts_rows else None
+
+    @property
+    def part_owners(self) -> Exchange | None:
+        """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
+
+        Raises:
+            UnknownShardError: the shard was made without its ranks.
+        """
+        if self.exchange is None and math.prod(self.local_shape) != math.prod(self.global_shape):
+            raise UnknownShardError(
+                f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule for whole "
+                f"parameters, expected {type(self).__name__} to say which ranks hold the rest; give it its exchange"
+            )
+        return self.exchange
 
     def counted(self) -> Counted | None:
         """The ranks that hold the parameter, for sums over several parameters; None if each rank has all of it.
 
         All of these ranks must call this, as it may make a process group.
         """
-        ranks = self.parts
+        ranks = self.part_owners
         if ranks is None:
             return None
         numbers = frozenset(number for group in ranks.numbers_in_world for number in group)
         return Counted(ranks, numbers, frozenset(), numbers)
 
-    @property
     def division(self) -> Division | None:
         """How the ranks divide the parameter among them; None if this rank holds the whole parameter.
 
-        Rules that treat the parameter as a matrix need the division.
+        All ranks that hold parts must call this, as it may make a process group.
 
         Raises:
-            UnknownShardError: this kind of shard does not say how ranks divide a parameter.
-            RuntimeError: some rank's part is neither a matrix nor a range.
+            UnknownShardError: the shard was made without its ranks.
+            RuntimeError: some rank's part is no rectangle.
         """
-        if self.local_shape != self.global_shape:
-            raise UnknownShardError(
-                f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule for matrices, "
-                f"expected {type(self).__name__}.division to say which ranks hold the rest; define it"
+        if not hasattr(self, "_division"):
+            ranks = self._divided_among()
+            regions = () if ranks is None else tuple(map(self._region, self._offsets(ranks)))
+            self._division = None if ranks is None else Division(ranks, regions)
+        return self._division
+
+    def _divided_among(self) -> Exchange | None:
+        """The ranks that hold the parts, as one group."""
+        return self.part_owners
+
+    def _offsets(self, ranks: Exchange) -> Iterable[int]:
+        """The ranks' offsets in the cut."""
+        own = self.offset - ranks.numbers[ranks.rank]
+        return [own + number for number in ranks.numbers]
+
+    def _region(self, offset: int) -> Region:
+        """The part of the rank at an offset."""
+        indices = self.cut.indices(self.global_shape, offset)
+        if any(len(of_dim) > 1 for of_dim in indices):
+            raise RuntimeError(
+                f"got a parameter of shape {self.global_shape} {self._cut_in_words} for Muon, expected every rank to "
+                "hold one range of each dim; shard it so, or step it with another optimizer"
             )
-        return None
+        starts = tuple(of_dim[0][0] if of_dim else 0 for of_dim in indices)
+        return Region(self.global_shape, starts, tuple(map(count, indices)))
+
+    @property
+    def _cut_in_words(self) -> str:
+        return f"cut by {self.cut.cuts}"
 
     @property
     def partition(self) -> Placed | None:
@@ -198,11 +262,7 @@ class Shard:
 
         None if no rule is known: a checkpoint then lists the parts.
         """
-        return WHOLE if self.local_shape == self.global_shape else None
-
-    def scales_partition(self, grid: BlockGrid) -> Placed | None:
-        """The rule for the parameter's scales: each block's scales belong to one of the ranks that hold them."""
-        return self.partition
+        return None if any(cut.pieces > 1 for cut in self.cut.cuts) else Placed(self.cut, self.offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         """The ordinary tensor with this rank's part of a parameter, codes or scales.
@@ -226,59 +286,19 @@ class Shard:
         """
         return local
 
-    def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        """The blocks that the local scales cover."""
-        return LocalBlocks(0, grid.blocks_per_row, None)
-
-    def like_scales(self, local: Tensor, grid: BlockGrid) -> Tensor:
-        """The global scales whose part here is ``local``."""
-        return local
-
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a global value of the parameter's shape."""
+        """This rank's part of a global tensor of the parameter's shape, maybe with dimensions behind."""
+        for dim, ranges in enumerate(self.indices):
+            if count(ranges) < whole.shape[dim]:  # a copy, which does not keep the memory of the whole
+                parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
+                whole = torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
         return whole
 
-    def scales_part(self, whole: Tensor, grid: BlockGrid) -> Tensor:
-        """This rank's part of the global scales."""
-        return whole
 
-
-Resolver = Callable[[Tensor], Shard | None]
-_resolvers: list[Resolver] = []
-ModelReader = Callable[[Module], None]
-_model_readers: list[ModelReader] = []
-CopiesFinder = Callable[[Module], Mapping[Tensor, Copies]]
-_copies_finders: list[CopiesFinder] = []
 #: Name of the attribute in which parameters keep the shard that they were assigned.
 ASSIGNED = "_shardopt_shard"
 #: Name of the attribute of parameters whose moments stay float32.
 _FLOAT32_STATE = "_shardopt_float32_state"
-
-
-def register(resolver: Resolver) -> None:
-    """Adds a function that recognizes a kind of sharded parameter and returns its shard, or None for another tensor."""
-    _resolvers.append(resolver)
-
-
-def register_model_reader(reader: ModelReader) -> None:
-    """Adds a function that assigns shards to a model's parameters that do not say themselves what shard they are."""
-    _model_readers.append(reader)
-
-
-def register_copies_finder(finder: CopiesFinder) -> None:
-    """Adds a function that finds the parameters of a model of which other ranks hold copies."""
-    _copies_finders.append(finder)
-
-
-def copies_in(model: Module) -> dict[Tensor, Copies]:
-    """The parameters of a model of which other ranks hold copies, as registered functions find them."""
-    return {param: copies for find in _copies_finders for param, copies in find(model).items()}
-
-
-def read_model(model: Module) -> None:
-    """Assigns shards to all parameters of a model that a registered reader knows of."""
-    for reader in _model_readers:
-        reader(model)
 
 
 def assign(param: Tensor, shard: Shard) -> None:
@@ -337,29 +357,3 @@ def keep_float32_state(param: Tensor) -> None:
 def keeps_float32_state(param: Tensor) -> bool:
     """Whether :func:`keep_float32_state` was called for this tensor."""
     return getattr(param, _FLOAT32_STATE, False)
-
-
-def shard_of(param: Tensor) -> Shard:
-    """The shard that ``param`` is.
-
-    Raises:
-        UnknownShardError: ``param`` is a part of a parameter, and nothing says which part of which.
-    """
-    shard = _shard_of(param)
-    return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-def _shard_of(param: Tensor) -> Shard:
-    shard = assigned(param)
-    if shard is not None:
-        return shard
-    for resolve in _resolvers:
-        shard = resolve(param)
-        if shard is not None:
-            return shard
-    return _whole(tuple(param.shape))
-
-
-@lru_cache(8192)
-def _whole(shape: tuple[int, ...]) -> Shard:
-    return Shard(shape, shape)

@@ -26,6 +26,7 @@ from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
+from shardopt.step.batch import StepContext
 from shardopt.step.rows import Group
 from shardopt.step.stepper import Stepper
 
@@ -172,12 +173,11 @@ class Internals:
         reference, stepper = self._steppers.get(id(first), (None, None))
         if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
             self.check_numbers()
-            stepper = Stepper(
-                self.residency, self.skipped, self.model_indices, self.copies, take_totals=self._take_totals
-            )
+            context = StepContext(self.residency, self.skipped, self._take_totals)
+            stepper = Stepper(context, self.model_indices, self.copies)
             if first is None or not isinstance(assigned(first), FlatBuffer):
                 # Another parameter was put in the place of the first one.
-                self._captured += [old.captured for _, old in self._steppers.values()]
+                self._captured += [old.context.captured for _, old in self._steppers.values()]
                 self._steppers.clear()
             else:
                 self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}

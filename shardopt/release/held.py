@@ -268,7 +268,7 @@ class HeldParameters(ReleasedParameters):
             if held.is_lost:
                 self.wait()  # raises the exception, unless somebody has seen it
                 held.demand_arrival(parameter.name)
-            steps[param] = self._prepare(param, parameter, group, scaling, {0: held.sum})
+            steps[param] = self._prepare(param, parameter, group, scaling, held.sum)
 
         def take() -> None:
             for param, step in steps.items():
@@ -327,7 +327,7 @@ def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list
     offloaded = {param: residency.of(param).offload == "step" for param in params}
     by_holders: dict[Exchange, list[Tensor]] = {}
     for param in params:
-        holders = shard_of(param).parts
+        holders = shard_of(param).part_owners
         if holders is not None and any(len(numbers) > 1 for numbers in holders.numbers_in_world):
             by_holders.setdefault(holders, []).append(param)
     for holders, shared in by_holders.items():

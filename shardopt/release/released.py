@@ -20,7 +20,7 @@ from shardopt.release.deferred import DeferredStep, DeferredSteps
 from shardopt.release.parts import GradientParts
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
-from shardopt.step.inputs import KeptGradients
+from shardopt.step.batch import StepContext
 from shardopt.step.stepper import Stepper
 
 _NO_SCALING = LossScaling(None, None)
@@ -108,8 +108,7 @@ class ReleasedParameters:
                     demand_no_totals(optimizer, group)
                     name = listed_name(group, index, position)
                     stepper = Stepper(
-                        internals.residency,
-                        internals.skipped,
+                        StepContext(internals.residency, internals.skipped),
                         internals.model_indices,
                         internals.copies,
                         index_in_model,
@@ -150,7 +149,7 @@ class ReleasedParameters:
         group = group_of(optimizer.param_groups, parameter, param)
         demand_no_raise(group)
         _wait_for_copy(param.grad)
-        step = self._prepare(param, parameter, group, _NO_SCALING, {})
+        step = self._prepare(param, parameter, group, _NO_SCALING, None)
         if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
             self._defer(param, parameter, step, keeps_gradient=True)
         else:
@@ -171,14 +170,14 @@ class ReleasedParameters:
         parameter: _Parameter,
         group: dict[str, Any],
         scaling: LossScaling,
-        kept: KeptGradients,
+        on_host: Tensor | None,
     ) -> Callable[[], None]:
         optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         optimizer.begin_step(group)
         view = {**group, "params": [param]}
-        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, scaling, kept)
+        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, scaling, on_host)
         if known is None:
             optimizer.state[param] = entries
         return step

@@ -11,65 +11,56 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.layout import (
-    Copies,
-    Engines,
-    Shard,
-    UnknownShardError,
-    register,
-    register_copies_finder,
-    register_engines,
-    register_model_reader,
-)
+from shardopt.layout import Copies, Engines, Kind, Shard, UnknownShardError, register
 from shardopt.sharding.hooks import hooked_packages, install_hooks
 
 
-def _resolve_dtensor(param: Tensor) -> Shard | None:
-    module = sys.modules.get("torch.distributed.tensor")  # without this module no tensor is a DTensor
-    if module is None or not isinstance(param, module.DTensor):
+class _DTensors(Kind):
+    def shard_of(self, param: Tensor) -> Shard | None:
+        module = sys.modules.get("torch.distributed.tensor")  # without this module no tensor is a DTensor
+        if module is None or not isinstance(param, module.DTensor):
+            return None
+        from shardopt.sharding.dtensor import shard_of_dtensor
+
+        return shard_of_dtensor(param)
+
+
+class _FSDP1(Kind):
+    def shard_of(self, param: Tensor) -> Shard | None:
+        if getattr(param, "_fsdp_flattened", False):
+            raise UnknownShardError(
+                "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one "
+                "that does; import shardopt before wrapping the model, or call optimizer.attach(model) once after "
+                "wrapping the model, before the first step and before loading state"
+            )
         return None
-    from shardopt.sharding.dtensor import shard_of_dtensor
 
-    return shard_of_dtensor(param)
+    def read_model(self, model: Module) -> None:
+        if "torch.distributed.fsdp" in sys.modules:  # without this module no model is FSDP1's
+            from shardopt.sharding.fsdp1 import read_fsdp1
 
-
-def _resolve_fsdp1(param: Tensor) -> Shard | None:
-    if getattr(param, "_fsdp_flattened", False):
-        raise UnknownShardError(
-            "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one that "
-            "does; import shardopt before wrapping the model, or call optimizer.attach(model) once after wrapping the "
-            "model, before the first step and before loading state"
-        )
-    return None
+            read_fsdp1(model)
 
 
-def _read_fsdp1(model: Module) -> None:
-    if "torch.distributed.fsdp" in sys.modules:  # without this module no model is FSDP1's
-        from shardopt.sharding.fsdp1 import read_fsdp1
+class _DDP(Kind):
+    def copies_in(self, model: Module) -> Mapping[Tensor, Copies]:
+        if "torch.nn.parallel.distributed" not in sys.modules:
+            return {}
+        from shardopt.sharding.ddp import copies_in_ddp
 
-        read_fsdp1(model)
-
-
-def _copies_in_ddp(model: Module) -> Mapping[Tensor, Copies]:
-    if "torch.nn.parallel.distributed" not in sys.modules:
-        return {}
-    from shardopt.sharding.ddp import copies_in_ddp
-
-    return copies_in_ddp(model)
+        return copies_in_ddp(model)
 
 
-def _deepspeed_engines(model: Module) -> Engines | None:
-    if "deepspeed.runtime.engine" not in sys.modules:  # without this module no model is in an engine
-        return None
-    from shardopt.sharding.deepspeed.engine import engine_of, has_optimizer, opened, refresh
+class _DeepSpeed(Kind):
+    def engines_of(self, model: Module) -> Engines | None:
+        if "deepspeed.runtime.engine" not in sys.modules:  # without this module no model is in an engine
+            return None
+        from shardopt.sharding.deepspeed.engine import engine_of, has_optimizer, opened, refresh
 
-    return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, opened, refresh)
+        return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, opened, refresh)
 
 
-register(_resolve_dtensor)
-register(_resolve_fsdp1)
-register_model_reader(_read_fsdp1)
-register_copies_finder(_copies_in_ddp)
-register_engines(_deepspeed_engines)
+for _kind in (_DTensors(), _FSDP1(), _DDP(), _DeepSpeed()):
+    register(_kind)
 
 install_hooks(hooked_packages())

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     all_to_all_single,
     batch_isend_irecv,
     broadcast,
+    get_backend,
     get_global_rank,
     get_process_group_ranks,
     get_rank,
@@ -221,13 +222,13 @@ class RanksExchange:
         return messages
 
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.Ranks`."""
+        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.Exchange`."""
         return moved_to(self.device, tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.Ranks`."""
+        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.Exchange`."""
         (only,) = self.groups
         bytes_received, bytes_sent = (
             [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
@@ -240,7 +241,7 @@ class RanksExchange:
         return wait
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.Ranks`."""
+        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.Exchange`."""
         (only,) = self.groups
         work = broadcast(tensor, get_global_rank(only, source), group=only, async_op=True)
         assert work is not None
@@ -253,3 +254,9 @@ class RanksExchange:
             all_reduce(there, op, group=group)
         if there is not tensor:
             tensor.copy_(there)
+
+
+def exchange_among(group: ProcessGroup) -> RanksExchange:
+    """The exchange among a group's ranks, of tensors on the GPU unless the back end is gloo."""
+    on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()
+    return RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))

@@ -110,12 +110,12 @@ def _assign_unit(
                 f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected a "
                 "contiguous tensor, as FSDP1 keeps the order of memory; wrap the model before it is made channels_last"
             )
-    shards = _ranges(handle) if handle.uses_sharded_strategy else [_whole(tuple(shape)) for shape in flat._shapes]
+    shards = _ranges(handle)
     for shard in shards if replicas is not None else ():
         shard.replicas = replicas
     if handle._use_orig_params:
         for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
-            assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape), tuple(shape)))
+            assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape)))
         return
     places = _places(flat)
     shards = [
@@ -127,9 +127,8 @@ def _assign_unit(
         for (_, name), places_of in zip(known, places, strict=True)
     }
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-    begin = handle.rank * size if handle.uses_sharded_strategy else 0
-    parts = zip(known, _offsets(flat), shards, strict=True)
-    segments = [Segment.within(name, number, shard, first, begin) for (number, name), first, shard in parts]
+    parts = zip(known, shards, strict=True)
+    segments = [Segment(name, number, shard, shard.place) for (number, name), shard in parts]
     assign(flat, FlatBuffer(size, segments, known_params, aliases))
 
 
@@ -147,10 +146,6 @@ def _is_stable(module: Module, name: str) -> bool:
     return isinstance(module, StableEmbedding) and name == "weight"
 
 
-def _whole(shape: tuple[int, ...]) -> FlatShard:
-    return FlatShard(shape, 0, torch.Size(shape).numel())
-
-
 def _replicas(unit: Any) -> RanksExchange | None:
     """The ranks of HYBRID_SHARD that hold the same shard, where all groups have ranks in evenly spaced order."""
     across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
@@ -165,11 +160,14 @@ def _replicas(unit: Any) -> RanksExchange | None:
 def _ranges(handle: Any) -> list[FlatShard]:
     """The shards of an FSDP unit's original parameters."""
     flat = handle.flat_param
+    if not handle.uses_sharded_strategy:
+        whole = zip(flat._shapes, _offsets(flat), strict=True)
+        return [FlatShard(tuple(shape), first, flat.numel()) for shape, first in whole]
     size = flat._sharded_size.numel()
     exchange = RanksExchange((handle.process_group,), handle.device)
     shards = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
-        shard = FlatShard.equal(tuple(shape), first, size, exchange)
+        shard = FlatShard(tuple(shape), first, size, exchange)
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         expected = (shard.start, shard.end) if shard.numel else (0, 0)
         if known != expected:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
-from shardopt.state.names import listed_name
 from shardopt.state.options import is_own
 from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
@@ -48,7 +47,6 @@ def hook_fsdp1(module: Any) -> None:
         given = call.arguments
         _check_row_moments(given["optim_state_dict"], given["optim"])
         if _is_ours(given["optim_state_dict"]):
-            _check_saving(given["optim"])
             owner = owner_of(given["optim"])
             if isinstance(owner, ShardedOptimizer):
                 given["optim_state_dict"] = _packed(owner, given["optim_state_dict"])
@@ -83,7 +81,8 @@ def hook_state_dict(module: Any) -> None:
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         for optimizer in optimizers:
             _drop_empty_entries(optimizer)
-            _check_saving(optimizer, flattened=info.flatten_optimizer_state_dict)
+            if info.flatten_optimizer_state_dict:
+                _refuse_flattened(optimizer)
         return save(model, optimizers, info)
 
     @functools.wraps(load)
@@ -138,55 +137,33 @@ def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[
     torch.distributed.checkpoint is loaded into what the optimizer has.
     """
     specs = _flat_specs(optimizer)
-    words = words_of(flat.spec for flat in specs.values())
+    words = words_of(spec for _, spec in specs.values())
     old = state_dict["state"]
     state = dict(old)
-    for index, flat in specs.items():
-        if not old and flat.param.requires_grad:
-            state[index] = pack(flat.spec, flat.spec.new(flat.param.device), words)
+    for index, (param, spec) in specs.items():
+        if not old and param.requires_grad:
+            state[index] = pack(spec, spec.new(param.device), words)
         elif old.get(index):
-            state[index] = pack(flat.spec, old[index], words)
+            state[index] = pack(spec, old[index], words)
     groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         saved[PACKED_MOMENTS] = moments_of(optimizer._internals.state_of(param, group) for param in group["params"])
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-class _Flat(NamedTuple):
-    """A parameter of FSDP1 with its name and the description of its state."""
-
-    name: str
-    param: Tensor
-    spec: TensorState
-
-
-def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, _Flat]:
-    """The parameters of FSDP1, by their indices in state dicts."""
-    listed = [
-        (listed_name(group, number, position), param, group)
-        for number, group in enumerate(optimizer.param_groups)
-        for position, param in enumerate(group["params"])
-    ]
+def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorState]]:
+    """The parameters of FSDP1 with the descriptions of their state, by their indices in state dicts."""
+    listed = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     return {
-        index: _Flat(name, param, optimizer._internals.state_of(param, group))
-        for index, (name, param, group) in enumerate(listed)
+        index: (param, optimizer._internals.state_of(param, group))
+        for index, (param, group) in enumerate(listed)
         if _is_flattened(param)
     }
 
 
-def _check_saving(optimizer: Any, *, flattened: bool = False) -> None:
-    """Raises on every rank if torch cannot carry an optimizer's state of FSDP1's parameters. Nothing was changed.
-
-    Args:
-        optimizer: the optimizer, or a wrapper of it.
-        flattened: whether torch is to flatten the state dict.
-
-    Raises:
-        RuntimeError: the state dict is to be flattened.
-    """
-    if not _has_flat_shards(optimizer):
-        return
-    if flattened:
+def _refuse_flattened(optimizer: Any) -> None:
+    """Raises RuntimeError on every rank if torch is to flatten a state dict with state of FSDP1's parameters."""
+    if _has_flat_shards(optimizer):
         raise RuntimeError(
             "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch could "
             "not load it again: it looks for the optimizer's entries, and they are packed; leave the option out"
@@ -198,7 +175,7 @@ def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
     owner = owner_of(optimizer)
     if _is_ours(state_dict) or not isinstance(owner, ShardedOptimizer):
         return
-    if any(ROW_MOMENTS in spec.entries for _, _, spec in _flat_specs(owner).values()):
+    if any(ROW_MOMENTS in spec.entries for _, spec in _flat_specs(owner).values()):
         raise RuntimeError(
             f"got dequantized state with {ROW_MOMENTS} for torch's optim_state_dict of FSDP1, which carries state of "
             "the parameters' shapes only, expected the optimizer's own state, which is packed; leave dequantize out"

@@ -55,12 +55,10 @@ def on_any_rank(exchanges: Sequence[Exchange], here: bool, rounds: int = 1) -> b
         rounds: 2 to hear from ranks that share no set with this rank, but one with a rank that does.
     """
     for _ in range(rounds):
-        anywhere = here
         for exchange in exchanges:
             flag = torch.tensor([here], dtype=torch.int32, device="cpu")
             exchange.all_reduce_max(flag)
-            anywhere |= bool(flag.item())
-        here = anywhere
+            here |= bool(flag.item())
     return here
 
 

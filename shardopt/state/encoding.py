@@ -28,7 +28,7 @@ def sharing_ranks(spec: SliceSpec) -> Exchange | None:
     """The ranks that hold parts of the same blocks of a parameter; None if no block is cut."""
     if shared_blocks(spec):
         return spec.shard.holders
-    return spec.shard.local_blocks(spec.grid).exchange if spec.exchanges_columns else None
+    return spec.shard.block_owners(spec.grid) if spec.exchanges_columns else None
 
 
 class Floats(NamedTuple):
@@ -146,7 +146,7 @@ def _take(messages: Mapping[Exchange, _Parts], slices: Sequence[Floats], agreed:
                     "ranks saved together"
                 )
         elif values is not None:
-            (_, sent, local), count = _places(spec), math.prod(spec.shard.scales_shape(spec.grid))
+            (_, sent, local), count = _places(spec), math.prod(spec.shard.scales(spec.grid).local_shape)
             extremes = agreed[index][moment] = torch.zeros((count, 2), dtype=torch.int32, device=values[0].device)
             extremes[local] = part[sent].to(extremes.device)
 
@@ -158,7 +158,7 @@ def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]
     """
     shard = spec.shard
     if not isinstance(shard, FlatShard):
-        return math.prod(shard.scales_shape(spec.grid)), slice(None), slice(None)
+        return math.prod(shard.scales(spec.grid).local_shape), slice(None), slice(None)
     numbers, (first, end) = shared_blocks(spec), shard.blocks(spec.grid)
     sent = [place for place, number in enumerate(numbers) if first <= number < end]
     return len(numbers), sent, [numbers[place] - first for place in sent]

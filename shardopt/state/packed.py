@@ -115,7 +115,7 @@ class _Layout:
         for key, entry in self.spec.entries.items():
             grid = self.spec.grid_of(key)
             if grid is not None:
-                per_block = entry.shape[len(self.spec.shard.scales_shape(grid)) :]
+                per_block = entry.shape[len(self.spec.shard.scales(grid).local_shape) :]
                 entries.setdefault(grid, {})[key] = _WORD * math.prod(per_block)
         blocks, at = [], sum(self.elements.values())
         for grid, widths in entries.items():

@@ -117,7 +117,7 @@ class SliceSpec:
     @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
-        return self.codec.blockwise and self.shard.local_blocks(self.grid).exchange is not None
+        return self.codec.blockwise and self.shard.block_owners(self.grid) is not None
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
@@ -126,7 +126,7 @@ class SliceSpec:
             return {**self.moment_entries, **{entry.name: entry.format for entry in self.kept}}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
-            formats[ROW_MOMENTS] = EntryFormat(self.shard.scales_shape(self.row_grid), torch.float32, (0,))
+            formats[ROW_MOMENTS] = EntryFormat(self.shard.scales(self.row_grid).local_shape, torch.float32, (0,))
         low_bits = self.weights.low_bits_shape(self.shard.local_shape)
         return formats if low_bits is None else {**formats, LOW_BITS: EntryFormat(low_bits, torch.int8, (0,))}
 
@@ -215,7 +215,7 @@ class SliceSpec:
             agreed: as for :meth:`encode`.
             among: indices of the blocks that matter; None: all.
         """
-        count = math.prod(self.shard.scales_shape(self.grid))
+        count = math.prod(self.shard.scales(self.grid).local_shape)
         found = {m.name: torch.zeros((count, 2), dtype=torch.int32, device=values[0].device) for m in self.moments}
         for _ in self._encoded([x.float() for x in values], agreed, found, among):
             pass
@@ -343,7 +343,7 @@ class SliceSpec:
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
         shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
-        return (*self.shard.scales_shape(self.grid), *shape[2:])
+        return (*self.shard.scales(self.grid).local_shape, *shape[2:])
 
     def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
         """The state entries with the codes and scales of all moments."""

@@ -134,7 +134,7 @@ class TensorState:
             return local
         spec = self.slices[0].spec
         grid = spec.grid_of(key)
-        return self.shard.like_parameter(local) if grid is None else self.shard.like_scales(local, grid)
+        return (spec.shard if grid is None else spec.shard.scales(grid)).like_parameter(local)
 
     def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
         """The tensor's state, or some entries of it, from the slices' entries."""

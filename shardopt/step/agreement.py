@@ -1,13 +1,13 @@
 """Comparison of plans among ranks that step parts of the same parameters: they raise together if plans differ.
 
-Before its first step each rank describes the parameters of which others hold parts; the ranks compare a digest of the
-descriptions. Every message of later steps begins with a roll, in which a rank says whether its description is still the
-agreed one, and which parameters have a gradient. On the CPU, a message that is only a roll comes before all others
-among ranks that orthogonalize matrices together, among ranks of which one belongs to several sets, and among holders of
-column shards that exchange no data in a step. Directions to be orthogonalized are sent without a roll.
-A rank whose description changed, say by an option, first sends a message of the agreed shape, whose roll says so. The
-ranks compare digests again if all descriptions changed, and raise if only some did. A rank that raises first sends such
-messages to the sets of ranks that it has sent no message of the step.
+Each rank describes the parameters of which others hold parts. Before the first step the ranks of each set compare a
+digest of their descriptions. Every step begins with a consistency check of each set: an all-reduce of some integers,
+in which a rank says whether its description is still the agreed one, and which parameters have a gradient. If a
+description changed, say by an option, the set's ranks compare digests again. Ranks that belong to several sets then
+tell all of them whether they found a difference, so that no rank waits for data from one that raised.
+
+A set that exchanges no data has no check in steps of a single parameter, nor on a GPU. On a GPU only those ranks read
+the check whose own answers are new, as the host has to wait for the device.
 """
 
 from __future__ import annotations
@@ -16,17 +16,27 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardopt.kernels.devices import use_in_current_stream
 from shardopt.layout import Exchange
+from shardopt.state.agreement import on_any_rank
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
+_HELD_ELSEWHERE = "parameters of which this rank holds no part, or that were changed back"
+_READ_HERE_ONLY = "an option or a gradient of this step, which the other ranks on GPUs have not read"
+#: Places in a check's answers, before those about gradients.
+_AS_AGREED, _CHANGED, _SEVERAL = range(3)
+
+#: A rank's answers in a check: int32, 1-D. 1 for yes, and 0 for no or nothing to say. First the three answers above,
+#: then per parameter whether it has a gradient, and per parameter whether it has none.
+Answers = npt.NDArray[np.int32]
 
 
 class Line(NamedTuple):
@@ -47,169 +57,101 @@ class Line(NamedTuple):
     is_held: bool
 
 
+class Members(NamedTuple):
+    """The parameters that a set of ranks steps together.
+
+    Attributes:
+        device: of the parameters.
+        lines: the set's description, in an order that is equal on all of its ranks.
+        joint: the indices of the parameters that all of the ranks or none must have a gradient of.
+    """
+
+    device: torch.device
+    lines: list[Line]
+    joint: dict[int, None]
+
+
 class Plan:
     """The description of a step's parameters of which other ranks have parts.
 
     Args:
-        lines: by the ranks that must agree, in an order that is equal on all of them.
+        sets: by the ranks that must agree.
         stepped: the indices of the parameters that have a gradient on this rank.
-        listening: ranks that can send a message with only a roll, and whether they do so, if no one of them belongs to
-            several sets of ranks, in a step in which they exchange no data.
-        orthogonalized: by the ranks that send a message with only a roll in any case, the indices of the parameters
-            that they orthogonalize together, of which they must have gradients on all ranks or on none.
         on_difference: called before an error is raised.
-        single: whether the step is of one parameter, whose gradient is complete.
+        single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
 
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
-        pending: the first messages of this step to each set of ranks that this rank has not sent yet, in their order.
-        told: the listening ranks to which :meth:`Agreement.agree` has sent this step's roll.
-        overlapping: the sets of ranks of which one rank belongs to several sets, as found by comparing digests.
+        checks: this rank's answers in the checks of a step as agreed, in an order that is equal on all ranks.
         single: see above.
     """
 
     def __init__(
         self,
-        lines: Mapping[Exchange, Sequence[Line]],
+        sets: Mapping[Exchange, Members],
         stepped: Container[int],
-        listening: Mapping[Exchange, bool] = MappingProxyType({}),
-        orthogonalized: Mapping[Exchange, Sequence[int]] = MappingProxyType({}),
         on_difference: Callable[[], object] = lambda: None,
         *,
         single: bool = False,
     ) -> None:
-        self._lines, self._on_difference, self.single = lines, on_difference, single
-        self.pending: list[Reduction] = []
-        self.told: set[Exchange] = set()
-        self._unread: dict[Exchange, Callable[[], bool]] = {}
-        self.overlapping: set[Exchange] = set()
-        self._listening, self._orthogonalized = listening, orthogonalized
-        self._rolling = sorted({*listening, *orthogonalized}, key=order_of)
+        self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
+        self._on_difference, self.single = on_difference, single
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
 
     def step(self, stepped: Container[int]) -> None:
         """Takes the indices of the parameters that have a gradient on this rank."""
         self._stepped = stepped
-        if not self.digests or any(line.is_sized for lines in self._lines.values() for line in lines):
-            digests = {ranks: self._digest(lines) for ranks, lines in self._lines.items()}
+        if not self.digests or any(line.is_sized for members in self._sets.values() for line in members.lines):
+            digests = {ranks: self._digest(members.lines) for ranks, members in self._sets.items()}
             if digests != self.digests:
                 self.digests = digests
+        self.checks = {
+            ranks: self._answers(members) for ranks, members in self._sets.items() if self._is_checked(members)
+        }
+
+    def _is_checked(self, members: Members) -> bool:
+        if members.joint or (members.device.type == "cpu" and not self.single):
+            return True
+        return any(line.is_sized and line.tensor in self._stepped for line in members.lines)
+
+    def _answers(self, members: Members) -> Answers:
+        is_held = {line.tensor: line.is_held for line in members.lines}
+        has = [is_held[index] and index in self._stepped for index in members.joint]
+        lacks = [is_held[index] and index not in self._stepped for index in members.joint]
+        return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
 
     def _digest(self, lines: Sequence[Line]) -> bytes:
-        text = [self._said(line, always=False) for line in lines]
-        return digest_of(json.dumps(text))
+        return digest_of(json.dumps([self._said(line, always=False) for line in lines]))
 
     def _said(self, line: Line, *, always: bool) -> dict[str, Any]:
         if not line.is_held or not (line.is_sized or always):
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def roll(self, ranks: Exchange, indices: Sequence[int]) -> Tensor:
-        """This rank's answers in a roll, (1 + parameters, 2): yes and no, to "as agreed" and to "has a gradient"."""
-        is_held = {line.tensor: line.is_held for line in self._lines.get(ranks, ())}
-        answers = [(1, 0), *((i in self._stepped, i not in self._stepped) if is_held[i] else (0, 0) for i in indices)]
-        return torch.tensor(answers, dtype=torch.int32, device="cpu")
+    def device_of(self, ranks: Exchange) -> torch.device:
+        """The device of the messages of a set of ranks."""
+        return self._sets[ranks].device if ranks in self._sets else torch.device("cpu")
 
-    def rolls(self, spoken: Container[Exchange]) -> list[OnlyRoll]:
-        """The messages that are only rolls, in an order that is equal on all ranks.
+    def refuse(self, differing: Iterable[Exchange], otherwise: str) -> NoReturn:
+        """Raises the error that names the first difference.
 
         Args:
-            spoken: the ranks that exchange data of blocks in this step.
+            differing: the sets of ranks that have found a difference, all of which call this.
+            otherwise: what differs if this rank is in none of these sets.
         """
-        listening = self._listening
-        return [
-            OnlyRoll(ranks, 2 * (1 + len(self._orthogonalized.get(ranks, ()))), torch.int32)
-            for ranks in self._rolling
-            if ranks in self._orthogonalized or ranks in self.overlapping or (listening[ranks] and ranks not in spoken)
-        ]
-
-    def start(self, pending: Iterable[Reduction]) -> None:
-        """Takes the first messages of a step to each set of ranks, in their order."""
-        self.pending = list(pending)
-        self._unread.clear()
-
-    def sent(self, ranks: Exchange, differs: Callable[[], bool]) -> None:
-        """Notes that this rank sends a message with a roll.
-
-        Args:
-            ranks: to which ranks.
-            differs: waits for the message, and says whether the ranks' answers differ.
-        """
-        if ranks in self._unread:  # another rank may have raised after its first message
-            self.check(ranks, differs=self._unread[ranks]())
-        self.pending = [opening for opening in self.pending if opening.ranks != ranks]
-        self._unread[ranks] = differs
-
-    def check(self, ranks: Exchange, *, differs: bool) -> None:
-        """Takes what :meth:`sent` asked for. Raises RuntimeError, on all ranks, if answers differ."""
-        self._unread.pop(ranks, None)
-        if differs:
-            self.refuse([ranks])
-
-    def tell(self, opening: Reduction) -> bool:
-        """Sends a message that says only that the description changed; returns whether it changed on all ranks."""
-        self.pending = [pending for pending in self.pending if pending.ranks != opening.ranks]
-        return opening.say_changed()
-
-    def listen(self, opening: OnlyRoll) -> bool:
-        """Sends this rank's roll as agreed; returns whether all ranks gave the same answers."""
-        self.pending.remove(opening)
-        answers = self.roll(opening.ranks, self._orthogonalized.get(opening.ranks, ()))
-        opening.ranks.all_reduce_max(answers)
-        return not bool(answers.prod(1).any())
-
-    def compare(self, changed: Iterable[Exchange]) -> None:
-        """Raises RuntimeError if changed descriptions differ. All ranks of each set must call this."""
-        if differing := self._differing(changed, ()):
-            self.refuse(differing)
-
-    def refuse(self, known: Iterable[Exchange], changed: Iterable[Exchange] = ()) -> NoReturn:
-        """Raises the error that names the first difference, after telling sets that have had no message in this step.
-
-        Args:
-            known: the sets of ranks that have told each other of a difference, all of which call this.
-            changed: the ranks whose descriptions changed, and which this rank has told so.
-        """
-        differing, compared = set(known), set(changed)
-        differing.update(others for others, differs in self._unread.items() if others not in differing and differs())
-        self.pending = [opening for opening in self.pending if opening.ranks not in differing]
-        for sends_data in (False, True):  # other ranks compare descriptions after all rolls, and before they send data
-            for opening in self.pending:
-                if sends_data or isinstance(opening, OnlyRoll):
-                    (compared if self.tell(opening) else differing).add(opening.ranks)
-            differing, compared = self._differing(compared - differing, differing), set()
-        self._raise(sorted(differing, key=order_of))
-
-    def _differing(self, compared: Iterable[Exchange], known: Iterable[Exchange]) -> set[Exchange]:
-        """The sets of ranks whose descriptions differ, besides those that are known to."""
-        found = set(known)
-        for ranks in sorted(compared, key=order_of):
-            # A rank that has found a difference has no description in common with others, so that these raise, too.
-            if not self._is_common(ranks, bytes(_DIGEST_BYTES) if found else self.digests[ranks]):
-                found.add(ranks)
-        return found
-
-    def _is_common(self, ranks: Exchange, digest: bytes) -> bool:
-        """Whether all ranks have the same digest; notes whether one of them belongs to several sets."""
-        words = np.frombuffer(digest, dtype="<u2").astype(np.int32)
-        message = torch.from_numpy(np.concatenate([words, 0xFFFF - words, np.array([len(self.digests) > 1], np.int32)]))
-        ranks.all_reduce_max(message)
-        (self.overlapping.add if message[-1] else self.overlapping.discard)(ranks)
-        return not bool((message[:-1].view(2, -1).sum(0) != 0xFFFF).any())
-
-    def _raise(self, differing: Sequence[Exchange]) -> NoReturn:
         self._on_difference()
-        found = [self._first_difference(ranks) for ranks in differing]
-        difference = next(filter(None, found), "parameters of which this rank holds no part, or that were changed back")
+        found = [self._first_difference(ranks) for ranks in sorted(differing, key=order_of)]
+        difference = next(filter(None, found), otherwise)
         raise RuntimeError(
             f"got ranks that differ in {difference}, expected the same on all ranks that step parts of the "
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
-            "and gradients to all of them or to none. Blocks that no other rank shares may have been stepped"
+            "and gradients to all of them or to none; nothing was changed"
         )
 
     def _first_difference(self, ranks: Exchange) -> str | None:
-        description = [[line.known_as, self._said(line, always=True)] for line in self._lines.get(ranks, ())]
+        lines = self._sets[ranks].lines if ranks in self._sets else ()
+        description = [[line.known_as, self._said(line, always=True)] for line in lines]
         of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
         return _difference(of_ranks)
 
@@ -242,91 +184,32 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
     return None
 
 
-class Roll:
-    """The roll at the beginning of a message, in a view of the message.
-
-    Args:
-        plan: the description that the ranks agreed on.
-        ranks: the ranks that exchange the message.
-        answers: the view, integers, (1 + parameters, 2).
-        indices: the parameters whose gradients the roll names.
-    """
-
-    def __init__(self, plan: Plan, ranks: Exchange, answers: Tensor, indices: Sequence[int]) -> None:
-        self._plan, self._ranks, self._answers, self._indices = plan, ranks, answers, indices
-        #: This rank's answers, on the device of the message.
-        self.own = answers.new_zeros(answers.shape)
-        self._is_new = False
-
-    def step(self) -> None:
-        """Takes this step's answers from the plan, which knows the gradients."""
-        self.own.copy_(self._plan.roll(self._ranks, self._indices))
-        self._is_new = True
-
-    def enter(self) -> None:
-        """Writes this rank's answers into the message."""
-        self._answers.copy_(self.own)
-
-    def check(self) -> None:
-        """Reads all ranks' answers. On a GPU, whose stream the host must wait for, only if this rank's are new.
-
-        Raises:
-            RuntimeError: answers differ.
-        """
-        self._plan.check(self._ranks, differs=self._differs())
-
-    def sent(self) -> None:
-        """Notes that the message is being sent."""
-        self._plan.sent(self._ranks, self._differs)
-
-    def _differs(self) -> bool:
-        is_new, self._is_new = self._is_new, False
-        if self._answers.is_cuda and (not is_new or torch.cuda.is_current_stream_capturing()):
-            return False
-        yes, no = self._answers.cpu().numpy().T
-        return bool(np.any((yes != 0) & (no != 0)))
-
-
-class Reduction(NamedTuple):
-    """The shape of a message for an all-reduce.
+class _OnGpu(NamedTuple):
+    """A set's check on a GPU.
 
     Attributes:
-        ranks: the ranks.
-        numel: elements of the message, which begins with a roll.
-        dtype: the message's dtype: int32 for a maximum, int64 for a sum.
+        said: this rank's answers.
+        own: these answers on the device.
+        message: memory for the all-reduce.
     """
 
-    ranks: Exchange
-    numel: int
-    dtype: torch.dtype
-
-    def say_changed(self) -> bool:
-        """Sends a message that says only that the description changed; returns whether it changed on all ranks."""
-        message = torch.zeros(self.numel, dtype=self.dtype, device="cpu")
-        message[1] = 1
-        if self.dtype == torch.int64:
-            self.ranks.all_reduce_sum(message)
-        else:
-            self.ranks.all_reduce_max(message)
-        return not bool(message[0])
-
-
-class OnlyRoll(Reduction):
-    """The shape of a message that is only a roll."""
+    said: Answers
+    own: Tensor
+    message: Tensor
 
 
 class Agreement:
-    """The descriptions that the ranks agreed on last.
+    """The descriptions that the ranks agreed on last, and the checks that follow from them.
 
-    Attributes:
-        opened: those of a plan that was agreed on and whose first messages are known; None if there is no such plan.
+    Args:
+        captured: objects that CUDA graphs keep using: the list grows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, captured: list[object]) -> None:
         self._digests: dict[Exchange, bytes] | None = None
-        self.opened: dict[Exchange, bytes] | None = None
-        self._openings: list[Reduction] = []
-        self._overlapping: set[Exchange] = set()
+        self._checks: dict[Exchange, Answers] = {}
+        self._on_gpus: dict[Exchange, _OnGpu] = {}
+        self._captured = captured
 
     @property
     def was_made(self) -> bool:
@@ -334,34 +217,80 @@ class Agreement:
         return self._digests is not None
 
     def agree(self, plan: Plan) -> None:
-        """Compares the descriptions in the first step, or if this rank's changed.
+        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
 
         Raises:
-            RuntimeError: the descriptions differ.
+            RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
+                changed.
         """
-        if plan.digests is self._digests:
-            return
-        plan.overlapping = self._overlapping
-        if plan.digests != self._digests:
-            agreed = self._digests or {}
-            own = {ranks for ranks in {*agreed, *plan.digests} if agreed.get(ranks) != plan.digests.get(ranks)}
-            changed = own & plan.digests.keys()
-            plan.start(self._openings)
-            # Other ranks of a set whose description is unchanged go on, and would take a message for their step's.
-            for opening in self._openings:
-                if isinstance(opening, OnlyRoll):
-                    plan.told.add(opening.ranks)
-                if opening.ranks in own and opening in plan.pending:
-                    alike = plan.tell(opening)
-                elif isinstance(opening, OnlyRoll) and opening in plan.pending:
-                    alike = plan.listen(opening)
+        agreed, now = self._digests or {}, plan.digests
+        sets, changed = list(plan.checks), set[Exchange]()
+        if now is not self._digests:
+            changed = {ranks for ranks in {*agreed, *now} if agreed.get(ranks) != now.get(ranks)}
+            sets = sorted({*sets, *changed}, key=order_of)
+        differing: list[Exchange] = []
+        joined: list[Exchange] = []  # the sets of which one rank belongs to several
+        otherwise = _HELD_ELSEWHERE
+        for ranks in sets:
+            before = self._checks.get(ranks) if ranks in changed else plan.checks[ranks]
+            found = None if before is None else self._found(plan, ranks, before, changed=ranks in changed)
+            if found is not None and _differ(found):
+                if plan.device_of(ranks).type == "cuda":
+                    otherwise = _READ_HERE_ONLY
                 else:
+                    differing.append(ranks)
+                continue
+            if found is None or found[_CHANGED]:
+                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
+                    differing.append(ranks)
                     continue
-                if not alike:
-                    plan.refuse([opening.ranks], changed)
-            plan.compare(changed)
-        self._digests, self.opened = plan.digests, None
+                if ranks not in plan.checks:
+                    continue
+                found = self._found(plan, ranks, plan.checks[ranks], changed=False)
+                if _differ(found):
+                    differing.append(ranks)
+            if found[_SEVERAL]:
+                joined.append(ranks)
+        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
+            plan.refuse(differing, otherwise)
+        self._digests, self._checks = now, plan.checks
 
-    def open_by(self, plan: Plan, openings: list[Reduction]) -> None:
-        """Takes the shapes of the first messages of a step by a plan that was agreed on."""
-        self.opened, self._openings = plan.digests, openings
+    def _found(self, plan: Plan, ranks: Exchange, answers: Answers, *, changed: bool) -> Answers:
+        """The answers of all ranks of a set, joined; zeros on a GPU if this rank's are as in its last check."""
+        if changed:
+            answers = np.zeros_like(answers)
+            answers[_CHANGED] = 1
+        device = plan.device_of(ranks)
+        if device.type != "cuda":
+            message = torch.from_numpy(answers.copy())
+            ranks.all_reduce_max(message)
+            return message.numpy()
+        kept = self._on_gpus.get(ranks)
+        is_new = kept is None or not np.array_equal(kept.said, answers)
+        if kept is None or is_new:
+            own = torch.from_numpy(answers.copy()).to(device)
+            kept = self._on_gpus[ranks] = _OnGpu(answers, own, torch.empty_like(own))
+        use_in_current_stream(device, (kept.own, kept.message))
+        kept.message.copy_(kept.own)
+        ranks.all_reduce_max(kept.message)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(kept)
+        found = np.zeros_like(answers)
+        if is_new and not torch.cuda.is_current_stream_capturing():
+            found = np.asarray(kept.message.cpu().numpy())
+            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
+        return found
+
+
+def _differ(found: Answers) -> bool:
+    """Whether ranks gave different answers."""
+    has, lacks = found[_SEVERAL + 1 :].reshape(2, -1)
+    return bool((found[_AS_AGREED] and found[_CHANGED]) or (has & lacks).any())
+
+
+def _are_equal(ranks: Exchange, digest: bytes) -> bool:
+    """Whether all ranks of a set have the same digest."""
+    words = np.frombuffer(digest, dtype="<u2").astype(np.int32)
+    message = torch.from_numpy(np.concatenate([words, 0xFFFF - words]))
+    ranks.all_reduce_max(message)
+    return not bool((message.view(2, -1).sum(0) != 0xFFFF).any())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange, FlatShard, LocalBlocks, Shard
+from shardopt.layout import Exchange, FlatShard, Shard
 from shardopt.state.agreement import reduce_together
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Plan, Reduction, Roll, order_of
+from shardopt.step.agreement import order_of
 
 
 class CutParameter(NamedTuple):
@@ -39,29 +39,28 @@ class CutParameter(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: SliceSpec, covered: LocalBlocks, scales: Sequence[Tensor | None], device: torch.device
+        cls, spec: SliceSpec, exchange: Exchange, scales: Sequence[Tensor | None], device: torch.device
     ) -> CutParameter:
         """Makes the tensors that ranks exchange for the cut blocks of a parameter.
 
         Args:
             spec: describes the parameter's state.
-            covered: the shard's blocks.
+            exchange: the parameter's owners.
             scales: per moment; None for a moment without scales.
             device: the parameter's device.
         """
-        assert covered.exchange is not None
-        size, more = spec.grid.block_size, covered.pieces - 1
-        others = np.ones(covered.per_row, np.bool_)
+        size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
         for first, end in spec.shard.columns:
-            others[first // size : -(-end // size)] = False
-        shape = (covered.pieces, spec.shard.rows, covered.per_row, 2)
+            pieces_of[first // size : -(-end // size)] += 1
+        pieces = max(int(pieces_of.max()), 1)
+        shape = (pieces, spec.shard.rows, len(pieces_of), 2)
         return cls(
             spec,
-            covered.exchange,
+            exchange,
             [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
-            [None if of_moment is None else of_moment.new_empty((more, *of_moment.shape)) for of_moment in scales],
-            torch.from_numpy(np.flatnonzero(others)).to(device),
+            [None if x is None else x.new_empty((pieces - 1, *x.shape)) for x in scales],
+            torch.from_numpy(np.flatnonzero(pieces_of == 0)).to(device),
         )
 
     @property
@@ -83,38 +82,27 @@ class FlatCuts:
     ranks cannot know. One collective carries all extremes.
 
     Args:
-        plan: the ranks' plan.
-        parts: index and spec of all parameters under flat shards, in an order that is equal on all ranks.
+        specs: of all parameters under flat shards, in an order that is equal on all ranks.
         device: device of the extremes.
     """
 
-    def __init__(self, plan: Plan, parts: Sequence[tuple[int, SliceSpec]], device: torch.device) -> None:
+    def __init__(self, specs: Sequence[SliceSpec], device: torch.device) -> None:
         self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in the part's row of the buffer
         self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
         self.relative = False
-        indices: dict[Exchange, dict[int, None]] = {}
-        for index, spec in parts:
-            if shared_blocks(spec):
-                assert isinstance(spec.shard, FlatShard)
-                assert spec.shard.exchange is not None
-                indices.setdefault(spec.shard.exchange, {})[index] = None
-        counts = {exchange: 1 + len(of_exchange) for exchange, of_exchange in indices.items()}  # the roll's answers
+        counts: dict[Exchange, int] = {}
         shared = []
-        for _, spec in parts:
+        for spec in specs:
             numbers = shared_blocks(spec)
             if numbers:
                 assert isinstance(spec.shard, FlatShard)
                 assert spec.shard.exchange is not None
                 exchange = spec.shard.exchange
-                first = counts[exchange]
+                first = counts.get(exchange, 0)
                 counts[exchange] = first + len(spec.moments) * len(numbers)
                 shared.append((spec, exchange, first, numbers))
                 self.relative |= spec.relative
         self._buffers = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
-        self._rolls = [
-            Roll(plan, exchange, self._buffers[exchange][: 1 + len(of_exchange)], list(of_exchange))
-            for exchange, of_exchange in indices.items()
-        ]
         for spec, exchange, first, numbers in shared:
             rows = self._buffers[exchange][first : first + len(spec.moments) * len(numbers)]
             self._first[spec.shard] = rows.view(len(spec.moments), len(numbers), 2)
@@ -126,16 +114,7 @@ class FlatCuts:
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
-        return [*self._buffers.values(), *(roll.own for roll in self._rolls)]
-
-    def openings(self) -> list[Reduction]:
-        """The shapes of the messages."""
-        return [Reduction(exchange, x.numel(), x.dtype) for exchange, x in self._buffers.items()]
-
-    def step(self) -> None:
-        """Takes this step's rolls from the plan, which knows the gradients."""
-        for roll in self._rolls:
-            roll.step()
+        return list(self._buffers.values())
 
     def addresses(self, spec: SliceSpec, number: int) -> list[int]:
         """Addresses of a block's extremes, per moment; empty for a block that is not shared."""
@@ -150,57 +129,36 @@ class FlatCuts:
         """Forgets the last step's extremes: 0 is neutral."""
         for buffer in self._buffers.values():
             buffer.zero_()
-        for roll in self._rolls:
-            roll.enter()
 
-    def exchange(self) -> Iterator[Roll]:
-        """Replaces a block's extremes by the extremes over all its owners; gives each message's roll, to be checked."""
-        for (exchange, buffer), roll in zip(self._buffers.items(), self._rolls, strict=True):
-            roll.sent()
+    def exchange(self) -> None:
+        """Replaces a block's extremes by the extremes over all its owners."""
+        for exchange, buffer in self._buffers.items():
             exchange.all_reduce_max(buffer)
-            yield roll
 
 
 class CutBlocks:
     """The cut blocks of a step.
 
     Args:
-        plan: the ranks' plan.
         parameters: the parameters with column shards that cut blocks.
         flat: the blocks that flat shards cut.
     """
 
-    def __init__(self, plan: Plan, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
+    def __init__(self, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
         self._parameters, self._flat = parameters, flat
         self._by_exchange: dict[Exchange, list[CutParameter]] = {}
         for cut in sorted(parameters, key=lambda cut: order_of(cut.exchange)):
             self._by_exchange.setdefault(cut.exchange, []).append(cut)
-        self._answers: list[Tensor] = []  # of rolls without gradients, as their absence changes the messages' shape
-        self._rolls: list[Roll] = []
-        for exchange, cuts in self._by_exchange.items():
-            answers = torch.zeros((1, 2), dtype=torch.int32, device=cuts[0].extremes[0].device)
-            self._answers.append(answers)
-            self._rolls.append(Roll(plan, exchange, answers, ()))
-            self._rolls[-1].step()
-        flat.step()
         self.relative = flat.relative or any(cut.spec.relative for cut in parameters)
 
     def __bool__(self) -> bool:
         return bool(self._parameters) or bool(self._flat)
 
-    def openings(self) -> list[Reduction]:
-        """The shapes of the messages of :meth:`exchange_extremes`."""
-        openings: list[Reduction] = self._flat.openings()
-        for exchange, cuts in self._by_exchange.items():
-            numel = 2 + sum(extremes[0].numel() for cut in cuts for extremes in cut.extremes)
-            openings.append(Reduction(exchange, numel, torch.int32))
-        return openings
-
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
         of_cuts = (tensor for cut in self._parameters for tensor in cut.memory)
-        return [*self._flat.memory, *self._answers, *(roll.own for roll in self._rolls), *of_cuts]
+        return [*self._flat.memory, *of_cuts]
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces, before the kernels read them."""
@@ -210,33 +168,21 @@ class CutBlocks:
     def clear_extremes(self) -> None:
         """Forgets the last step's extremes: 0 is neutral."""
         self._flat.clear()
-        for roll in self._rolls:
-            roll.enter()
         for cut in self._parameters:
             for extremes in cut.extremes:
                 extremes.zero_()
 
     def exchange_extremes(self) -> None:
-        """Replaces a block's extremes by the extremes over all its owners.
-
-        Raises:
-            RuntimeError: the ranks' descriptions differ.
-        """
-        for roll in self._exchange_extremes():
-            roll.check()  # before the next message, which waits for other ranks
-
-    def _exchange_extremes(self) -> Iterator[Roll]:
-        yield from self._flat.exchange()
-        for (exchange, cuts), answers, roll in zip(self._by_exchange.items(), self._answers, self._rolls, strict=True):
+        """Replaces a block's extremes by the extremes over all its owners."""
+        self._flat.exchange()
+        for exchange, cuts in self._by_exchange.items():
             every = [extremes for cut in cuts for extremes in cut.extremes]
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
-            roll.sent()
-            reduce_together(exchange.all_reduce_max, [answers, *(extremes[0] for extremes in every)])
+            reduce_together(exchange.all_reduce_max, [extremes[0] for extremes in every])
             for extremes in every:
                 extremes[1:] = extremes[0]
-            yield roll
 
     def share_scales(self) -> None:
         """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""

@@ -12,7 +12,6 @@ from shardopt import _C
 from shardopt.layout import Counted, Exchange
 from shardopt.state.rule import Rule
 from shardopt.state.tensor_state import TensorState
-from shardopt.step.agreement import Plan, Reduction, Roll
 from shardopt.step.over_all import OverAll, no_common_mesh, ranks_of_sums
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
@@ -45,15 +44,13 @@ class ExactSums:
     set's message has room for one sum over all parameters; a part that several sets hold is added to the largest one's.
 
     Args:
-        plan: the ranks' plan.
         tensors: in an order that is equal on all ranks.
     """
 
-    def __init__(self, plan: Plan, tensors: Iterable[Summed]) -> None:
+    def __init__(self, tensors: Iterable[Summed]) -> None:
         counts: dict[Exchange | None, int] = {}
         devices: dict[Exchange | None, set[torch.device]] = {}
         places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
-        indices: dict[Exchange | None, dict[int, None]] = {}
         self._totals: dict[Exchange | None, slice] = {}
         self._own: dict[Counted | None, dict[torch.device, Tensor]] = {}  # parts of the sums over all parameters
         own_of: dict[tuple[int, int], Tensor] = {}
@@ -62,7 +59,6 @@ class ExactSums:
             for part in summed.spec.slices:
                 ranks = ranks_of_sums(part.spec.shard, summed.rule)
                 devices.setdefault(ranks, set()).add(summed.device)
-                indices.setdefault(ranks, {})[summed.index] = None
                 place = self._totals.get(ranks) if summed.rule.totals else None
                 if place is None:
                     place = slice(counts.get(ranks, 0), counts.get(ranks, 0) + summed.rule.sums)
@@ -75,23 +71,11 @@ class ExactSums:
                         own[summed.device] = torch.zeros(shape, dtype=torch.int64, device=summed.device)
                     own_of[summed.index, len(places[summed.index])] = own[summed.device]
                 places[summed.index].append((ranks, place.start, summed.device))
-        # int64: a roll, then sums of some words. Each device has room for all sums, as ranks may differ in devices.
-        rolls = {ranks: 2 * (1 + len(of_ranks)) for ranks, of_ranks in indices.items()}
-        self._messages = {
-            ranks: {
-                d: torch.zeros(rolls[ranks] + count * _C.sum_words, dtype=torch.int64, device=d) for d in devices[ranks]
-            }
+        # int64, (sums, words). Each device has room for all sums, as ranks may differ in devices.
+        self._buffers = {
+            ranks: {d: torch.zeros((count, _C.sum_words), dtype=torch.int64, device=d) for d in devices[ranks]}
             for ranks, count in counts.items()
         }
-        self._buffers = {
-            ranks: {d: message[rolls[ranks] :].view(-1, _C.sum_words) for d, message in messages.items()}
-            for ranks, messages in self._messages.items()
-        }
-        self._rolls = [
-            Roll(plan, ranks, next(iter(messages.values()))[: rolls[ranks]].view(-1, 2), list(indices[ranks]))
-            for ranks, messages in self._messages.items()
-            if ranks is not None
-        ]
         self._addresses = {
             index: [
                 own_of.get((index, at), self._buffers[ranks][device][first]).data_ptr()
@@ -107,41 +91,30 @@ class ExactSums:
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
         of_own = (own for by_device in self._own.values() for own in by_device.values())
-        return [*self._each_message(), *of_own, *(roll.own for roll in self._rolls)]
+        return [*self._each_buffer(), *of_own]
 
-    def _each_message(self) -> Iterator[Tensor]:
-        return (message for messages in self._messages.values() for message in messages.values())
+    def _each_buffer(self) -> Iterator[Tensor]:
+        return (buffer for buffers in self._buffers.values() for buffer in buffers.values())
 
     def addresses(self, index: int) -> list[int]:
         """Addresses of the sums of a tensor's slices; empty for a tensor without sums."""
         return self._addresses.get(index, [])
 
-    def openings(self) -> list[Reduction]:
-        """The shapes of the messages."""
-        first = ((ranks, next(iter(messages.values()))) for ranks, messages in self._messages.items())
-        return [Reduction(ranks, message.numel(), message.dtype) for ranks, message in first if ranks is not None]
-
-    def step(self) -> None:
-        """Takes this step's rolls from the plan, which knows the gradients."""
-        for roll in self._rolls:
-            roll.step()
+    @property
+    def communicates(self) -> bool:
+        """Whether sums are added up over several ranks."""
+        return any(ranks is not None for ranks in self._buffers)
 
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for message in self._each_message():
-            message.zero_()
+        for buffer in self._each_buffer():
+            buffer.zero_()
         for by_device in self._own.values():
             for own in by_device.values():
                 own.zero_()
-        for roll in self._rolls:
-            roll.enter()
 
     def exchange(self) -> None:
-        """Adds up the sums of all ranks that hold parts of the same parameters.
-
-        Raises:
-            RuntimeError: the ranks' descriptions differ.
-        """
+        """Adds up the sums of all ranks that hold parts of the same parameters."""
         for counted, by_device in self._own.items():
             home = self._over_all.home(counted)
             if home is None or self._over_all.counts(counted, home):
@@ -149,18 +122,14 @@ class ExactSums:
                 buffer = next(iter(self._buffers[None if home is None else home.ranks].values()))
                 for own in by_device.values():
                     buffer[joins] += own.to(buffer.device)
-        for roll in self._rolls:
-            roll.sent()
-        for ranks, messages in self._messages.items():
+        for ranks, buffers in self._buffers.items():
             if ranks is not None:
-                total, *others = messages.values()
+                total, *others = buffers.values()
                 for other in others:
                     total += other.to(total.device)
                 ranks.all_reduce_sum(total)
                 for other in others:
                     other.copy_(total)
-        for roll in self._rolls:
-            roll.check()
 
     def totals(self) -> Iterator[Tensor]:
         """The sums over all parameters, after the exchange: int64, (sums, words), on the host, one per set of ranks.

@@ -21,9 +21,6 @@ from shardopt.state.warn import warn_user
 from shardopt.step.rows import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
-#: This rank's parts of gradients that are kept in the host's memory, by the parameters' indices: for parameters with
-#: ``offload="step"`` whose attribute ``grad`` is None.
-KeptGradients = Mapping[int, Tensor]
 
 
 class Input(NamedTuple):
@@ -37,6 +34,8 @@ class Input(NamedTuple):
         spec: describes the parameter's state; None for a parameter without gradient that cannot be stepped.
         number: index among all of the model's parameters, on which stochastic rounding depends.
         copies: ranks that hold copies of the parameter and share the work on it; None without such ranks.
+        gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
+            attribute ``grad`` is None.
     """
 
     name: str
@@ -46,6 +45,7 @@ class Input(NamedTuple):
     spec: TensorState | None
     number: int
     copies: Copies | None
+    gradient_on_host: bool
 
     @property
     def shard(self) -> Shard:
@@ -61,7 +61,7 @@ def describe(
     copies: Mapping[Tensor, Copies],
     first: int,
     name: str | None,
-    kept: KeptGradients,
+    gradient_on_host: bool,
 ) -> list[Input]:
     """Describes all parameters of a step.
 
@@ -72,7 +72,7 @@ def describe(
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
-        kept: gradients in the host's memory.
+        gradient_on_host: whether the gradient of a single parameter is in the host's memory.
 
     Raises:
         RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the
@@ -91,7 +91,7 @@ def describe(
             except UnknownShardError:
                 raise  # even on ranks without a gradient, for which other ranks would wait
             except (RuntimeError, ValueError):
-                if param.grad is not None or len(inputs) in kept:
+                if param.grad is not None or gradient_on_host:
                     raise
                 spec = None
             known_as = name or listed_name(group, index, position)
@@ -107,7 +107,8 @@ def describe(
                         "random, so that its noise depends on its place in the optimizer; call optimizer.attach(model)",
                         RuntimeWarning,
                     )
-            inputs.append(Input(known_as, index, position, param.device, spec, number, copies.get(param)))
+            shared = copies.get(param)
+            inputs.append(Input(known_as, index, position, param.device, spec, number, shared, gradient_on_host))
     _check_noise(inputs)
     return inputs
 
@@ -131,15 +132,20 @@ def _check_noise(inputs: Sequence[Input]) -> None:
                 )
 
 
-def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], kept: KeptGradients) -> list[Tensor | None]:
-    """This rank's parts of all gradients, checked. May run collectives, unless they are kept in the host's memory.
+def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: Tensor | None) -> list[Tensor | None]:
+    """This rank's parts of all gradients, checked. May run collectives, unless they are in the host's memory.
+
+    Args:
+        params: all parameters of the step.
+        inputs: one per parameter.
+        on_host: this rank's part of the gradient of a single parameter, in the host's memory.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
     """
     gradients: list[Tensor | None] = []
     for param, parameter in zip(params, inputs, strict=True):
-        part = kept.get(len(gradients)) if param.grad is None else None
+        part = on_host if param.grad is None else None
         if part is not None:
             with named(parameter.name):
                 local = parameter.shard.local(param)

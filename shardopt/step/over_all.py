@@ -142,6 +142,6 @@ def joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
 def ranks_of_sums(shard: Shard, rule: Rule) -> Exchange | None:
     """The ranks that exchange the sums of a rule: of each parameter, or of all parameters."""
     if not rule.totals:
-        return shard.parts
+        return shard.part_owners
     counted = shard.counted()
     return None if counted is None else counted.ranks

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardopt.layout import Exchange, FlatBuffer, FlatShard
+from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.tensor_state import Slice
-from shardopt.step.agreement import Line, Plan
+from shardopt.step.agreement import Line, Members, Plan
 from shardopt.step.inputs import Input, ParamGroups
 from shardopt.step.over_all import OverAll, ranks_of_sums
 from shardopt.step.rows import Group
@@ -24,52 +25,53 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         inputs: one per parameter.
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
-    lines: dict[Exchange, list[Line]] = {}
+    sets: dict[Exchange, Members] = {}
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
     over_all = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices)
-    listening: dict[Exchange, bool] = {}
-    orthogonalized: dict[Exchange, list[int]] = {}
-    on_gpus = set()
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
-        if options["params"][parameter.position].grad is not None:
+        if parameter.gradient_on_host or options["params"][parameter.position].grad is not None:
             stepped.add(index)
         for slice_ in parameter.spec.slices if parameter.spec is not None else ():
             name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
             line = _line(index, parameter, slice_, name, groups[parameter.group])
             if groups[parameter.group].rule.totals:
                 line.says["a mesh with all ranks that share parameters"] = not over_all.is_bridge
-            for ranks in dict.fromkeys(_ranks_of(parameter, slice_, groups[parameter.group])):
-                lines.setdefault(ranks, []).append(line)
-                is_quiet = ranks == slice_.spec.shard.row_owners and not isinstance(slice_.spec.shard, FlatShard)
-                listening[ranks] = listening.get(ranks, True) and is_quiet
-                if parameter.device.type != "cpu":
-                    on_gpus.add(ranks)
-            division = _division(parameter, slice_, groups[parameter.group])
-            if division is not None:
-                orthogonalized.setdefault(division, []).append(index)
-    listening = {ranks: quiet for ranks, quiet in listening.items() if not single and ranks not in on_gpus}
-    orthogonalized = {ranks: list(dict.fromkeys(x)) for ranks, x in orthogonalized.items() if ranks not in on_gpus}
-    return Plan(lines, stepped, listening, orthogonalized, over_all.refuse, single=single)
+            for ranks, is_joint in _ranks_of(parameter, slice_, groups[parameter.group]).items():
+                members = sets.setdefault(ranks, Members(parameter.device, [], {}))
+                if members.device.type == "cpu" and parameter.device.type != "cpu":
+                    members = sets[ranks] = members._replace(device=parameter.device)
+                members.lines.append(line)
+                if is_joint:
+                    members.joint[index] = None
+    return Plan(sets, stepped, over_all.refuse, single=single)
 
 
-def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> Iterator[Exchange]:
-    """The ranks with which a step exchanges data of a slice, or would with other options."""
+def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> dict[Exchange, bool]:
+    """The ranks with which a step exchanges data of a slice, or would with other options.
+
+    Returns:
+        For each set of ranks whether all of them or none must have a gradient.
+    """
     shard = slice_.spec.shard
-    candidates = [shard.row_owners, _division(parameter, slice_, group)]
-    if group.rule.sums:
-        candidates.append(ranks_of_sums(shard, group.rule))
-    for ranks in candidates:
+    are_joint: list[tuple[Exchange | None, bool]] = [
+        (shard.row_owners, bool(shared_blocks(slice_.spec))),
+        (ranks_of_sums(shard, group.rule) if group.rule.sums else None, True),
+        (_division(parameter, slice_, group), parameter.device.type == "cpu"),
+    ]
+    found: dict[Exchange, bool] = {}
+    for ranks, is_joint in are_joint:
         if ranks is not None:
-            yield ranks
+            found[ranks] = found.get(ranks, False) or is_joint
+    return found
 
 
 def _division(parameter: Input, slice_: Slice, group: Group) -> Exchange | None:
     """The ranks that share the orthogonalization of a slice."""
     if group.rule.orthogonalized is None:
         return None
-    division = slice_.spec.shard.division
+    division = slice_.spec.shard.division()
     return division.ranks if division else parameter.copies.ranks if parameter.copies else None
 
 

@@ -222,7 +222,6 @@ def _rows_of_part(
         for rectangle in chain.from_iterable(uncut.divided(grid) for uncut in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols == 0:
                 continue
-            in_parameter = spec.shard.index_of(rectangle.element)
             extremes, scales_here = _addresses([], 0), scales
             if rectangle.cut and cut is not None:
                 piece = pieces_in[rectangle.block]
@@ -230,7 +229,7 @@ def _rows_of_part(
                 extremes = _addresses([x[piece] for x in cut.extremes], rectangle.block, [2] * len(cut.extremes))
                 scales_here = [x if x is None else x[piece - 1] for x in cut.old_scales] if piece else scales
             elif rectangle.cut:
-                extremes = of_step.flat_cuts.addresses(spec, grid.block_of(in_parameter)) or extremes
+                extremes = of_step.flat_cuts.addresses(spec, grid.block_of(rectangle.first)) or extremes
             numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
             lead = rectangle.first_col % size
             blocks = (rectangle.rows - 1) * rectangle.blocks_stride + -(-(lead + rectangle.cols) // size)
@@ -249,7 +248,7 @@ def _rows_of_part(
                     cols=rectangle.cols,
                     row_stride=rectangle.row_stride,
                     scales_row_stride=rectangle.blocks_stride,
-                    first_element=in_parameter,
+                    first_element=rectangle.first,
                     global_row_numel=rectangle.stride,
                     noise_key=key_of_noise,
                     block_size=size,
@@ -281,7 +280,7 @@ def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[
         codec = moment.codec(spec.codec)
         _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, part.param.numel(), residency.state)
         if coded.scales is not None:
-            numel = math.prod(spec.shard.scales_shape(spec.grid)) * codec.scales(signed=moment.signed)
+            numel = math.prod(spec.shard.scales(spec.grid).local_shape) * codec.scales(signed=moment.signed)
             _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
         codes.append(coded.codes)
         scales.append(coded.scales)
@@ -291,13 +290,11 @@ def _checked_moments(name: str, part: Part, residency: Residency) -> tuple[list[
 def _cut_parameter(part: Part) -> CutParameter | None:
     """The exchange among the owners of a column shard; None if the shard cuts no blocks."""
     spec, device = part.spec, part.param.device
-    if not spec.codec.blockwise:
-        return None
-    covered = spec.shard.local_blocks(spec.grid)
-    if covered.exchange is None:
+    exchange = spec.shard.block_owners(spec.grid) if spec.codec.blockwise else None
+    if exchange is None:
         return None
     scales = [spec.local_coded(part.state, moment).scales for moment in spec.moments]
-    return CutParameter.of(spec, covered, scales, device)
+    return CutParameter.of(spec, exchange, scales, device)
 
 
 def _units(part: Part, residency: Residency) -> list[Rectangle]:
@@ -306,9 +303,9 @@ def _units(part: Part, residency: Residency) -> list[Rectangle]:
     size = spec.grid.block_size if spec.codec.blockwise else _PLAIN_BLOCK
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
-    elif shard.is_range or not spec.is_random:  # one long row: columns matter for noise only
+    elif shard.range_start is not None or not spec.is_random:  # one long row: columns matter for noise only
         cols = part.param.numel()
-        rectangles = [Rectangle(0, 1, 0, cols, cols, shard.row_numel, 0, -(-cols // size))]
+        rectangles = [Rectangle(0, shard.range_start or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:
         rectangles = shard.rectangles(BlockGrid(shard.global_shape, 1))
     if residency.offload is None:

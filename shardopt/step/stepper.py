@@ -6,20 +6,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import Copies
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
-from shardopt.state.residency import StateResidency
 from shardopt.step.agreement import Agreement
-from shardopt.step.exact_sums import TakeTotals
+from shardopt.step.batch import StepContext
 from shardopt.step.inputs import (
-    KeptGradients,
     ParamGroups,
     demand_apart,
     demand_finite,
@@ -39,32 +35,27 @@ class Stepper:
     """Steps some of an optimizer's parameters, again and again.
 
     Args:
-        residency: where the state of each parameter lives.
-        skipped: the counter of skipped elements.
+        context: what all steps use.
         numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a parameter that is stepped by itself, when its gradient is complete.
-        take_totals: takes the sums over all parameters; not needed by a stepper of a single parameter.
     """
 
     def __init__(
         self,
-        residency: StateResidency,
-        skipped: SkippedElements,
+        context: StepContext,
         numbers: Mapping[Tensor, int],
         copies: Mapping[Tensor, Copies],
         first: int = 0,
         name: str | None = None,
-        take_totals: TakeTotals = lambda totals: (),
     ) -> None:
         self.communicates = False  # whether the step that was prepared takes collectives
         self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
-        self._residency, self._skipped, self._numbers, self._copies = residency, skipped, numbers, copies
-        self.captured: list[object] = []  # objects that CUDA graphs keep using
-        self._first, self._name, self._take_totals = first, name, take_totals
+        self.context, self._residency, self._numbers, self._copies = context, context.residency, numbers, copies
+        self._first, self._name = first, name
         self._tables: StepTables | None = None  # of the last step
-        self._agreement = Agreement()
+        self._agreement = Agreement(context.captured)
         self._raising: frozenset[int] = frozenset()  # the param groups that the ranks agreed to check for NaN and Inf
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
@@ -74,7 +65,7 @@ class Stepper:
         state: Mapping[Tensor, Any],
         group_of: Callable[[Mapping[str, Any]], Group],
         scaling: LossScaling,
-        kept: KeptGradients = MappingProxyType({}),
+        on_host: Tensor | None = None,
     ) -> Callable[[], None]:
         """Prepares a step on every parameter that has a gradient. May run collectives of gradients.
 
@@ -83,7 +74,7 @@ class Stepper:
             state: the state of these parameters.
             group_of: reads and checks a param group.
             scaling: the loss scale.
-            kept: gradients that are kept in the host's memory.
+            on_host: this rank's part of the gradient of a single parameter, in the host's memory.
 
         Returns:
             A function that takes the step, once, with the current gradients and options: in any thread, or in this one
@@ -104,16 +95,18 @@ class Stepper:
         if tables is not None and changed:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
         # Collectives have one order with cached and with new tables: gradients, finiteness, plans.
-        if tables is not None and tables.read(param_groups, state, kept or None):
+        parts = None if on_host is None else {0: on_host}
+        agreed = None
+        if tables is not None and tables.read(param_groups, state, parts):
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
             groups = [group_of(group) for group in param_groups]
-            tables = self._make_tables(param_groups, state, groups, scaling, kept)
+            tables = self._make_tables(param_groups, state, groups, scaling, on_host)
+            agreed = tables.plan.digests
         self.gradients_changed = tables.update(param_groups, state, scaling)
-        if self._agreement.opened is not tables.plan.digests:
-            self._agreement.agree(tables.plan)  # column shards without a gradient have left the messages
-            self._agreement.open_by(tables.plan, tables.openings())
+        if agreed is not tables.plan.digests:  # cached tables, or column shards without a gradient have left them
+            self._agreement.agree(tables.plan)
         self.communicates = tables.communicates
         self._checked = checked
         return partial(self._run, tables)
@@ -128,27 +121,27 @@ class Stepper:
         state: Any,
         groups: list[Group],
         scaling: LossScaling,
-        kept: KeptGradients,
+        on_host: Tensor | None,
     ) -> StepTables:
-        inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name, kept)
+        is_on_host = on_host is not None
+        inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name, is_on_host)
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
-        if not self._agreement.was_made:  # other ranks may still have gradients in another order
+        is_first = not self._agreement.was_made
+        if is_first:  # other ranks may still have gradients in another order
             self._agreement.agree(plan)
             self._raising = raising(groups)
         params = [param for group in param_groups for param in group["params"]]
-        gradients = local_gradients(params, inputs, kept)
+        gradients = local_gradients(params, inputs, on_host)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising)
-        self._agreement.agree(plan)
+        if not is_first:
+            self._agreement.agree(plan)
         before, self._raising = self._raising, raising(groups)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising - before)
         ready = ready_states(params, state, inputs, gradients, self._residency)
         demand_apart(params, state, inputs, ready)
-        return StepTables(
-            param_groups, state, groups, inputs, ready, gradients, plan, scaling, self._skipped, self._residency,
-            self._take_totals, self.captured, bool(kept),
-        )  # fmt: skip
+        return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self.context)
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

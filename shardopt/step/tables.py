@@ -15,16 +15,15 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import shard_of
-from shardopt.state.residency import Offload, StateResidency
+from shardopt.state.residency import Offload
 from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
 from shardopt.state.tensor_state import flat_slices
-from shardopt.step.agreement import Plan, Reduction
-from shardopt.step.batch import Batch, kernels_of, run_phases
+from shardopt.step.agreement import Plan
+from shardopt.step.batch import Batch, StepContext, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.exact_sums import ExactSums, Summed, TakeTotals, total_of
+from shardopt.step.exact_sums import ExactSums, Summed, total_of
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
 from shardopt.step.muon.waves import Waves, WaveStep, run_waves
@@ -44,12 +43,7 @@ class StepTables:
         ready: the indices of the parameters whose state is ready.
         gradients: this rank's parts, checked; None for a parameter without gradient.
         plan: the description that ranks compare.
-        scaling: the loss scale.
-        skipped: the counter of skipped elements.
-        residency: where the state of each parameter lives.
-        take_totals: takes the sums over all parameters, for rules with such sums.
-        captured: objects that CUDA graphs keep using: the list grows.
-        gradients_kept: whether the gradients are kept in the host's memory.
+        context: what all steps use.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -64,23 +58,16 @@ class StepTables:
         ready: Sequence[int],
         gradients: list[Tensor | None],
         plan: Plan,
-        scaling: LossScaling,
-        skipped: SkippedElements,
-        residency: StateResidency,
-        take_totals: TakeTotals,
-        captured: list[object],
-        gradients_kept: bool,
+        context: StepContext,
     ) -> None:
         self._groups = GroupTables(groups)
-        self.plan, self._captured = plan, captured
-        self._scaling, self._take_totals = scaling, take_totals
-        self._inputs, self._skipped, self._residency = inputs, skipped, residency
-        self._gradients_kept = gradients_kept
+        self.plan, self._context, self._inputs = plan, context, inputs
+        self._scaling = LossScaling(None, None)
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        self._waves = Waves(inputs, groups, plan)
-        self._flat_cuts = _flat_cuts(inputs, self._waves, plan)
+        self._waves = Waves(inputs, groups, context, by_number=plan.single)
+        self._flat_cuts = _flat_cuts(inputs, self._waves)
         self._sums = self._exact_sums(params)
         self._has_totals = any(group.rule.totals for group in groups)
         self._raising = raising(groups)
@@ -106,7 +93,7 @@ class StepTables:
 
     def _rows_of(self, index: int, param: Tensor, state: StateDict, group: Mapping[str, Any]) -> list[Row]:
         """The rows of a parameter whose state is ready."""
-        parameter, where = self._inputs[index], self._residency.of(param)
+        parameter, where = self._inputs[index], self._context.residency.of(param)
         spec = parameter.spec
         assert spec is not None
         seed_and_number = group["stochastic_rounding_seed"], parameter.number
@@ -127,9 +114,9 @@ class StepTables:
         for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
             rule = self._groups.groups[parameter.group].rule
             if rule.sums and parameter.spec is not None:
-                kernels = kernels_of(parameter.device, self._residency.of(param).offload)
+                kernels = kernels_of(parameter.device, self._context.residency.of(param).offload)
                 summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
-        return {device: ExactSums(self.plan, tensors) for device, tensors in summed.items()}
+        return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -178,7 +165,7 @@ class StepTables:
         for device, batches in self._batches.items():
             for batch in batches:
                 groups = self._groups.on(batch.kernels)
-                batch.update(batch.fill(self._watched), groups, scaling, self._skipped, self._residency)
+                batch.update(batch.fill(self._watched), groups, scaling)
                 if isinstance(batch.call, StridedCall):
                     assert batch.strided is not None
                     batch.call.operands = self._operands(batch.strided, param_groups)
@@ -186,7 +173,7 @@ class StepTables:
             for wave in self._wave_steps[device]:
                 operands = partial(self._operands, param_groups=param_groups)
                 row_moments = partial(self._row_moments, slices=slices, param_groups=param_groups, state=state)
-                wave.update(self._watched, self._groups, scaling, self._skipped, self._residency, operands, row_moments)
+                wave.update(self._watched, self._groups, scaling, operands, row_moments)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
         return changed
@@ -194,19 +181,9 @@ class StepTables:
     @property
     def communicates(self) -> bool:
         """Whether the step takes collectives."""
-        return bool(self.openings())
-
-    def openings(self) -> list[Reduction]:
-        """The messages that are only rolls, and the shapes of the first message with data to each set of ranks."""
-        return [*self.plan.rolls(self._spoken), *self._openings]
-
-    def _first_with_data(self) -> list[Reduction]:
-        with_data = [opening for sums in self._sums.values() for opening in sums.openings()]
-        for device, cut_blocks in self._cut_blocks.items():
-            for cuts in (cut_blocks, *(wave.cuts for wave in self._wave_steps[device])):
-                with_data += cuts.openings() if cuts else ()
-        first = {opening.ranks: opening for opening in reversed(with_data)}
-        return [opening for opening in with_data if first[opening.ranks] is opening]
+        if any(sums.communicates for sums in self._sums.values()) or any(self._cut_blocks.values()):
+            return True
+        return any(wave.communicates for waves in self._wave_steps.values() for wave in waves)
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
@@ -218,12 +195,6 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            listening = [opening for opening in self.plan.rolls(self._spoken) if opening.ranks not in self.plan.told]
-            self.plan.told.clear()
-            self.plan.start([*listening, *self._openings])
-            for opening in listening:
-                if not self.plan.listen(opening):
-                    self.plan.refuse([opening.ranks])
             for device in self._sums:
                 self._add_up(device)
             if self._has_totals:
@@ -250,7 +221,7 @@ class StepTables:
 
     def _use_totals(self) -> None:
         """Puts the hyper-parameters that follow from the sums over all parameters into the param groups' tables."""
-        self._groups.follow_totals(self._take_totals(total_of(self._sums.values())))
+        self._groups.follow_totals(self._context.take_totals(total_of(self._sums.values())))
         for batches in self._batches.values():
             for batch in batches:
                 if batch.call is not None:
@@ -266,7 +237,7 @@ class StepTables:
             of_cuts = cut_blocks.memory if cut_blocks else ()
             use_in_current_stream(device, (*self._groups.memory, *sums, *of_cuts, *of_waves))
             if torch.cuda.is_current_stream_capturing():
-                self._captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
+                self._context.captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
         run_phases(calls, cut_blocks)
         if waves:
             run_waves(waves)
@@ -275,8 +246,6 @@ class StepTables:
         """Divides the rows of parameters that have a gradient into batches."""
         has_gradient = kinds != _C.Inputs.no_gradient
         self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
-        for sums in self._sums.values():
-            sums.step()
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
             device: {} for device in self._flat_cuts
@@ -294,7 +263,8 @@ class StepTables:
                     self._table[np.isin(self._table["tensor"], tensors)],
                     [self._members[index].step for index in tensors],  # includes parameters whose rows are in waves
                     only,
-                    self._gradients_kept,
+                    self._context,
+                    any(self._inputs[index].gradient_on_host for index in tensors),
                 )
                 for (offload, only), tensors in batches.items()
             ]
@@ -303,9 +273,7 @@ class StepTables:
             cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
             self._wave_steps[device] = self._waves.steps(device, batches, cuts)
             own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            self._cut_blocks[device] = CutBlocks(self.plan, own_cuts, self._flat_cuts[device]) or None
-        self._spoken = {x.ranks for cuts in self._cut_blocks.values() if cuts for x in cuts.openings()}
-        self._openings = self._first_with_data()
+            self._cut_blocks[device] = CutBlocks(own_cuts, self._flat_cuts[device]) or None
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""
@@ -350,11 +318,10 @@ def _tables_of(group: Group) -> tuple[Any, ...]:
     return group.rule, group.table_format, group.nonfinite == "raise"
 
 
-def _flat_cuts(inputs: Sequence[Input], waves: Waves, plan: Plan) -> dict[torch.device, FlatCuts]:
+def _flat_cuts(inputs: Sequence[Input], waves: Waves) -> dict[torch.device, FlatCuts]:
     """The blocks that flat shards of no wave cut, by device."""
-    by_device: dict[torch.device, list[tuple[int, SliceSpec]]] = {parameter.device: [] for parameter in inputs}
+    by_device: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
     for index, parameter in enumerate(inputs):
         if parameter.spec is not None and not waves.has(index):
-            parts = ((index, spec) for spec in flat_slices(parameter.spec))
-            by_device[parameter.device].extend(parts)
-    return {device: FlatCuts(plan, parts, device) for device, parts in by_device.items()}
+            by_device[parameter.device].extend(flat_slices(parameter.spec))
+    return {device: FlatCuts(specs, device) for device, specs in by_device.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quality
-from quality import intervals, records, report, run
+from quality import intervals, records, run
 from quality.choices import CHOICES, LONG
 from quality.compare import compare
 from quality.task import TASKS, Task
@@ -98,14 +98,6 @@ def test_bootstrap_of_a_known_distribution() -> None:
     found = intervals.summary([0.0, 0.0, 0.0, 1.0])
     assert found.bootstrap == (0.0, 0.75)
     assert intervals.summary([5.0, 5.0, 5.0]).bootstrap == (5.0, 5.0)
-
-
-def test_tables_are_put_in_their_places() -> None:
-    pages = ["a\n<!-- table x -->\nold\n<!-- end -->\nb\n", "<!-- table y -->\n<!-- end -->\n"]
-    new = report.replaced(pages, {"x": "1", "y": "2"})
-    assert new == ["a\n<!-- table x -->\n1\n<!-- end -->\nb\n", "<!-- table y -->\n2\n<!-- end -->\n"]
-    with pytest.raises(ValueError, match="got 0 places for the table z"):
-        report.replaced(pages, {"z": ""})
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 import shardopt
 from attack.index_file import INDEX, read_index, read_saved, with_checksum, write_index
 from checkpoint_folder import flip, the_data_file
-from checkpoint_runs import Small, assert_refuses, everything, step_with, trained
+from checkpoint_runs import assert_refuses, step_with, trained
 from shardopt.checkpoint import CheckpointError
 
 NAN, INF = math.nan, math.inf
@@ -37,16 +38,18 @@ def _changed(path: Path, **changes: Any) -> None:
     write_index(path, {**read_index(path), **changes})
 
 
-def _with_rule(path: Path, **rule: Any) -> None:
-    content = read_index(path)
-    content["tensors"]["model.weight"] = {"dtype": "float32", "shape": [33, 200], **rule}
-    write_index(path, content)
+def _with_a_long_table(path: Path) -> None:
+    """As long as the index says, with a hole in it."""
+    length = read_index(path)["files"][0][0]
+    os.truncate(the_data_file(path), length + TIB)
+    _changed(path, files=[[length, TIB, 0]])
 
 
 def _write(path: Path, content: bytes) -> None:
     (path / INDEX).write_bytes(content)
 
 
+TIB = 1 << 40
 NOT_OURS = "got content that no version of shardopt writes"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda path: path.rename(path.with_name("moved")), r"there is no such folder.*torch\.load"),
@@ -59,28 +62,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"a folder of torch\.distributed\.checkpoint.*import_state",
     ),
     "never finished": (lambda path: (path / INDEX).unlink(), "saving it was never finished"),
-    "unreadable": (lambda path: ((path / INDEX).unlink(), (path / INDEX).mkdir()), "cannot be read"),
     "another kind": (lambda path: _write(path, b'{"weights": []}\n'), "a file of another kind"),
     "no end": (lambda path: _write(path, with_checksum(b"[" * 100000)), f"{NOT_OURS}: RecursionError"),
     "no JSON": (lambda path: _write(path, with_checksum(b"\x00")), f"{NOT_OURS}: JSONDecodeError"),
     "newer": (lambda path: _changed(path, format_version=3), "got format version 3, expected 2; load it with"),
     "data elsewhere": (lambda path: _changed(path, token="../elsewhere"), f"{NOT_OURS}: token"),
+    "a long index": (lambda path: os.truncate(path / INDEX, TIB), "got an index that does not fit into memory"),
+    "a long table": (_with_a_long_table, "fits? into (the host's )?memory"),
     "no tensors": (lambda path: _changed(path, tensors={}), r"another model: the checkpoint does not have model\.bias"),
-    "a file left out": (lambda path: _changed(path, files=[None]), f"{NOT_OURS}: a tensor in a file that is"),
-    "a long table": (lambda path: _changed(path, files=[[64, 2**55, 0]]), r"got \d+ bytes, expected 36028797018964032"),
     "longer data": (lambda path: the_data_file(path).open("ab").write(b"x"), r"got \d+ bytes, expected \d+"),
-    "parts that overlap": (
-        lambda path: _with_rule(path, parts=[[0, [0, 0], [20, 200]], [0, [13, 0], [20, 200]]]),
-        f"{NOT_OURS}: parts that do not fill",
-    ),
-    "parts in other files": (
-        lambda path: _with_rule(path, start=0, cuts=[[0, 2, 1]]),
-        f"{NOT_OURS}: parts in files that are not listed",
-    ),
-    "no chunks": (
-        lambda path: read_saved(path)._replace(tables=[[]]).write(path),
-        f"{NOT_OURS}: chunks that do not fill",
-    ),
     "a link": (
         lambda path: ((path / INDEX).rename(path / "index"), (path / INDEX).symlink_to(path / "index")),
         "cannot be .*got a symbolic link, expected a regular file",
@@ -99,13 +89,25 @@ def test_faults(path: Path, fault: str) -> None:
     assert_refuses(path, message)
 
 
+def test_a_chunk_that_is_too_long(tmp_path: Path) -> None:
+    """All its checksums are right, but a load has less memory for one."""
+    shardopt.checkpoint.save(tmp_path, nn.Identity(), zeros=torch.zeros(9 << 20, dtype=torch.uint8))
+    saved = read_saved(tmp_path)
+    ((first, _),) = saved.tables
+    saved.tables[0][1:] = []
+    saved.tables[0][0] = first._replace(shape=(9 << 20,), crc32=zlib.crc32(bytes(9 << 20)))
+    saved.write(tmp_path)
+    with pytest.raises(CheckpointError, match="a chunk of more than 8388608 bytes"):
+        shardopt.checkpoint.load(tmp_path, nn.Identity())
+
+
 def test_flipped_bits(tmp_path: Path) -> None:
-    """In every byte of the index and of the table, and in every chunk."""
+    """All over the index and the table, and in every chunk."""
     path, model = tmp_path / "checkpoint", nn.Linear(2, 1)
     shardopt.checkpoint.save(path, model)
     (length, table, _), (chunks,) = read_index(path)["files"][0], read_saved(path).tables
-    places = [(path / INDEX, place) for place in range((path / INDEX).stat().st_size)]
-    places += [(the_data_file(path), length + place) for place in range(table)]
+    places = [(path / INDEX, place) for place in range(0, (path / INDEX).stat().st_size, 7)]
+    places += [(the_data_file(path), length + place) for place in range(0, table, 3)]
     places += [(the_data_file(path), chunk.position) for chunk in chunks]
     for file, place in places:
         flip(file, place)
@@ -139,9 +141,7 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "lr abc": (option(lr="abc"), "param group 0: lr: got 'abc', expected a number >= 0"),
     "lr nan": (option(lr=NAN), "param group 0: lr: got nan"),
     "betas": (option(betas=[2, 3]), "param group 0: betas[0]: got 2, expected a number in [0.0, 1.0)"),
-    "no list": (lambda h: h.update(param_groups={"a": 1}), "got param_groups as dict, expected a list"),
     "no parameters": (lambda h: h.update(param_groups=[3]), "param group 0: got no parameters, expected a list of"),
-    "no options": (lambda h: h["param_groups"][0].update(options=[1]), "param group 0: got no options"),
 }
 
 
@@ -165,17 +165,24 @@ def test_a_header_that_was_only_rewritten_loads(tmp_path: Path) -> None:
     assert "param_names" not in fresh.param_groups[0]
 
 
-@pytest.mark.parametrize("lr", ["abc", NAN, None])
-def test_a_learning_rate_on_a_tensor_takes_no_other_value(tmp_path: Path, lr: Any) -> None:
-    """Not even one on a device, which is not read."""
-    shardopt.checkpoint.save(tmp_path, *trained())
-    rewrite(tmp_path, option(lr=lr))
+def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
+    """And takes no other value than a number; not even one on a device, which is not read."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
     other, fresh = trained(seed=7)
-    for own in (torch.tensor(0.5), torch.tensor(0.5, device="meta")):
-        fresh.param_groups[0]["lr"] = own
-        with pytest.raises(CheckpointError, match="param group 0: lr: got"):
-            shardopt.checkpoint.load(tmp_path, other, fresh)
-        assert fresh.param_groups[0]["lr"] is own
+    lr = fresh.param_groups[0]["lr"] = torch.tensor(0.5)
+    shardopt.checkpoint.load(tmp_path, other, fresh)
+    assert fresh.param_groups[0]["lr"] is lr
+    assert float(lr) == 0.25
+    for wrong in ("abc", NAN, None):
+        rewrite(tmp_path, option(lr=wrong))
+        for own in (lr, torch.tensor(0.5, device="meta")):
+            fresh.param_groups[0]["lr"] = own
+            with pytest.raises(CheckpointError, match="param group 0: lr: got"):
+                shardopt.checkpoint.load(tmp_path, other, fresh)
+            assert fresh.param_groups[0]["lr"] is own
+    assert float(lr) == 0.25
 
 
 def test_stochastic_rounding_is_not_taken_over_with_other_master_weights(tmp_path: Path) -> None:
@@ -210,7 +217,7 @@ def test_states(tmp_path: Path, name: str) -> None:
     message = re.escape(f"{tmp_path}: {parameter}: got ")
     assert_refuses(tmp_path, message)
     assert_refuses(tmp_path, message, convert=True, codec="dynamic8", master_weight_bits=24)
-    shardopt.checkpoint.load(tmp_path, Small())
+    shardopt.checkpoint.load(tmp_path, trained().model)
 
 
 def test_weights_may_be_infinite(tmp_path: Path) -> None:
@@ -221,4 +228,4 @@ def test_weights_may_be_infinite(tmp_path: Path) -> None:
     other, fresh = trained(seed=7)
     shardopt.checkpoint.load(tmp_path, other, fresh)
     assert torch.equal(other.weight.isfinite(), model.weight.isfinite())
-    assert everything(other, fresh)["bias"].equal(model.bias)
+    assert torch.equal(other.bias, model.bias)

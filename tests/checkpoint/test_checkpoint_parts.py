@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import random
 import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from attack.rules import box, check_rule, files_of_elements
+from attack.index_file import read_index, write_index
+from attack.recut import recut
+from attack.rules import check_rule, files_of_elements
 from checkpoint_folder import values_of
+from shardopt.checkpoint import CheckpointError, load, read_header, save
 from shardopt.checkpoint.copies import digest
-from shardopt.checkpoint.index import StoredTensor, partition_from_json, partition_to_json
-from shardopt.checkpoint.rectangles import Rectangle, fill
 
 FILES = 30
 
-
-def _counted(shape: list[int], rectangles: list[Rectangle]) -> bool:
-    count = np.zeros(shape, dtype=int)
-    for offsets, extents in rectangles:
-        if any(o < 0 or o + e > s for o, e, s in zip(offsets, extents, shape, strict=True)):
-            return False
-        count[box(offsets, extents)] += 1
-    return bool((count == 1).all())
+#: Offsets and extents.
+Rectangle = tuple[list[int], list[int]]
 
 
 def _cut_up(rng: random.Random, shape: list[int]) -> list[Rectangle]:
     """Rectangles that fill the shape, cut anywhere."""
-    rectangles: list[Rectangle] = [((0,) * len(shape), tuple(shape))]
-    for _ in range(rng.randint(0, 6)):
+    rectangles: list[Rectangle] = [([0] * len(shape), list(shape))]
+    for _ in range(rng.randint(0, 6) if shape else 0):
         index, dim = rng.randrange(len(rectangles)), rng.randrange(len(shape))
         offsets, extents = rectangles[index]
         if extents[dim] < 2:
@@ -42,66 +36,66 @@ def _cut_up(rng: random.Random, shape: list[int]) -> list[Rectangle]:
         at = rng.randint(1, extents[dim] - 1)
         lower, upper, begin = list(extents), list(extents), list(offsets)
         lower[dim], upper[dim], begin[dim] = at, extents[dim] - at, offsets[dim] + at
-        rectangles[index : index + 1] = [(offsets, tuple(lower)), (tuple(begin), tuple(upper))]
+        rectangles[index : index + 1] = [(offsets, lower), (begin, upper)]
     return rectangles
 
 
-def _moved(rng: random.Random, rectangle: Rectangle) -> Rectangle:
-    """A rectangle that is one longer, shorter, or further on."""
-    numbers = [list(rectangle[0]), list(rectangle[1])]
-    which, dim = rng.randrange(2), rng.randrange(len(rectangle[0]))
-    numbers[which][dim] += rng.choice([-1, 1])
-    numbers[1] = [max(extent, 0) for extent in numbers[1]]
-    return tuple(numbers[0]), tuple(numbers[1])
+def _in_parts(shape: list[int], rectangles: list[Rectangle]) -> dict[str, Any]:
+    return {"dtype": "uint8", "shape": shape, "parts": [[0, *rectangle] for rectangle in rectangles]}
 
 
-def test_rectangles_against_counting() -> None:
+def _accepts(folder: Path, content: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Whether an index may have this line."""
+    write_index(folder, {**content, "tensors": {**content["tensors"], "extra.x": line}})
+    try:
+        read_header(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> dict[str, Any]:
+    """The index of a checkpoint in tmp_path."""
+    save(tmp_path, nn.Linear(2, 1))
+    return read_index(tmp_path)
+
+
+def test_rectangles_against_counting(tmp_path: Path, index: dict[str, Any]) -> None:
+    """Some are one longer, shorter, or further on."""
     rng = random.Random(0)
     found = {True: 0, False: 0}
-    for _ in range(4000):
-        shape = [rng.randint(1, 5) for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5]))]
+    for _ in range(500):
+        shape = [rng.choice([0, 1, 2, 3, 4, 5]) for _ in range(rng.choice([0, 1, 2, 2, 3, 3, 4, 5]))]
         rectangles = _cut_up(rng, shape)
-        for _ in range(rng.choice([0, 0, 1, 2])):
-            index = rng.randrange(len(rectangles))
-            rectangles[index] = _moved(rng, rectangles[index])
+        for _ in range(rng.choice([0, 0, 1, 2]) if shape else 0):
+            corner = rng.choice(rng.choice(rectangles))
+            corner[rng.randrange(len(shape))] += rng.choice([-1, 1])
         rng.shuffle(rectangles)
-        expected = _counted(shape, rectangles)
-        assert fill(shape, rectangles) == expected, (shape, rectangles)
+        line = _in_parts(shape, rectangles)
+        try:
+            check_rule(line, 1)
+            files_of_elements(line)
+            expected = True
+        except ValueError:
+            expected = False
+        assert _accepts(tmp_path, index, line) == expected, line
         found[expected] += 1
-    assert min(found.values()) > 500
+    assert min(found.values()) > 100
 
 
-def test_many_staggered_columns() -> None:
-    """Each of 30,000 columns is cut once, at an index of its own: each upper part lies beside all the others."""
-    count = 30_000
-    upper = [((0, i), (i + 1, 1)) for i in range(count)]
-    columns = upper + [((i + 1, i), (count - i, 1)) for i in range(count)]
-    rectangles: list[Rectangle] = random.Random(0).sample(columns, len(columns))
-    shape = (count + 1, count)
-    begin = time.process_time()
-    assert fill(shape, rectangles)
-    place = rectangles.index(next(each for each in rectangles if each[0] == (0, 0)))
-    rectangles[place] = (0, 1), rectangles[place][1]  # in the next column
-    assert not fill(shape, rectangles)
-    assert time.process_time() - begin < 6  # 0.5 s; comparing each with each takes 20 s
-
-
-@pytest.mark.parametrize(
-    ("shape", "rectangles", "expected"),
-    [
-        ((), [((), ())], True),
-        ((), [], False),
-        ((0, 3), [], True),
-        ((0, 3), [((0, 4), (0, 3))], False),
-        ((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))], True),
-        ((2, 3), [((0,), (6,))], False),
-        ((2, 3), [((0, 0), (2, -3))], False),
-        ((1 << 40,) * 9, [((i << 39, *(0,) * 8), (1 << 39, *(1 << 40,) * 8)) for i in range(2)], True),
-        ((2**62, 2), [((0, 0), (2**62, 1)), ((0, 1), (2**62, 1))], True),
-    ],
-)
-def test_odd_rectangles(shape: tuple[int, ...], rectangles: list[Rectangle], expected: bool) -> None:
-    assert fill(shape, rectangles) == expected
+@pytest.mark.slow
+def test_many_staggered_columns(tmp_path: Path, index: dict[str, Any]) -> None:
+    """Each column is cut once, at an index of its own: each upper part lies beside all the others."""
+    for count in (30_000, 300):
+        upper = [([0, i], [i + 1, 1]) for i in range(count)]
+        columns = upper + [([i + 1, i], [count - i, 1]) for i in range(count)]
+        rectangles = random.Random(0).sample(columns, len(columns))
+        begin = time.process_time()
+        assert _accepts(tmp_path, index, _in_parts([count + 1, count], rectangles))
+        assert time.process_time() - begin < 6  # comparing each with each takes 10 s
+    upper[0][0][1] = 1  # in the next column
+    assert not _accepts(tmp_path, index, _in_parts([count + 1, count], rectangles))
 
 
 def _of_grid(rng: random.Random) -> dict[str, Any]:
@@ -129,47 +123,25 @@ def _of_scales(rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [_of_grid, _of_range, _of_scales])
-def test_rules_against_their_description(make: Any) -> None:
-    """By which files have elements; element by element."""
+def test_rules_against_their_description(tmp_path: Path, make: Any) -> None:
+    """Each element is in the file where the description, element by element, has it; and is found there."""
     rng = random.Random(make.__name__)
-    for _ in range(100):
-        line = {"dtype": "float32", "start": rng.randrange(3), **make(rng)}
-        check_rule(line, FILES)
-        shape, start, files = tuple(line["shape"]), line["start"], files_of_elements(line)
-        partition = partition_from_json(line, shape, FILES - start)
-        assert json.loads(json.dumps(partition_to_json(partition))).items() <= line.items()
-        stored = StoredTensor(torch.float32, shape, start, partition)
-        for file in range(start, FILES):
-            found = np.zeros(shape, dtype=np.int64)
-            for part in partition.parts(shape, file - start):
-                found[box(*part)] += 1
-            assert (found == (files == file)).all(), (line, file)
-        for _ in range(20):
-            low = [rng.randrange(extent) for extent in shape]
-            extents = tuple(rng.randint(1, extent - a) for a, extent in zip(low, shape, strict=True))
-            part = (tuple(low), extents)
-            assert stored.files_of(part) == np.unique(files[box(*part)]).tolist(), (line, part)
+    lines = {f"extra.{number}": {"start": rng.randrange(3), **make(rng)} for number in range(100)}
+    tensors = {name: values_of(line.pop("shape"), torch.uint8, seed) for seed, (name, line) in enumerate(lines.items())}
+    save(tmp_path, nn.Identity(), **{name.removeprefix("extra."): tensor for name, tensor in tensors.items()})
+    recut(tmp_path, FILES, lambda content, name, number: lines[name])
+    found = load(tmp_path, nn.Identity()).extra
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name.removeprefix("extra.")], tensor), (name, tensor.shape, lines[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
-def test_each_flipped_bit_and_each_pair_of_them_changes_a_digest(dtype: torch.dtype) -> None:
-    tensor = values_of((7,), dtype)
-
-    def flipped(bit: int, *elements: int) -> int:
-        data = tensor.clone()
-        for element in elements:
-            data.view(torch.uint8).view(len(tensor), -1)[element, bit // 8] ^= 1 << bit % 8
-        return digest(data)
-
-    found = [digest(tensor)]
-    for bit in range(8 * dtype.itemsize):
-        found += [flipped(bit, element) for element in range(len(tensor))]
-        found += [flipped(bit, *pair) for pair in itertools.combinations(range(len(tensor)), 2)]
-    assert len(set(found)) == len(found)
-
-
-def test_digests_of_large_tensors() -> None:
-    """Signs of columns, rows or all elements, and exchanged parts, in tensors of several sums; wherever they lie."""
+def test_digests_of_copies() -> None:
+    """Flipped bits, many signs, exchanged parts and other lengths, in tensors of several sums, wherever they lie."""
+    small = [values_of((7,), torch.bfloat16)]
+    for bit in range(16):
+        for element in range(7):
+            small.append(small[0].clone())
+            small[-1].view(torch.int16)[element] ^= 1 << bit if bit < 15 else -(1 << 15)
     tensor = torch.ones(3 << 15, 64, dtype=torch.float32)
     others = [tensor, -tensor]
     for step in (2, 4, 8):
@@ -177,7 +149,7 @@ def test_digests_of_large_tensors() -> None:
         others += [tensor * signs[:, None], tensor * signs[:64]]
     numbers = torch.arange(3 << 20)
     others += [numbers, *(numbers.roll(by) for by in (1, 1 << 20, 1 << 16)), numbers[:-1], numbers.float()]
-    assert len({digest(each) for each in others}) == len(others)
+    assert len({digest(each) for each in (*small, *others)}) == len(small) + len(others)
     for length in (0, 1, 7, 8, 9, 1000, (8 << 16) + 11):
         data = values_of((length + 3,), torch.uint8)
         assert digest(data[3:]) == digest(data[3:].clone())

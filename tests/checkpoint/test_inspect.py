@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,10 @@ import torch
 from torch import nn
 
 import shardopt
-from attack.index_file import file_name, read_index, read_saved, table_of, write_index
+from attack.index_file import read_index, write_index
+from checkpoint_folder import flip, the_data_file
 from shardopt.__main__ import main
-from shardopt.checkpoint import CheckpointError, load, save
+from shardopt.checkpoint import save
 
 
 @pytest.fixture
@@ -62,41 +61,8 @@ def test_without_an_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (data,) = saved.glob("*.bin")
-    content = bytearray(data.read_bytes())
-    content[100] ^= 1
-    data.write_bytes(content)
+    flip(the_data_file(saved), 100)
     assert main(["inspect", str(saved)]) == 1
     assert "checksum" in capsys.readouterr().err
     assert main(["inspect", str(saved / "nothing")]) == 1
     assert "there is no such folder" in capsys.readouterr().err
-
-
-TIB = 1 << 40
-
-
-@pytest.mark.parametrize("what", ["chunk", "table", "index"])
-def test_files_that_claim_more_than_memory(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files are as long as they say, with holes in them."""
-    save(tmp_path, nn.Linear(3, 2), large=torch.zeros(8, dtype=torch.uint8))
-    content, (data,), (chunks,) = read_saved(tmp_path)
-    path = tmp_path / file_name(content, 0)
-    if what == "chunk":
-        number = sorted(content["tensors"]).index("extra.large")
-        content["tensors"]["extra.large"]["shape"] = [TIB]
-        larger = {"position": len(data), "shape": (TIB, 1)}
-        table = table_of([chunk._replace(**larger) if chunk.tensor == number else chunk for chunk in chunks])
-        os.truncate(path, len(data) + TIB)
-        path.open("ab").write(table)
-        content["files"] = [[len(data) + TIB, len(table), zlib.crc32(table)]]
-    elif what == "table":
-        os.truncate(path, len(data) + TIB)
-        content["files"] = [[len(data), TIB, 0]]
-    write_index(tmp_path, content)
-    if what == "index":
-        os.truncate(tmp_path / "checkpoint.json", TIB)
-    assert main(["inspect", str(tmp_path)]) == 1
-    message = capsys.readouterr().err
-    assert "a chunk of more than 8388608 bytes" in message or "into memory; load another" in message
-    with pytest.raises(CheckpointError, match=r"fits? into (the host's )?memory"):
-        load(tmp_path, nn.Linear(3, 2))

@@ -16,20 +16,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardopt
-from attack.contents import fingerprint
+from attack.contents import Content, fingerprint
 from attack.index_file import with_checksum
-from checkpoint_runs import Run, Small, assert_refuses, everything, same, step_with, trained
+from checkpoint_runs import assert_refuses, everything, step_with, trained
 from shardopt.checkpoint import CheckpointError
-from shardopt.optim import ShardedOptimizer
-from shardopt.state.tensor_state import tensor_state_of
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Content:
     """A model and its optimizer, which are saved in tmp_path."""
-    model, optimizer = trained()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
-    return model, optimizer
+    found = trained()
+    shardopt.checkpoint.save(tmp_path, *found)
+    return found
 
 
 def _bare(constant: str) -> None:
@@ -43,7 +41,7 @@ JSON = st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(
 
 @given(values=st.lists(JSON, max_size=4))
 @example(values=[{"$numberDouble": "NaN"}, {"$$numberDouble": 1}, {"$numberDouble": [math.inf]}, math.nan, -math.inf])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_extra_values_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
     """Every parser reads the index, whatever numbers JSON does not have."""
     path = tmp_path_factory.getbasetemp() / "extra"
@@ -106,11 +104,10 @@ def test_a_model_alone(tmp_path: Path) -> None:
     model, _ = trained()
     shardopt.checkpoint.save(tmp_path, model)
     other, fresh = trained(seed=7)
-    before = everything(other, fresh)
+    before = fingerprint(fresh.state_dict())
     shardopt.checkpoint.load(tmp_path, other)
-    after = everything(other, fresh)
-    assert torch.equal(other.weight, model.weight)
-    assert same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
+    assert fingerprint(other.state_dict()) == fingerprint(model.state_dict())
+    assert fingerprint(fresh.state_dict()) == before
     with pytest.raises(CheckpointError, match="without an optimizer"):
         shardopt.checkpoint.load(tmp_path, other, fresh)
 
@@ -121,18 +118,7 @@ def test_before_the_first_step_there_is_no_state(tmp_path: Path) -> None:
     other, stepped = trained(seed=7)
     shardopt.checkpoint.load(tmp_path, other, stepped)
     assert not stepped.state
-    assert same(everything(other, stepped), everything(model, optimizer))
-
-
-def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
-    other, fresh = trained(seed=7)
-    lr = fresh.param_groups[0]["lr"] = torch.tensor(0.5)
-    shardopt.checkpoint.load(tmp_path, other, fresh)
-    assert fresh.param_groups[0]["lr"] is lr
-    assert float(lr) == 0.25
+    assert everything(other, stepped) == everything(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -140,21 +126,14 @@ def test_a_learning_rate_on_a_tensor_keeps_its_place(tmp_path: Path) -> None:
     [{"codec": "dynamic8"}, {"block_size": 32}, {"codec": "fp32"}, {"min_quantized_numel": 10**6}],
     ids=str,
 )
-def test_another_codec_is_converted_on_demand(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
-    model, optimizer = run
+def test_another_codec_is_converted_on_demand(tmp_path: Path, run: Content, options: dict[str, Any]) -> None:
+    """As by way of torch's float32 state."""
     assert_refuses(tmp_path, r"log8 in blocks of 128 state for .* convert=True", **options)
-    other, fresh = trained(seed=7, **options)
+    (other, fresh), (_, expected) = trained(seed=7, **options), trained(seed=8, **options)
     loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
-    assert loaded.converted.keys() == {"weight", "brain"}
-    moments = optimizer.rule(optimizer.param_groups[0]).moments
-    for name in ("weight", "brain"):
-        source, target = model.get_parameter(name), other.get_parameter(name)
-        decoded = tensor_state_of(source, optimizer.param_groups[0], moments).decode(optimizer.state[source])
-        spec = tensor_state_of(target, fresh.param_groups[0], moments)
-        for key, expected in spec.encode(decoded).items():
-            assert torch.equal(fresh.state[target][key], expected), key
-        assert torch.equal(fresh.state[target]["step"], optimizer.state[source]["step"])
-    assert torch.equal(fresh.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert loaded.converted.keys() == {"weight", "square", "brain"}
+    expected.load_state_dict(run.optimizer.state_dict(dequantize=True))
+    assert fingerprint(fresh.state_dict()["state"]) == fingerprint(expected.state_dict()["state"])
     assert {key: fresh.param_groups[0][key] for key in options} == options
     step_with(other, fresh, 9)
 
@@ -167,24 +146,15 @@ def test_other_master_weights_are_converted_on_demand(tmp_path: Path, saved: int
     other, fresh = trained(seed=7, master_weight_bits=own)
     loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
     assert loaded.converted.keys() == {"brain"}
-    moments = optimizer.rule(optimizer.param_groups[0]).moments
-
-    def master(param: torch.Tensor, of: ShardedOptimizer) -> torch.Tensor:
-        from shardopt.kernels.weights import StoredWeights
-
-        spec = tensor_state_of(param, of.param_groups[0], moments)
-        return spec.weights.load(StoredWeights(param.detach(), of.state[param].get("master_low_bits")))
-
-    kept = torch.bfloat16 if own is None else torch.float32
-    got, expected = master(other.brain, fresh), master(model.brain, optimizer)
+    got, expected = fresh.full_precision_parameters()[other.brain], optimizer.full_precision_parameters()[model.brain]
     if own == 24 and saved == 32:
         assert ((got - expected).abs() <= expected.abs() * 2**-16).all()  # half a place of 16 bits of mantissa
     else:
-        assert torch.equal(got, expected.to(kept).float())
+        assert torch.equal(got, expected.to(torch.bfloat16 if own is None else torch.float32).float())
     step_with(other, fresh, 9)
 
 
-def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run: Run) -> None:
+def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run: Content) -> None:
     model, _ = run
     other, fresh = trained(seed=7, steps=0)
     other.weight.data = other.weight.data.bfloat16()
@@ -194,13 +164,13 @@ def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run
     assert torch.equal(other.weight, model.weight.bfloat16())
 
 
-def test_other_parameters_are_refused(tmp_path: Path, run: Run) -> None:
+def test_other_parameters_are_refused(tmp_path: Path, run: Content) -> None:
     model, optimizer = run
     with pytest.raises(
         CheckpointError,
         match=r"parameters that the model has not.*expected the optimizer of this model; make it after fully_shard",
     ):
-        shardopt.checkpoint.save(tmp_path, Small(3), optimizer)
+        shardopt.checkpoint.save(tmp_path, trained(3).model, optimizer)
     with pytest.raises(TypeError, match="got an optimizer of SGD"):
         shardopt.checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()))
     with pytest.raises(CheckpointError, match="got no state of frozen"):
@@ -242,15 +212,10 @@ def test_arguments_in_another_order(tmp_path: Path) -> None:
         shardopt.checkpoint.save(model, shardopt.AdamW8bit(model.parameters()), tmp_path)  # type: ignore[arg-type]
 
 
-def test_another_optimizer_is_told_the_model_alone(tmp_path: Path) -> None:
-    model = nn.Linear(64, 64)
-    optimizer = shardopt.AdamW8bit(model.parameters())
-    model(torch.randn(2, 64)).sum().backward()
-    optimizer.step()
-    shardopt.checkpoint.save(tmp_path, model, optimizer)
+def test_another_optimizer_is_told_the_model_alone(tmp_path: Path, run: Content) -> None:
     refused = (
         r"saved by AdamW8bit, expected .* of Lion8bit; load it into AdamW8bit, or the model alone: load\(path, model\)"
     )
+    other = shardopt.Lion8bit([param for param in run.model.parameters() if param.requires_grad])
     with pytest.raises(CheckpointError, match=refused):
-        shardopt.checkpoint.load(tmp_path, model, shardopt.Lion8bit(model.parameters()))
-    shardopt.checkpoint.load(tmp_path, model)
+        shardopt.checkpoint.load(tmp_path, run.model, other)

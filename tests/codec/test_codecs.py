@@ -1,6 +1,6 @@
 """Properties that every codec promises of its codes, each for all scales that can occur.
 
-Which states are refused: tests/state/test_damaged_state.py.
+Which states are refused: tests/state/test_state_dict.py.
 """
 
 from __future__ import annotations
@@ -68,22 +68,16 @@ def test_a_block(kind: Kind, seed: int, spread: float, size: int, largest: float
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_decoded_value_is_coded_as_itself(kind: Kind) -> None:
+    """And values rise with the codes."""
     low, high = EXPONENTS[kind]
-    scales = units(kind, torch.arange(low, high + 1).repeat(20), seed=0)
+    scales = units(kind, torch.arange(low, high + 1).repeat(5), seed=0)
+    codes, order = canonical(kind), kind.rank(kind.some_codes).argsort()
     values = kind.decode(kind.some_codes.expand(len(scales), -1), scales)
     assert values.isfinite().all()
+    assert (values[:, order].diff() >= 0).all()
     again = kind.encode(values, scales)
-    assert torch.equal(again, canonical(kind).expand_as(again))
+    assert torch.equal(again, codes.expand_as(again))
     assert torch.equal(kind.decode(again, scales), values)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_values_rise_with_the_codes(kind: Kind) -> None:
-    codes = kind.some_codes[kind.rank(kind.some_codes).argsort()]
-    low, high = EXPONENTS[kind]
-    scales = units(kind, torch.arange(low, high + 1, 3), seed=1)
-    values = kind.decode(codes.expand(len(scales), -1), scales)
-    assert (values.diff() >= 0).all()
     distinct = kind.decode(codes, units(kind, torch.tensor([0]), seed=2)).unique()
     assert len(distinct) == len(codes) - kind.twos_complement  # -128 stands for -127
 
@@ -119,7 +113,7 @@ def test_powers_of_two_change_no_code(
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest | st.sampled_from([2.0**-149, 2.0**-148, 2.0**-126]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_zero_is_zero_and_nothing_else_is(codec: str, seed: int, spread: float, size: int, largest: float) -> None:
     v = block(Kind("fp32", signed=False), seed, spread, size, largest)
     (coded,) = encode_moments(get_codec(codec), [V], [v])
@@ -149,7 +143,7 @@ def test_the_least_second_moments_are_not_zero(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(seed=seeds, spread=spreads, exponent=st.integers(-149, 120), zeros=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent: int, zeros: bool) -> None:
     """Moments as Adam's are, alone and together: at any scale, in blocks of zeros, and of fresh state."""
     coder = get_codec(codec)
@@ -160,15 +154,3 @@ def test_what_was_coded_is_sound(codec: str, seed: int, spread: float, exponent:
             assert coder.is_sound(codes, codes if scales is None else scales, signed=moment.signed)
             fresh = torch.full_like(codes, coder.zero_code(signed=moment.signed))
             assert coder.is_sound(fresh, codes if scales is None else scales * 0, signed=moment.signed)
-
-
-NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != Kind("log8", signed=False)], ids=str)
-def test_sound_scales(kind: Kind) -> None:
-    codec, codes = CODECS[kind.codec], kind.some_codes.expand(2, -1)
-    squared = kind.of_roots  # the second moment is the square
-    for scale in (0.0, 2.0**-149, 1.0, 1e18, 1e30, 3.4e38, -1.0, NAN, INF, -INF):
-        sound = math.isfinite(scale) and scale >= 0 and not (squared and scale > 2e19)
-        assert codec.is_sound(codes, torch.tensor([[1.0], [scale]]), signed=kind.signed) == sound, scale

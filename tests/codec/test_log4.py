@@ -46,18 +46,6 @@ def test_every_byte_stands_for_a_pair() -> None:
     assert y.abs().unique().tolist() == pytest.approx([c / (14 - c) for c in range(8)])
 
 
-def test_levels_are_evenly_spaced_in_bits() -> None:
-    """Up to rounding up, they reach from the largest root down to the smallest, but no more than 8 octaves."""
-    for smallest in (0.9, 2.0**-3, 2.0**-8, 2.0**-20):
-        (scales,) = (LOG4.measure(torch.tensor([1.0, 0.0, smallest, 1.0]), signed=False),)
-        levels = bits(LOG4.decode(torch.arange(1, 18).to(torch.uint8), scales, signed=False))
-        steps = levels.diff()
-        assert (steps == steps[0]).all()
-        assert levels[-1] == bits(torch.tensor(1.0))
-        span = int(bits(torch.tensor(1.0)) - bits(torch.tensor(max(smallest, 2.0**-8))))
-        assert 0 <= 16 * int(steps[0]) - span < 16
-
-
 def test_means_are_exact() -> None:
     """Over all random numbers: of the second moment within the range, and of the first in units of the coded root."""
     u = torch.tensor([[1.0, 0.77, 0.31, 0.0101, 0.0039063]])

@@ -76,14 +76,14 @@ NEVER = tuple(range(MICRO_BATCHES))
 SUMS: list[tuple[str, int, str, dict[str, Any]]] = [
     *(("plain", 1, wire, {}) for wire in WIRES),
     *(("plain", 1, "fp32", {"micro_batches": count}) for count in (1, 2, 7)),
-    *(("ddp", count, WIRES[count % 3], {}) for count in (1, 2, 3, 4)),
-    *(("fsdp", count, WIRES[(count + 1) % 3], {}) for count in (1, 2, 3, 4)),
+    *(("ddp", count, WIRES[count % 3], {}) for count in (2, 3)),
+    *(("fsdp", count, WIRES[(count + 1) % 3], {}) for count in (1, 4)),
     ("ddp", 2, "bf16", {"micro_batches": 14}),
-    *(("ddp views", 2, "bf16", {}), ("ddp unused", 2, "fp32", {}), ("ddp static", 2, "e4m3", {})),
-    *(("fsdp kept", 2, "bf16", {}), ("fsdp whole", 2, "e4m3", {}), ("fsdp offload", 2, "fp32", {})),
+    *(("ddp views", 2, "bf16", {}), ("ddp static", 2, "e4m3", {})),
+    *(("fsdp kept", 2, "bf16", {}), ("fsdp offload", 2, "fp32", {})),
     *(("fsdp columns", 2, "bf16", {}), ("hsdp", 4, "e4m3", {}), ("hsdp of 3", 6, "fp32", {})),
     ("hsdp of 1", 2, "e4m3", {}),
-    *(("plain", 1, "e4m3", {"leaves_out": MIXED}), ("plain", 1, "fp32", {"leaves_out": NEVER})),
+    ("plain", 1, "e4m3", {"leaves_out": MIXED}),
     *(("ddp unused", 3, "fp32", {"leaves_out": MIXED}), ("ddp unused", 4, "e4m3", {"leaves_out": LAST})),
     ("ddp unused", 2, "fp32", {"leaves_out": NEVER}),
     *(("fsdp", 4, "e4m3", {"leaves_out": LAST}), ("hsdp", 4, "e4m3", {"leaves_out": LAST})),
@@ -125,28 +125,13 @@ def test_all_kinds_of_numbers(wire: str, dtype: torch.dtype) -> None:
             assert_same_bits(round_trip(whole, wire), (rounded(whole, wire) + 0.0).to(dtype))
 
 
-def test_errors_of_half_a_unit() -> None:
-    """A code is within 2^-4 of a number above the scale's smallest normal, and the largest numbers do not overflow."""
-    floats = (torch.randn(1 << 16) * torch.exp(2 * torch.randn(1 << 16))).view(-1, 128)
-    error = (round_trip(floats, "e4m3") - floats).abs()
-    largest = floats.abs().amax(1, keepdim=True).expand(-1, 128)
-    normal = floats.abs() >= largest * 2.0**-13
-    assert normal.sum() > 50_000
-    assert (error[normal] <= 2.0**-4 * floats.abs()[normal]).all()
-    assert (error[~normal] <= 2.0**-17 * largest[~normal]).all()
-    for scale in (2.0**-20, 2.0**20, -1.0):  # powers of two change no code
-        assert torch.equal(round_trip(floats * scale, "e4m3"), round_trip(floats, "e4m3") * scale)
-    largest = 1.9375 * torch.ldexp(torch.ones(()), torch.arange(-130, 128))[:, None]
-    assert (round_trip(largest * torch.linspace(-1, 1, 128), "e4m3").abs() <= 1.0625 * largest).all()
-
-
-def _tensor_parallel(wire: str) -> dict[str, Tensor | None]:
+def _tensor_parallel() -> dict[str, Tensor | None]:
     mesh = mesh_of((dist.get_world_size() // 2, 2), "data", "tensor")
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(make_net(), mesh["tensor"], plan)
     for module in (model.up, model):
         fully_shard(module, mesh=mesh["data"])
-    shardopt.comm.ordered_gradients(model, micro_batches=4, wire=wire)  # type: ignore[arg-type]
+    shardopt.comm.ordered_gradients(model, micro_batches=4, wire="e4m3")
     data = mesh["data"].size()
     for index in range(4 // data):
         net_loss_of(model, make_batch(0, index * data + mesh["data"].get_local_rank())).backward()
@@ -154,9 +139,8 @@ def _tensor_parallel(wire: str) -> dict[str, Tensor | None]:
 
 
 @needs_fsdp2
-@pytest.mark.parametrize("wire", ["fp32", "e4m3"])
-def test_tensor_parallelism_beside_it(ranks: Pool, wire: str) -> None:
-    assert_same(ranks.run(4, _tensor_parallel, wire)[0], ranks.run(2, _tensor_parallel, wire)[0])
+def test_tensor_parallelism_beside_it(ranks: Pool) -> None:
+    assert_same(ranks.run(4, _tensor_parallel)[0], ranks.run(2, _tensor_parallel)[0])
 
 
 def _precision(way: str) -> dict[str, Tensor | None]:
@@ -172,8 +156,9 @@ def test_mixed_precision(ranks: Pool, way: str, world_size: int) -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+@pytest.mark.parametrize(
+    ("way", "wire"), [("ddp", "fp32"), ("ddp", "e4m3"), pytest.param("fsdp", "bf16", marks=needs_fsdp2)]
+)
 def test_bytes_on_the_wire(way: str, wire: str) -> None:
     """As many bytes as a reduce-scatter in the format sends."""
     model = ordered(way, wire)

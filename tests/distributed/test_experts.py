@@ -1,11 +1,13 @@
-"""Mixtures of experts: stacks of experts as DTensors on expert meshes, and experts that not all ranks hold."""
+"""Experts that not all ranks hold: checkpoints, and what other ranks hear of a difference or a NaN.
+
+Many more at random: ``tests/checkpoint/attack/submeshes.py``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
-from itertools import product
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,144 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 import shardopt
-from helpers import CASES
 from ranks.layouts import distribute, mesh_of, values
-from ranks.models import set_gradients
 from ranks.pool import Pool
-from ranks.snapshot import Snapshot, assert_same, assert_shards_of, entries, local, snapshot
-from slow_cases import slow
+from ranks.snapshot import assert_same, local, snapshot
 
 STEPS = 2
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
-
-
-class Experts(nn.Module):
-    """Experts as stacks: dims that are and are not multiples of the block size, and a bias."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(values((4, 12, 20), seed))
-        self.down = nn.Parameter(values((4, 20, 12), seed + 1))
-        self.wide = nn.Parameter(values((4, 6, 64), seed + 2))
-        self.bias = nn.Parameter(values((4, 20), seed + 3))
-
-
-class Mixture(nn.Module):
-    """A router and experts."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.router = nn.Parameter(values((4, 33), seed + 4))
-        self.experts = Experts(seed)
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, **placement_of: tuple[Placement, ...]) -> None:
-    """Replaces parameters by DTensors."""
-    for name, placements in placement_of.items():
-        whole = module.get_parameter(name).detach()
-        setattr(module, name, nn.Parameter(distribute(whole, mesh, placements)))
-
-
-def _placements(first: Placement | None, tensor_parallel: bool) -> dict[str, tuple[Placement, ...]]:
-    """The placement of dim 0, and of the dim that tensor parallel experts divide."""
-    of: dict[str, Any] = {"up": Shard(1), "down": Shard(2), "wide": Shard(2), "bias": Shard(1)}
-    expert = () if first is None else (first,)
-    return {name: (*expert, *([placement] if tensor_parallel else [])) for name, placement in of.items()}
-
-
-def _both(model: Mixture) -> Mixture:
-    """Expert and tensor parallel."""
-    _shard(model.experts, mesh_of((2, 2)), **_placements(Shard(0), True))
-    return model
-
-
-def _on_submeshes(model: Mixture) -> Mixture:
-    """Ranks 0 and 1 hold what ranks 2 and 3 hold, each pair on a mesh of its own."""
-    _shard(model.experts, mesh_of((2, 2), "data", "expert")["expert"], **_placements(Shard(0), False))
-    return model
-
-
-def _fully_sharded(model: Mixture, tensor_parallel: bool, dim: int) -> Mixture:
-    """FSDP2 on top of expert or tensor parallel experts; the router is on the data mesh."""
-    mesh = mesh_of((2, 2), "data", "expert")
-    first = None if tensor_parallel else Shard(0)
-    _shard(model.experts, mesh["expert"], **_placements(first, tensor_parallel))
-    placement = lambda param: Shard(dim if param.ndim > dim else 0)  # noqa: E731
-    fully_shard(model.experts, mesh=mesh["data"], shard_placement_fn=placement)
-    return fully_shard(model, mesh=mesh["data"])
-
-
-#: Ways to divide the experts, beside those of ``test_layouts.py`` for single stacks, and the number of ranks.
-WAYS: dict[str, tuple[int, Callable[[Mixture], Mixture]]] = {
-    "single": (1, lambda model: model),
-    "ep tp": (4, _both),
-    "dp ep": (4, _on_submeshes),
-    "fsdp ep": (4, partial(_fully_sharded, tensor_parallel=False, dim=0)),
-    "fsdp of dim 2, tp": (4, partial(_fully_sharded, tensor_parallel=True, dim=2)),
-}
-
-
-def _run(way: str, steps: int, rule: str = "adamw", seed: int = 0) -> tuple[nn.Module, Any]:
-    model = WAYS[way][1](Mixture(seed))
-    optimizer = CASES[rule].make(model.parameters(), **OPTIONS)
-    for step in range(steps):
-        _step(model, optimizer, step)
-    return model, optimizer
-
-
-def _step(model: nn.Module, optimizer: Any, step: int) -> None:
-    set_gradients(model, step)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _snapshot(model: nn.Module, optimizer: Any) -> Snapshot:
-    return snapshot(dict(model.named_parameters()), optimizer)
-
-
-@lru_cache(maxsize=8)
-def _expected(steps: int, rule: str = "adamw") -> Snapshot:
-    return _snapshot(*_run("single", steps, rule))
-
-
-def _save(way: str, path: Path) -> None:
-    model, optimizer = _run(way, STEPS)
-    assert_same(_snapshot(model, optimizer), _expected(STEPS))
-    shardopt.checkpoint.save(path, model, optimizer)
-
-
-def _load(way: str, path: Path) -> None:
-    model, optimizer = _run(way, 1, seed=10)
-    shardopt.checkpoint.load(path, model, optimizer)
-    assert_same(_snapshot(model, optimizer), _expected(STEPS))
-    _step(model, optimizer, STEPS)
-    assert_same(_snapshot(model, optimizer), _expected(STEPS + 1))
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Checkpoints of every way, saved when first asked for."""
-    folder = tmp_path_factory.mktemp("experts")
-
-    @lru_cache
-    def save(way: str) -> Path:
-        ranks.run(WAYS[way][0], _save, way, folder / way)
-        return folder / way
-
-    return save
-
-
-PAIRS = [(way, [*WAYS][place - 1]) for place, way in enumerate(WAYS)]
-
-
-@pytest.mark.parametrize(("way", "source"), [*PAIRS, *slow(product(WAYS, WAYS), besides=PAIRS)])
-def test_any_to_any(ranks: Pool, saved: Callable[[str], Path], way: str, source: str) -> None:
-    ranks.run(WAYS[way][0], _load, way, saved(source))
 
 
 class Separate(nn.Module):
@@ -181,7 +54,8 @@ def _apart(everywhere: bool, steps: int, seed: int = 0) -> tuple[nn.Module, Any]
     meshes, pair = _meshes(), dist.get_rank() // 2
     model = Separate(seed, range(4) if everywhere else range(2 * pair, 2 * pair + 2))
     for expert, module in model.experts.items():
-        _shard(module, meshes[int(expert) // 2], weight=(Shard(2 if int(expert) % 2 else 0),))
+        whole, placement = module.weight.detach(), Shard(2 if int(expert) % 2 else 0)
+        module.weight = nn.Parameter(distribute(whole, meshes[int(expert) // 2], (placement,)))
     return _stepped(model, steps)
 
 
@@ -210,7 +84,8 @@ def _save_whole(path: Path) -> None:
 def _load_whole(path: Path) -> None:
     model, optimizer = _stepped(Separate(10), 1)
     shardopt.checkpoint.load(path, model, optimizer)
-    assert_same(_snapshot(model, optimizer), _snapshot(*_stepped(Separate(0), STEPS)))
+    runs = (model, optimizer), _stepped(Separate(0), STEPS)
+    assert_same(*(snapshot(dict(of.named_parameters()), stepped) for of, stepped in runs))
 
 
 def _load_apart(everywhere: bool, path: Path) -> None:
@@ -222,9 +97,8 @@ def _load_apart(everywhere: bool, path: Path) -> None:
     for more in (0, 1):
         _stepped(model, more, STEPS, optimizer)
         _stepped(whole, more, STEPS, expected)
-        actual, of_whole = (entries(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
-        of_whole = {name: value for name, value in of_whole.items() if name.split("/")[0] in own}
-        assert_shards_of({name: value for name, value in actual.items() if name in of_whole}, of_whole)
+        found = (snapshot(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
+        assert_same(*({name: x for name, x in each.items() if name.split("/")[0] in own} for each in found))
     assert len(own) == 3
 
 
@@ -320,57 +194,17 @@ def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
         torch.testing.assert_close(norm, whole.norm())
 
 
-@pytest.mark.ranks(4, timeout=60)
-def test_a_change_reaches_ranks_that_compare_descriptions() -> None:
-    """The gradient of two ranks' columns comes back in the step in which one of them changes an option.
-
-    The others have that change to compare, while this one first speaks to all ranks.
-    """
-    rank = dist.get_rank()
-    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 2, 3], [0, 1, 2, 3])]
-    params = [nn.Parameter(distribute(values((5, 200), i), mesh, (Shard(1),))) for i, mesh in enumerate(meshes)]
-    optimizer = shardopt.StableAdamW8bit([param for param in params if local(param).numel()], min_quantized_numel=0)
-    for step in range(3):
-        for param in params[step % 2 :]:
-            param.grad = distribute(values((5, 200), 9 + step), param.device_mesh, param.placements)
-        if step < 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    if rank == 1:
-        optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
-    with pytest.raises(RuntimeError, match="got ranks that differ in"):
-        optimizer.step()
-
-
-@pytest.mark.ranks(3, timeout=60)
-def test_a_change_reaches_ranks_that_share_only_a_sum() -> None:
-    """Rank 2 has no part of the experts and no group with their ranks: it would wait for the sum of all parameters."""
-    params = [
-        nn.Parameter(distribute(values((4, 8), 0), DeviceMesh("cpu", [0, 1]), (Shard(0),))),
-        nn.Parameter(values((3,), 1)),
-    ]
-    optimizer = shardopt.Prodigy8bit(params)
-    for param in params:
-        param.grad = param.detach().clone()
-    optimizer.step()
-    if dist.get_rank() == 1:
-        optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
-    said = "ranks that differ in stochastic_rounding_seed" if dist.get_rank() < 2 else "an error on other ranks"
-    with pytest.raises(RuntimeError, match=f"got {said}"):
-        optimizer.step()
-
-
 @pytest.mark.ranks(3, timeout=60)
 @pytest.mark.parametrize("changed_by", [(0, 1, 2), (1,)])
 def test_muon_on_meshes_of_some_ranks_hears_of_a_changed_option(changed_by: tuple[int, ...]) -> None:
-    """One rank has a matrix of its own between those that it shares: its waves are not those of the other ranks."""
+    """Ranks have waves of their own and of others between those that they share, some of which wait for cut blocks."""
     rank = dist.get_rank()
-    meshes = [mesh_of((3,)), DeviceMesh("cpu", [2]), DeviceMesh("cpu", [1, 2])]
-    params = [nn.Parameter(distribute(values((6, 8), i), mesh, (Shard(0),))) for i, mesh in enumerate(meshes)]
+    meshes = {mesh_of((3,)): 0, DeviceMesh("cpu", [2]): 0, DeviceMesh("cpu", [1, 2]): 0, DeviceMesh("cpu", [0, 2]): 1}
+    params = [nn.Parameter(distribute(values((6, 200), 1), mesh, (Shard(dim),))) for mesh, dim in meshes.items()]
     optimizer = shardopt.Muon8bit([param for param in params if local(param).numel()], **OPTIONS)
     for step in range(2):
         for param in params:
-            param.grad = distribute(values((6, 8), 9 + step), param.device_mesh, param.placements)
+            param.grad = distribute(values((6, 200), 9 + step), param.device_mesh, param.placements)
         if step == 1 and rank in changed_by:
             optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
         if step == 1 and len(changed_by) == 1:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
@@ -27,39 +23,21 @@ import shardopt.sharding.exchange
 from helpers import Shape, limited
 from live_bytes import LiveBytes
 from ranks.collectives import counted_collectives
-from ranks.flat import gathered
-from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, shard, values
-from ranks.models import WAYS, fsdp1, make_net, set_gradients
+from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, mesh_of, shard, values
+from ranks.models import fsdp1, make_net, set_gradients
 from ranks.pool import Pool
 from ranks.runs import SMALL, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, snapshot
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.optim import ShardedOptimizer
-from shardopt.step.muon.matrices import padded
 from versions import cuts_uneven_strided_shards
 
 STEPS = 3
-#: The matrices of the small model, and how many there are of each shape.
-MATRICES: Counter[Shape] = Counter([(192, 66), (66, 192), (70, 198), (1, 70)])
 
 
-def of_groups(model: nn.Module, memory: int | None = None, **options: Any) -> ShardedOptimizer:
+def of_groups(model: nn.Module, memory: int | None = None, split: Any = None, **options: Any) -> ShardedOptimizer:
     """Muon with the groups of :func:`shardopt.muon_groups`, in waves of so much memory."""
-    return limited(shardopt.Muon8bit(shardopt.muon_groups(model), **{**SMALL, **options}), memory)
-
-
-@contextmanager
-def orthogonalized() -> Iterator[list[Shape]]:
-    """The shapes of the matrices that this rank computes inside."""
-    found: list[Shape] = []
-    original = NewtonSchulz.__call__
-
-    def call(newton_schulz: NewtonSchulz, matrix: Tensor) -> Tensor:
-        found.append(tuple(matrix.shape))
-        return original(newton_schulz, matrix)
-
-    with patch.object(NewtonSchulz, "__call__", call):
-        yield found
+    return limited(shardopt.Muon8bit(shardopt.muon_groups(model, split=split), **SMALL, **options), memory)
 
 
 #: Shapes and how they are divided: matrices that no rank holds whole, of one row, and fewer than ranks.
@@ -69,25 +47,26 @@ SPLITS: tuple[tuple[Shape, Any], ...] = (
     ((3, 33, 64), "each"),
     ((6, 5, 40), "each"),
     ((2, 4, 9, 8), "each"),
+    ((33, 2), None),  # ranks without a column have second moments of its rows, as they are replicated
 )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "normalize"), [(2, "rows"), (3, None), (4, "rows"), (4, None)])
+@pytest.mark.parametrize(("world_size", "normalize"), [(3, None), (4, "rows")])
 def test_splits(world_size: int, normalize: Any) -> None:
+    """Every second of all combinations, on other ranks the other half of them."""
     size = world_size
-    mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[size]
+    mesh = {3: (1, 3), 4: (2, 2)}[size]
     ways = [((size,), (ROW,)), ((size,), (COLUMN,)), (mesh, (ROW, COLUMN)), (mesh, (WHOLE, ROW)), (mesh, (ROW, ROW))]
     whole, sharded = [], []
-    cases = [*product(ways, SPLITS)]
+    cases = [(way, split) for split, way in product(SPLITS, ways)]
     for placements in ((Shard(2), WHOLE), (ROW, Shard(2)), (COLUMN, Shard(2))):  # of a matrix its columns
         cases += [((mesh, placements), split) for split in SPLITS if split[1] == "each"]
-    for index, ((on, placements), (shape, split)) in enumerate(cases):
+    for index, ((on, placements), (shape, split)) in enumerate(cases[size % 2 :: 2]):
         params = values(shape, index), shard(values(shape, index), Layout(shape, on, placements, torch.float32))
         for groups, param in zip((whole, sharded), params, strict=True):
             groups.append({"params": [nn.Parameter(param)], "split": split})
-    options = {"adjust_lr_fn": "spectral_norm", "lr": 0.02, **SMALL}
-    options["normalize"] = normalize
+    options = {"adjust_lr_fn": "spectral_norm", "lr": 0.02, "normalize": normalize, **SMALL}
     optimizers = [limited(shardopt.Muon8bit(groups, **options), 100_000) for groups in (whole, sharded)]
     for step, (optimizer, groups) in product(range(2), zip(optimizers, (whole, sharded), strict=True)):
         for index, group in enumerate(groups):
@@ -101,51 +80,46 @@ def test_splits(world_size: int, normalize: Any) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.ranks(3)
-def test_a_rank_without_columns() -> None:
-    """The third rank has no column of a matrix, and yet second moments of its rows, as they are replicated."""
-    shape, ways = (33, 2), (((3,), (COLUMN,)), ((3,), (ROW,)))
-    for on, placements in ways:
-        whole, sharded = (nn.Parameter(values(shape, 0)) for _ in range(2))
-        sharded = nn.Parameter(shard(sharded.detach(), Layout(shape, on, placements, torch.float32)))
-        optimizers = [shardopt.NorMuon8bit([param], lr=0.02, **SMALL) for param in (whole, sharded)]
-        for step in range(STEPS):
-            gradient = values(shape, 100 * (step + 1))
-            whole.grad, sharded.grad = gradient, distribute(gradient, sharded.device_mesh, sharded.placements)
-            for optimizer in optimizers:
-                optimizer.step()
-        expected, got = (snapshot({"x": p}, o) for p, o in zip((whole, sharded), optimizers, strict=True))
-        assert_same(got, expected)
-        moments = optimizers[1].state[sharded]["second_momentum_buffer"].to_local()
-        if placements == (COLUMN,):
-            assert moments.shape == (33, 1)
-            assert torch.equal(moments, optimizers[0].state[whole]["second_momentum_buffer"])
+def _matrices() -> nn.Sequential:
+    """Layers without biases: a wide one, a tall one and a square one."""
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((40, 70), (70, 40), (40, 40))))
+    for index, param in enumerate(model.parameters()):
+        param.data = values(tuple(param.shape), index)
+    return model
+
+
+FLAT: dict[str, Any] = {"use_orig_params": False}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "normalize"), [(2, None), (3, "rows")])
-def test_splits_of_flat_shards(world_size: int, normalize: Any) -> None:
-    """FSDP1 and FSDP2 cut matrices of a fused parameter anywhere."""
-    split = {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
-    models = [fsdp1(_matrices(), ["1"]), _matrices()]
-    options = {**SMALL, "normalize": normalize}
-    optimizers = [shardopt.Muon8bit(shardopt.muon_groups(model, split=split), **options) for model in models]
+@pytest.mark.parametrize(
+    ("world_size", "options", "normalize"),
+    [
+        (2, {}, None),
+        (3, {}, "rows"),
+        (2, {**FLAT, "sharding_strategy": ShardingStrategy.NO_SHARD}, None),
+        (3, {**FLAT, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, None),
+    ],
+)
+def test_flat_shards(world_size: int, options: dict[str, Any], normalize: Any) -> None:
+    """FSDP1 cuts matrices of a fused parameter anywhere; with ``use_orig_params=False`` one is several matrices."""
+    split = None if options else {"0.weight": (33, 1, 36), "1.weight": (20, 20)}
+    models = [fsdp1(_matrices(), ["1"], **options), _matrices()]
+    optimizers = [of_groups(model, split=split, normalize=normalize) for model in models]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             step_with(model, optimizer, step)
-    got, expected = (snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True))
-    assert_same(got, expected)
+    assert_same(*(snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True)))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("split", [None, "each"])
-def test_several_ranges_of_a_dim(split: Any) -> None:
+def test_several_ranges_of_a_dim() -> None:
     """Nothing is changed, and nothing travels."""
     placements = (_StridedShard(1, split_factor=2),)
     columns = 5 if cuts_uneven_strided_shards else 8
     layout = Layout((6, columns, 40), (dist.get_world_size(),), placements, torch.float32)
     param = nn.Parameter(shard(values(layout.shape, 0), layout))
-    optimizer = shardopt.Muon8bit([param], split=split, **SMALL)
+    optimizer = shardopt.Muon8bit([param], split="each", **SMALL)
     param.grad = shard(values(layout.shape, 1), layout)
     with (
         counted_collectives() as found,
@@ -155,31 +129,6 @@ def test_several_ranges_of_a_dim(split: Any) -> None:
     assert not found
     assert not optimizer.state
     assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
-
-
-def _matrices(width: int = 40) -> nn.Sequential:
-    """Layers without biases: a wide one, a tall one and a square one."""
-    shapes = ((width, 70), (70, width), (width, width))
-    model = nn.Sequential(*(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in shapes))
-    for index, param in enumerate(model.parameters()):
-        with torch.no_grad():
-            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(index)))
-    return model
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "NO_SHARD"), (2, "FULL_SHARD"), (3, "SHARD_GRAD_OP")])
-def test_flat_parameters(world_size: int, strategy: str) -> None:
-    """FSDP1 with ``use_orig_params=False``: an optimizer's parameter is several matrices."""
-    got, whole = (
-        fsdp1(_matrices(), ["1"], use_orig_params=False, sharding_strategy=ShardingStrategy[strategy]),
-        _matrices(),
-    )
-    optimizers = [shardopt.Muon8bit(model.parameters(), **SMALL) for model in (got, whole)]
-    for step in range(STEPS):
-        for model, optimizer in zip((got, whole), optimizers, strict=True):
-            step_with(model, optimizer, step)
-    assert_same(gathered(got, optimizers[0]), snapshot_of(whole, optimizers[1]))
 
 
 @pytest.mark.ranks(2)
@@ -209,36 +158,24 @@ def _assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
-def _counted_broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sources of broadcasts of directions, as they come."""
-    sources: list[int] = []
-    broadcast = shardopt.sharding.exchange.RanksExchange.broadcast
-
-    def counted(self: Any, tensor: torch.Tensor, source: int) -> Any:
-        sources.append(source)
-        return broadcast(self, tensor, source)
-
-    monkeypatch.setattr(shardopt.sharding.exchange.RanksExchange, "broadcast", counted)
-    return sources
-
-
 @pytest.mark.ranks(2)
 def test_replicas_share_work() -> None:
     """If the groups are of the wrapped model, or after attach()."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        sources = _counted_broadcasts(monkeypatch)
-        model = DistributedDataParallel(make_net())
-        optimizer = shardopt.Muon8bit(shardopt.muon_groups(model))
-        _step(model, optimizer)
-        assert set(sources) == set(range(dist.get_world_size()))
-        optimizer.attach(model.module)
-        _step(model, optimizer, 1)  # begins by saying that the plan is another
-        sources.clear()
-        _step(model, optimizer, 2)
-        assert not sources
-        optimizer.attach(model)
-        _assert_equal(_step(model, optimizer, 3), _stepped_alone([0, 1, 2, 3]))
-        assert sources
+    model = DistributedDataParallel(make_net())
+    optimizer = shardopt.Muon8bit(shardopt.muon_groups(model))
+
+    def broadcasts(seed: int) -> int:
+        with counted_collectives() as found:
+            _step(model, optimizer, seed)
+        return sum(name == "broadcast" for name, _ in found)
+
+    assert broadcasts(0)
+    optimizer.attach(model.module)
+    _step(model, optimizer, 1)  # begins by saying that the plan is another
+    assert not broadcasts(2)
+    optimizer.attach(model)
+    assert broadcasts(3)
+    _assert_equal([param.detach() for param in model.parameters()], _stepped_alone([0, 1, 2, 3]))
 
 
 @pytest.mark.ranks(2)
@@ -276,106 +213,53 @@ def test_zero_redundancy_shares_nothing(tmp_path: Path) -> None:
     _assert_equal(_step(model, optimizer, 1), _stepped_alone([0, 1]))
 
 
-def _whole(**options: Any) -> tuple[nn.Module, ShardedOptimizer]:
-    model = make_net()
-    optimizer = of_groups(model, **options)
-    for step in range(STEPS):
-        step_with(model, optimizer, step)
-    return model, optimizer
-
-
-def _ddp(options: dict[str, Any]) -> list[Shape]:
-    model = DistributedDataParallel(make_net())
-    optimizer = of_groups(model, **options)
-    with orthogonalized() as computed:
-        for step in range(STEPS):
-            step_with(model, optimizer, step)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*_whole(**options)))
-    return computed
-
-
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"memory": 1}), (3, {"normalize": "rows"})])
-def test_ddp_shares_the_work(ranks: Pool, world_size: int, options: dict[str, Any]) -> None:
-    computed = ranks.run(world_size, _ddp, options)
-    assert sum(map(Counter, computed), Counter()) == Counter({shape: STEPS * n for shape, n in MATRICES.items()})
-    assert all(computed)
-
-
-def _of_step(model: nn.Module, optimizer: ShardedOptimizer) -> tuple[Counter[str], dict[str, int]]:
-    """The collectives of a second step by name, and their bytes."""
+def _second_step(way: str, memory: int | None) -> tuple[dict[str, tuple[int, int]], int]:
+    """Eight equal matrices: how many collectives of each name there are, of how many bytes; matrices computed here."""
+    model, size = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), dist.get_world_size()
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    elif way != "single":
+        fully_shard(model, mesh=mesh_of((2, size // 2), "replicas", "shards") if way == "hsdp" else None)
+    optimizer = limited(shardopt.Muon8bit(model.parameters(), **SMALL), memory)
+    optimizer.attach(model)
     for step in range(2):
         set_gradients(model, step)
-        with counted_collectives() as found:
+        with (
+            counted_collectives() as found,
+            patch.object(NewtonSchulz, "__call__", autospec=True, side_effect=NewtonSchulz.__call__) as computed,
+        ):
             optimizer.step()
-    counts, nbytes = Counter(name for name, _ in found), dict.fromkeys({name for name, _ in found}, 0)
-    for name, size in found:
-        nbytes[name] += size
-    return counts, nbytes
+    names = {name for name, _ in found}
+    counted = {name: [nbytes for other, nbytes in found if other == name] for name in names}
+    return {name: (len(each), sum(each)) for name, each in counted.items()}, computed.call_count
 
 
-def _equal_matrices(memory: int | None, mesh: bool) -> tuple[Counter[str], dict[str, int], int]:
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-    size = dist.get_world_size()
-    names = ("replicas", "shards")
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names) if mesh else None)
-    optimizer = limited(shardopt.Muon8bit(model.parameters(), **SMALL), memory)
-    return *_of_step(model, optimizer), 8 * 64 * 64
+NUMEL = 8 * 64 * 64
+#: Three answers and two for each matrix, of 4 bytes.
+AGREED = {"allreduce": (1, 4 * (3 + 2 * 8))}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "hybrid", "memory", "waves"), [(2, False, None, 1), (2, False, 1, 8), (4, True, None, 1)]
+    ("way", "world_size", "memory", "expected"),
+    [
+        ("fsdp", 2, None, AGREED | {"alltoall_base": (2, 4 * NUMEL // 2)}),
+        ("fsdp", 2, 1, AGREED | {"alltoall_base": (2 * 8, 4 * NUMEL // 2)}),
+        ("hsdp", 4, None, AGREED | {"alltoall_base": (2, 4 * NUMEL // 2)}),
+        ("ddp", 2, None, AGREED | {"broadcast": (2, 2 * NUMEL)}),
+        ("ddp", 1, None, {}),
+        ("single", 1, None, {}),
+    ],
 )
-def test_each_element_travels_twice(ranks: Pool, world_size: int, hybrid: bool, memory: int | None, waves: int) -> None:
-    """By two exchanges per wave, 4 bytes in all: also where other ranks have copies of the shards.
-
-    Before that the ranks exchange two answers of 4 bytes, and two for each matrix.
-    """
-    shards = world_size // 2 if hybrid else world_size
-    for counts, nbytes, numel in ranks.run(world_size, _equal_matrices, memory, hybrid):
-        assert counts == {"allreduce": 1, "alltoall_base": 2 * waves}
-        assert nbytes == {"allreduce": 8 * (1 + 8), "alltoall_base": 4 * numel // shards}
+def test_each_element_travels_twice(ranks: Pool, way: str, world_size: int, memory: int | None, expected: Any) -> None:
+    """By two exchanges per wave, 4 bytes in all; under DDP each owner sends its directions once."""
+    found = ranks.run(world_size, _second_step, way, memory)
+    assert all(sent == expected for sent, _ in found), found
+    assert sum(computed for _, computed in found) == 8 * (2 if way == "hsdp" else 1)  # by each replica
 
 
-def _net(way: str) -> tuple[Counter[str], dict[str, int]]:
-    model = WAYS[way](make_net())
-    return _of_step(model, of_groups(model))
-
-
-def _padded_bytes(ranks_of: int, shapes: Counter[Shape]) -> int:
-    """Of all directions if rows are divided among ranks, each one's in units of 16 bytes."""
-    total = 0
-    for (rows, cols), count in shapes.items():
-        each = -(-rows // ranks_of)
-        held = [max(min(each, rows - rank * each), 0) * cols for rank in range(ranks_of)]
-        total += count * 2 * sum(map(padded, held))
-    return total
-
-
-def test_bytes_of_a_model(ranks: Pool) -> None:
-    """Uneven and empty shards: there and back over all ranks, rounded up; AdamW's parameters take no part."""
-    found = ranks.run(3, _net, "fsdp")
-    assert all(counts == {"allreduce": 1, "alltoall_base": 2} for counts, _ in found)
-    assert sum(nbytes["alltoall_base"] for _, nbytes in found) == 2 * _padded_bytes(3, MATRICES)
-
-
-def test_bytes_of_ddp(ranks: Pool) -> None:
-    """Each owner sends its matrices to the others once."""
-    for counts, nbytes in ranks.run(2, _net, "ddp"):
-        assert counts == {"allreduce": 1, "broadcast": 2}
-        assert nbytes["broadcast"] == _padded_bytes(1, MATRICES)
-
-
-def test_a_rank_alone_sends_nothing(ranks: Pool) -> None:
-    for way in ("ddp", "single"):
-        ((counts, _),) = ranks.run(1, _net, way)
-        assert not counts
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "most"), [(3, 1), (4, 2)])
-def test_messages_to_few_ranks_at_a_time(world_size: int, most: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shardopt.sharding.exchange, "MOST_PEERS", most)
+@pytest.mark.ranks(4)
+def test_messages_to_few_ranks_at_a_time() -> None:
+    with patch.object(shardopt.sharding.exchange, "MOST_PEERS", 2):
         for way in ("fsdp", "fsdp1"):
             assert_same(snapshot_of(*trained(way, 2, "normuon")), single(2, "normuon"))
 

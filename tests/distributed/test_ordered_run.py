@@ -11,6 +11,7 @@ from torch import nn
 
 import shardopt
 from ordered_problem import WAYS, WIRES, loss_of, make_model
+from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import Snapshot, assert_same
@@ -19,13 +20,14 @@ from versions import needs_fsdp2_on_the_cpu
 
 OPTIMIZERS = {
     "adamw8bit": lambda model: shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024),
+    "held": lambda model: shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024, offload="step"),
     "fp32": lambda model: shardopt.AdamW(model.parameters(), lr=1e-2, codec="fp32"),
     "lamb": lambda model: shardopt.LAMB8bit(model.parameters(), lr=1e-2, min_quantized_numel=1024),
     "muon8bit": lambda model: shardopt.Muon8bit(shardopt.muon_groups(model, lr=1e-2, adamw_lr=1e-2)),
 }
 #: Every wire format, number of micro-batches and optimizer; each wire with each number, each optimizer with one wire.
 RUNS = [(wire, micro_batches, "adamw8bit") for wire in WIRES for micro_batches in (12, 24)]
-RUNS += [("fp32", 12, "fp32"), ("bf16", 12, "lamb"), ("fp32", 12, "muon8bit")]
+RUNS += [("fp32", 12, "fp32"), ("bf16", 12, "lamb"), ("fp32", 12, "muon8bit"), ("fp32", 12, "held")]
 
 Run = tuple[str, int, str]
 
@@ -35,17 +37,20 @@ def _train(way: str, run: Run, steps: Iterable[int]) -> tuple[list[float], nn.Mo
     model = WAYS[way](make_model())
     shardopt.comm.ordered_gradients(model, micro_batches=micro_batches, wire=wire)  # type: ignore[arg-type]
     optimizer = OPTIMIZERS[name](getattr(model, "module", model))
+    if name == "held":  # gradients go to the host's memory once they are the mean over all micro-batches
+        shardopt.release_gradients(model, optimizer, overlap_forward=True)
     return _go_on(model, optimizer, micro_batches, steps), model, optimizer
 
 
 def _go_on(
     model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, micro_batches: int, steps: Iterable[int]
 ) -> list[float]:
-    norms = []
+    norms, held = [], optimizer.defaults["offload"] == "step"
     for step in steps:
         for number in range(dist.get_rank(), micro_batches, dist.get_world_size()):
             loss_of(model, number, step).backward()
-        clips = optimizer if step % 2 else None
+        assert held == all(param.grad is None for param in model.parameters())
+        clips = optimizer if held or step % 2 else None
         norms.append(float(shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=clips)))
         optimizer.step()
         optimizer.zero_grad()
@@ -55,15 +60,18 @@ def _go_on(
 def _results(way: str, runs: Sequence[Run]) -> list[tuple[list[float], Snapshot]]:
     found = []
     for run in runs:
-        norms, model, optimizer = _train(way, run, range(3))
+        with offload_from_cpu(), slow_steps(0.002):
+            norms, model, optimizer = _train(way, run, range(3))
+            optimizer.synchronize()
         found.append((norms, snapshot_of(getattr(model, "module", model), optimizer)))
     return found
 
 
 @pytest.fixture(scope="module")
 def wanted(ranks: Pool) -> list[tuple[list[float], Snapshot]]:
-    """Runs in one process."""
-    return ranks.run(1, _results, "plain", RUNS)[0]
+    """Runs in one process, where nothing is held."""
+    runs = [(*run, "adamw8bit" if name == "held" else name) for *run, name in RUNS]
+    return ranks.run(1, _results, "plain", runs)[0]
 
 
 CASES = [(way, world_size) for way in ("ddp", "fsdp") for world_size in (1, 2, 3, 4)]

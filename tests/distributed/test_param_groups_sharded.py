@@ -1,4 +1,4 @@
-"""param_groups of sharded models beside ``test_layouts.py``: flat parameters, frameworks, errors and noise."""
+"""param_groups and StableEmbedding in sharded models beside ``test_layouts.py``: names, errors, noise, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from ranks.deepspeed import (
@@ -17,13 +18,14 @@ from ranks.deepspeed import (
     WITHOUT_MASTERS,
     config,
     engine_snapshot,
+    import_deepspeed,
     make_whole,
     step_whole,
     stepped_engine,
     taking_gradients,
     whole_snapshot,
 )
-from ranks.models import WAYS, fsdp1, make_net
+from ranks.models import TOKENS, WAYS, Net, fsdp1, loss_of, make_batch, make_net
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same
 
@@ -32,10 +34,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight"
 NO_DECAY = ("*.bias", "norm.*")
 #: Options that are the same for all parameters of a unit of ``fsdp1``: "up", "conv", and what remains.
 OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
-
-
-def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
 
 @pytest.mark.ranks(3)
@@ -52,20 +50,6 @@ def test_groups_from_before_wrapping(way: str) -> None:
             step_with(model, optimizer, step)
         snapshots.append(snapshot_of(model, optimizer))
     assert_same(*snapshots)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", ["fsdp1 flat", "fsdp1 none flat"])
-def test_names_of_the_parts_of_flat_parameters(way: str) -> None:
-    groups = shardopt.param_groups(WAYS[way](make_net()), OF_UNITS)
-    expected = shardopt.param_groups(make_net(), OF_UNITS)
-    of = {name: _options([groups[p.group]])[0] for p in groups.parameters for name in p.names}
-    assert of == {name: _options([expected[p.group]])[0] for p in expected.parameters for name in p.names}
-    assert sorted(name for group in groups for name in group["param_names"]) == [
-        "_flat_param",
-        "conv._flat_param",
-        "up._flat_param",
-    ]
 
 
 @pytest.mark.ranks(3)
@@ -104,14 +88,10 @@ def test_names_in_errors_are_those_of_the_parameters(way: str, world_size: int) 
         group["nonfinite"] = "raise"
     with pytest.raises(FloatingPointError) as error:
         inner.step()
-    names = {name for name, _ in make_net().named_parameters()}
-    shapes = {name: tuple(param.shape) for name, param in make_net().named_parameters()}
+    shapes = {name: str(tuple(param.shape)) for name, param in make_net().named_parameters()}
     for word in str(error.value).split(": got")[0].split("), "):
         name, _, shape = word.rstrip(")").partition(" (")
-        if name in names:
-            assert str(shapes[name]) == f"({shape})"
-        else:
-            assert name.startswith("parameter ")
+        assert name.startswith("parameter ") or shapes[name] == f"({shape})"
 
 
 STOCHASTIC = {"stochastic_rounding": True, "stochastic_rounding_seed": 7}
@@ -142,13 +122,12 @@ def test_noise_follows_the_model() -> None:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("ignored", ["up", "down"])
-def test_noise_beside_flat_parameters(ignored: str) -> None:
+def test_noise_beside_flat_parameters() -> None:
     """Parameters that FSDP1 ignores have numbers, too."""
     results = []
     for flat in (False, True):
         net = make_net(torch.bfloat16)
-        left_out = [net.get_submodule(ignored)]
+        left_out = [net.down]
         model = fsdp1(net, (), use_orig_params=False, ignored_modules=left_out) if flat else net
         groups = shardopt.param_groups(model, no_decay=())
         optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
@@ -159,30 +138,90 @@ def test_noise_beside_flat_parameters(ignored: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_group_added_to_a_zero_redundancy_optimizer() -> None:
-    model = WAYS["zero"](make_net())
-    first, second = shardopt.param_groups(model, no_decay=NO_DECAY)
-    optimizer = ZeroRedundancyOptimizer([first], optimizer_class=shardopt.AdamW8bit)
-    optimizer.add_param_group(second)
-    step_with(model, optimizer, 0)
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_stable_embedding_in_fsdp2_of_a_model_on_the_meta_device(reshard: bool) -> None:
+    """Forward and backward passes, in which FSDP2 puts gathered parameters in the module; the second case releases."""
+    with torch.device("meta"):
+        model = Net()
+        model.embed = shardopt.StableEmbedding(TOKENS, 66)
+    for layer in (model.embed, model.up, model):
+        fully_shard(layer, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(reshard)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
+    embedding, other = model.embed.weight, model.up.weight
+    if reshard:
+        shardopt.release_gradients(model, optimizer)
+    for step in range(2):
+        loss_of(model, make_batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(optimizer.state[embedding]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert "exp_avg_codes" in optimizer.state[other]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_tied_stable_embedding_under_fsdp1(flat: bool) -> None:
+    """The head comes first in the model, so that FSDP1 takes its name for the flat parameter's part."""
+    embedding = shardopt.StableEmbedding(TOKENS, 66)
+    model = nn.ModuleDict({"a_head": nn.Linear(66, TOKENS), "embed": embedding})
+    model["a_head"].weight = embedding.weight
+    wrapped = fsdp1(model, [], use_orig_params=not flat)
+    optimizer = shardopt.AdamW8bit(wrapped.parameters(), min_quantized_numel=64)
+    for param in wrapped.parameters():
+        param.grad = torch.ones_like(param) if param.numel() else None
+    optimizer.step()
+    assert all("_codes" not in key for state in optimizer.state.values() for key in state)
+    groups = shardopt.param_groups(wrapped, {"embed.weight": {"codec": "fp32"}}) if not flat else None
+    if groups is not None:
+        assert groups[0]["param_names"] == ["a_head.weight"]
+    names = {part.names for part in shardopt.param_groups(wrapped).parameters}
+    assert ("a_head.weight", "embed.weight") in names
 
 
 MASTERS: dict[str, Any] = {"bf16": WITHOUT_MASTERS, "params": STOCHASTIC}
 
 
+def _embedded() -> nn.Module:
+    net = make_net()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net.embed = shardopt.StableEmbedding(TOKENS, 66)
+    return net
+
+
 @pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
-    [(0, {}, BF16), (1, {}, {}), (2, ROUND_ROBIN, BF16), (3, SUB_GROUPS, {}), (2, {}, MASTERS), (3, {}, MASTERS)],
+    [(0, {}, BF16), (1, {}, {}), (2, ROUND_ROBIN, BF16), (3, SUB_GROUPS, BF16), (2, {}, MASTERS), (3, {}, MASTERS)],
 )
 def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
-    """ZeRO flattens each group by itself; noise follows the model."""
+    """ZeRO flattens each group by itself; noise follows the model; a StableEmbedding's state is float32."""
     settings = config(stage, zero=zero, **options)
-    model = taking_gradients(make_net())
+    model = taking_gradients(_embedded())
     engine = stepped_engine(settings, STEPS, model, model_parameters=shardopt.param_groups(model, OF_UNITS, NO_DECAY))
-    whole, _ = make_whole(settings)
+    whole, _ = make_whole(settings, _embedded())
     params = settings["optimizer"]["params"]
     optimizer = shardopt.AdamW8bit(shardopt.param_groups(whole, OF_UNITS, NO_DECAY), **params)
     for step in range(STEPS):
         step_whole(whole, optimizer, step)
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
+    found = engine_snapshot(engine)
+    assert_same(found, whole_snapshot(whole, optimizer))
+    assert {key for key in found if "embed.weight/" in key} == {
+        f"embed.weight/{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+@pytest.mark.deepspeed_ranks(2)
+def test_deepspeed_zero_init() -> None:
+    settings = config(3)
+    with import_deepspeed().zero.Init(config_dict_or_path=settings):
+        net = _embedded()
+    groups = shardopt.param_groups(net, no_decay=["*.bias"])
+    assert {p.shape for p in groups.parameters if p.names == ("embed.weight",)} == {(TOKENS, 66)}
+    engine = stepped_engine(settings, 1, taking_gradients(net), model_parameters=groups)
+    assert "embed.weight/exp_avg" in engine_snapshot(engine)

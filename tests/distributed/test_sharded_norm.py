@@ -10,114 +10,90 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import Parameter
 
 import shardopt
 from ranks.collectives import counted_collectives
-from ranks.layouts import Layout, distribute, mesh_of, shard, values
+from ranks.layouts import distribute, mesh_of, values
 from shardopt import clip_grad_norm_
 
 
 @pytest.mark.ranks(4)
-def test_mixed() -> None:
-    """Parameters on several meshes, plain ones, partial gradients, gradients on some ranks; what is sent is counted."""
-    size = dist.get_world_size()
-    layouts = [
-        Layout((97, 130), (size,), (Shard(0),), torch.float32),
-        Layout((3, 257), (size,), (Shard(1),), torch.bfloat16),
-        Layout((33, 31), (2, size // 2), (Replicate(), Shard(0)), torch.float32),
-        Layout((70, 96), (2, size // 2), (Shard(0), Shard(1)), torch.float32),
-        Layout((1, 40), (2, size // 2), (Replicate(), Replicate()), torch.float16),
+def test_gradients_that_are_partial_or_on_some_ranks() -> None:
+    """And one message for all parameters, as all of these meshes have the same ranks."""
+    mesh, square = mesh_of((4,)), mesh_of((2, 2))
+    places = [(mesh, (Shard(0),)), (square, (Replicate(), Shard(0))), (square, (Shard(0), Shard(1))), None]
+    whole = [Parameter(torch.zeros(97, 130)) for _ in places]
+    params = [
+        Parameter(p.detach() if place is None else distribute(p.detach(), *place))
+        for p, place in zip(whole, places, strict=True)
     ]
-    whole = [torch.nn.Parameter(values(layout.shape, 0, layout.dtype)) for layout in layouts]
-    whole += [torch.nn.Parameter(torch.ones(7)), torch.nn.Parameter(torch.ones(5))]
-    params = [torch.nn.Parameter(shard(p.detach(), layout)) for p, layout in zip(whole, layouts, strict=False)]
-    params += [torch.nn.Parameter(p.detach().clone()) for p in whole[len(params) :]]
-    for seed, (param, other) in enumerate(zip(params, whole, strict=True)):
-        other.grad = values(tuple(other.shape), 9 + seed, other.dtype)
-        param.grad = shard(other.grad.clone(), layouts[seed]) if isinstance(param, DTensor) else other.grad.clone()
-    there = params[0].grad.to_local()
-    params[0].grad = shard(whole[0].grad / 4, layouts[0]._replace(placements=(Replicate(),)))
-    params[0].grad = DTensor.from_local(params[0].grad.to_local(), mesh_of((size,)), (Partial(),))
-    whole[0].grad *= size / 4  # the sum of the partial gradients, exact for powers of two
-    before, wanted = params[0].grad.to_local().clone(), clip_grad_norm_(whole, 0.5)
+    for seed, (param, other, place) in enumerate(zip(params, whole, places, strict=True)):
+        other.grad = values((97, 130), 9 + seed)
+        param.grad = other.grad.clone() if place is None else distribute(other.grad, *place)
+    part = whole[0].grad / 4  # of each rank: their sum is exact for powers of two
+    params[0].grad = DTensor.from_local(part.clone(), mesh, (Partial(),))
     total = clip_grad_norm_(params, 0.5)
-    assert float(total) == float(wanted)
+    assert float(total) == float(clip_grad_norm_(whole, 0.5))
     coefficient = torch.clamp(0.5 / (total + 1e-6), max=1.0)
-    assert torch.equal(params[0].grad.to_local(), before * coefficient)
+    assert torch.equal(params[0].grad.to_local(), part * coefficient)
     for param, other in zip(params[1:], whole[1:], strict=True):
         actual = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
         assert torch.equal(actual, other.grad)
-    params[0].grad = params[3].grad = None
-    if dist.get_rank() == 0:
-        params[0].grad = DTensor.from_local(there, mesh_of((size,)), (Shard(0),), shape=(97, 130), stride=(130, 1))
+    own = distribute(whole[0].grad, mesh, (Shard(0),))
+    params[0].grad = own if dist.get_rank() == 0 else None
+    params[2].grad = None
     for kind, words in ((2.0, shardopt._C.sum_words), (math.inf, 1)):
         clip_grad_norm_(params, 1.0, kind)
         with counted_collectives() as sent:
             actual = clip_grad_norm_(params, 1e9, kind)
-        totals = [torch.empty(()) for _ in range(size)]
+        totals = [torch.empty(()) for _ in range(4)]
         dist.all_gather(totals, actual)
         assert len(set(map(float, totals))) == 1
-        # All of these meshes have the same ranks.
         assert sent == [("allreduce", 8 * words)]
 
 
 @lru_cache(maxsize=1)
 def _submeshes() -> dict[tuple[int, ...], DeviceMesh]:
-    ranks = [(0, 1), (1, 2), (0, 1, 2), (2, 3), (3,)]  # all ranks make all of these
+    ranks = [(0, 1), (1, 2), (0, 1, 2), (2, 3), (3,), (0, 1, 2, 3)]  # all ranks make all of these
     return {of_mesh: DeviceMesh("cpu", list(of_mesh)) for of_mesh in ranks if max(of_mesh) < dist.get_world_size()}
 
 
-def _on(mesh: DeviceMesh, seed: int) -> torch.nn.Parameter:
+def _on(mesh: DeviceMesh, seed: int) -> Parameter:
     """A parameter of 5 rows on a mesh, with a gradient."""
-    param = torch.nn.Parameter(distribute(values((5, 9), seed), mesh, (Shard(0),)))
+    param = Parameter(distribute(values((5, 9), seed), mesh, (Shard(0),)))
     if mesh.get_coordinate() is not None:
         param.grad = distribute(values((5, 9), 9 + seed), mesh, (Shard(0),))
     return param
 
 
-#: Ranks, meshes (by the first's ranks, or "ep": a slice of a mesh for each half of the ranks), a plain parameter.
-_SETS: list[tuple[int, list[tuple[int, ...] | str], bool]] = [
-    (3, [(0, 1, 2), (1, 2)], False),  # the first copy is not on rank 0
-    (4, ["world", (2, 3), (3,), (0, 1)], True),
-    (4, ["world", "ep", (2, 3)], True),
-    (4, [(0, 1), (2, 3)], True),  # no mesh has all ranks, all ranks know of both
-    (3, [(0, 1)], True),  # rank 2 has a copy of the plain parameter only
-    (3, [(0, 1, 2), (0, 1), (1, 2)], False),
-]
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_meshes_of_some_ranks(world_size: int) -> None:
-    """Parameters on meshes that lack some ranks, which leave them out or have them without elements."""
-    for case in _SETS:
-        for empty in (True, False):
-            # A rank cannot know of parameters that it leaves out, and shares no other parameter with.
-            if case[0] == world_size and (empty or case not in _SETS[3:5]):
-                _clip(*case, empty)
-
-
-def _clip(world_size: int, sets: list[tuple[int, ...] | str], plain: bool, empty: bool) -> None:
-    pairs = mesh_of((2, 2), "dp", "ep")["ep"] if "ep" in sets else None
-    meshes = {"world": mesh_of((world_size,)), "ep": pairs}
-    params, grads = [], []
-    for seed, of_mesh in enumerate(sets):
-        mesh = meshes[of_mesh] if isinstance(of_mesh, str) else _submeshes()[of_mesh]
-        grads.append(values((5, 9), 9 + seed))
-        if empty or mesh.get_coordinate() is not None:
-            params.append(_on(mesh, seed))
-    if plain:
-        params.append(torch.nn.Parameter(torch.ones(7)))
-        params[-1].grad = values((7,), 3)
-        grads.append(values((7,), 3))
-    whole = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-    for kind in (2.0, math.inf):
-        for param, grad in zip(whole, grads, strict=True):
-            param.grad = grad.clone()
+@pytest.mark.parametrize(
+    ("world_size", "meshes", "plain"),
+    [
+        (3, [(0, 1, 2), (1, 2)], False),  # the first copy is not on rank 0
+        (4, [(0, 1, 2, 3), (2, 3), (3,), (0, 1)], True),
+        (4, [(0, 1), (2, 3)], True),  # no mesh has all ranks, all ranks know of both
+        (3, [(0, 1)], True),  # rank 2 has a copy of the plain parameter only
+    ],
+)
+def test_meshes_of_some_ranks(world_size: int, meshes: list[tuple[int, ...]], plain: bool) -> None:
+    """Other ranks leave parameters out, or have them without elements. At random: ``attack/submeshes.py``."""
+    # A rank cannot know of parameters that it leaves out, and shares no other parameter with.
+    for empty in (True, False) if len(meshes[0]) == world_size else (True,):
+        on = [(seed, _submeshes()[ranks]) for seed, ranks in enumerate(meshes)]
+        params = [_on(mesh, seed) for seed, mesh in on if empty or mesh.get_coordinate() is not None]
+        gradients = [values((5, 9), 9 + seed) for seed, _ in on] + [values((7,), 3)] * plain
+        if plain:
+            params.append(Parameter(torch.ones(7)))
+            params[-1].grad = values((7,), 3)
+        whole = [Parameter(torch.zeros_like(gradient)) for gradient in gradients]
         optimizer = shardopt.AdamW8bit(params)
-        assert float(clip_grad_norm_(params, 0.5, kind, optimizer=optimizer)) == float(
-            clip_grad_norm_(whole, 0.5, kind)
-        )
+        for kind in (2.0, math.inf):
+            for param, gradient in zip(whole, gradients, strict=True):
+                param.grad = gradient.clone()
+            total = clip_grad_norm_(params, 0.5, kind, optimizer=optimizer)
+            assert float(total) == float(clip_grad_norm_(whole, 0.5, kind))
 
 
 @pytest.mark.ranks(3, timeout=30)

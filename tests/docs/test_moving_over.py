@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 import shardopt
-from foreign_states import GROUPS, flashoptim_state, made_up
+from foreign_states import SOURCES, flashoptim_state, made_up
 from hugging_face import make_trainer
 from needed import needs
 from ranks.deepspeed import STEPS, config, stepped_engine
@@ -47,9 +47,9 @@ def run(title: str, folder: Path, place: int = 0, **given: Any) -> dict[str, Any
     return names
 
 
-def trained(way: str = "single") -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(way: str = "single", kind: Any = torch.optim.AdamW) -> tuple[nn.Module, Any]:
     model = WAYS[way](make_net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.2)
     for step in range(STEPS):
         set_gradients(model, step)
         optimizer.step()
@@ -181,7 +181,7 @@ def _matrices() -> nn.Module:
 def test_flashoptim_in_its_form(tmp_path: Path) -> None:
     """A state dict made by hand: the package quantizes on GPUs only."""
     states = {i: flashoptim_state(made_up(tuple(p.shape), i))[0] for i, p in enumerate(_matrices().parameters())}
-    state_dict = {"state": states, "param_groups": [{"lr": 0.5, **GROUPS["flashoptim"], "params": [0, 1]}]}
+    state_dict = {"state": states, "param_groups": [{"lr": 0.5, **SOURCES["flashoptim"].group, "params": [0, 1]}]}
     torch.save({"model": _matrices().state_dict(), "optimizer": state_dict}, tmp_path / "flashoptim.pt")
     _assert_codes_of_flashoptim(tmp_path, "cpu")
 
@@ -208,15 +208,6 @@ def _assert_codes_of_flashoptim(folder: Path, device: str) -> None:
             assert torch.equal(entries[f"{key}_codes"], saved[f"{key}::quantized"].view(torch.uint8))
 
 
-def _ours(way: str) -> tuple[nn.Module, Any]:
-    model = WAYS[way](make_net())
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        set_gradients(model, step)
-        optimizer.step()
-    return model, optimizer
-
-
 def _assert_moments(theirs: torch.optim.Optimizer, model: nn.Module, optimizer: Any, params: list[Tensor]) -> None:
     """Demands that torch's optimizer has the decoded moments, and takes a step from them."""
     expected = optimizer.state_dict(dequantize=True)["state"]
@@ -228,13 +219,13 @@ def _assert_moments(theirs: torch.optim.Optimizer, model: nn.Module, optimizer: 
 
 
 def test_back_by_torch_save(tmp_path: Path) -> None:
-    model, optimizer = _ours("single")
+    model, optimizer = trained(kind=shardopt.AdamW8bit)
     names = run("Back to torch.optim", tmp_path, model=model, optimizer=optimizer)
     _assert_moments(names["theirs"], model, optimizer, list(model.parameters()))
 
 
 def _back_by_dcp(folder: Path) -> None:
-    model, optimizer = _ours("fsdp")
+    model, optimizer = trained("fsdp", shardopt.AdamW8bit)
     run("Back to torch.optim", folder, 1, model=model, optimizer=optimizer)
 
 
@@ -246,7 +237,7 @@ def test_back_by_torch_distributed_checkpoint(ranks: Pool, tmp_path: Path) -> No
     weights, state = get_state_dict(model, theirs)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "back")
     set_state_dict(model, theirs, model_state_dict=weights, optim_state_dict=state)
-    bare, optimizer = _ours("single")
+    bare, optimizer = trained(kind=shardopt.AdamW8bit)
     assert all(map(torch.equal, weights.values(), bare.state_dict().values()))
     assert theirs.param_groups[0]["lr"] == 0.1
     _assert_moments(theirs, model, optimizer, list(model.parameters()))

@@ -64,6 +64,7 @@ def test_the_site_has_every_page() -> None:
     assert named == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *OTHERS}
 
 
+@pytest.mark.slow  # launch/docs.sh builds it, too
 @pytest.mark.skipif(MISSING != [], reason=f"{', '.join(MISSING)} not installed: pip install 'shardopt[docs]'")
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

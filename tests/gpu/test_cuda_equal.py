@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-import cuda_emulated
 import message_problem
 from cuda_device import CUDA, needs_gpu
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, step
-from kernel_problem import CPU, DTYPES, HUGE, gradients, make, run, start
+from kernel_problem import CPU, DTYPES, HUGE, clipped, gradients, make, run, start
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt.kernels.devices import make_call
@@ -68,6 +67,7 @@ def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> N
             assert skipped == wanted > 0, (piece, block_size)
 
 
+@needs_gpu
 def test_many_staged_rows() -> None:
     """Shows that staged rows of several tasks an entry, and several entries a launch, give the CPU's bits."""
     shapes = ((3001, 130), (1999, 257), (9001, 33), (777, 1000), (65, 2377), (1_000_003,))
@@ -81,7 +81,7 @@ def test_norms(dtype: torch.dtype) -> None:
     for numel in (2, 1030, 3_000_000)[: 3 if CUDA.type == "cuda" else 2]:
         for name, floats in message_problem.numbers(dtype, numel, numel):
             given = [floats, floats[1 : numel // 2], floats.view(-1, 2).t()]
-            wanted, actual = (cuda_emulated.clipped([x.to(device) for x in given]) for device in (CPU, CUDA))
+            wanted, actual = (clipped([x.to(device) for x in given]) for device in (CPU, CUDA))
             for one, expected in zip(actual, wanted, strict=True):
                 torch.testing.assert_close(one.cpu(), expected, rtol=0, atol=0, equal_nan=True, msg=name)
 

@@ -15,7 +15,9 @@ from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from weight_formats import BF16, FP32
 
-SHAPES = ((512, 512), (1408, 512), (512, 1408), (97, 130), (1, 4099), (257, 1), (64, 7, 3, 3))
+SHAPES = ((97, 130), (1, 4099), (257, 1), (64, 7, 3, 3))
+if CUDA.type == "cuda":
+    SHAPES = ((512, 512), (1408, 512), (512, 1408), *SHAPES)
 MATRICES = tuple((shape[0], torch.Size(shape[1:]).numel()) for shape in SHAPES)
 
 
@@ -65,7 +67,7 @@ def test_waves_and_offload_change_no_bit(weights: dict[str, object]) -> None:
 
 def test_near_the_cpu() -> None:
     """Shows that a step is as near to a step in float64 as the CPU's is, within a factor of two."""
-    initial, (given,) = start(FP32, SHAPES[:4]), [gradients(1, FP32, SHAPES[:4])]
+    initial, (given,) = start(FP32, SHAPES[:-3]), [gradients(1, FP32, SHAPES[:-3])]
     exact: dict[str, Tensor] = {}
     for name, gradient in given.items():
         x = gradient.double() * (1 - 0.95 * 0.95)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 import shardopt
 from cuda_device import CUDA, keep_busy, needs_gpu
+from estimate_problem import TOKENS, Layers, assert_near, estimated_model
 from helpers import CODEC_NAMES
 from kernel_problem import CPU
 from late_problem import Problem, slept, steps
 from ranks.models import loss_of, make_batch, make_net
 from ranks.snapshot import Snapshot, assert_same, snapshot
+from shardopt.estimate import Setup, estimate
 from shardopt.kernels.transfers_cuda import pin_memory
 from shardopt.state import residency
 from weight_formats import BF16
@@ -151,3 +154,18 @@ def test_a_refused_lock_leaves_no_error_behind() -> None:
     assert torch.ones(3, device=CUDA).sum() == 3
     Problem(CUDA).step(0)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("offload", [None, "state", "step"])
+@needs_gpu
+def test_estimated_memory(offload: str | None) -> None:
+    """Shows that a run takes the memory that was estimated, on the device and on the host."""
+    setup = Setup(options={"master_weight_bits": 24, "offload": offload})
+    net = Layers().to("cuda").bfloat16()
+    optimizer = shardopt.AdamW8bit(net.parameters(), **setup.options)
+    net(TOKENS.to("cuda")).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    actual, expected = shardopt.memory_report(optimizer), estimate(estimated_model(), setup)
+    assert_near(asdict(actual.device), asdict(expected.device))
+    assert_near(asdict(actual.host), asdict(expected.host))

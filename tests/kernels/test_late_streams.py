@@ -116,7 +116,7 @@ kernels.dispatch_cuda:CudaCall._upload_in_graph | self._captured.append(staging)
 kernels.norms:CudaNormCall.run | use_in_current_stream | clipped
 kernels.skipped:SkippedElements.count | torch.cuda.synchronize(device) | device scalars
 step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalars
-step.tables:StepTables._run_on | self._captured.append | captured
+step.tables:StepTables._run_on | self._context.captured.append | captured
 step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
 step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
 state.residency:StateResidency.put | self.synchronize() | replaced
@@ -187,57 +187,43 @@ def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
     return True
 
 
-NO_WAITS: dict[str, dict[str, Any]] = {
-    "steps": {},
-    "offloaded": {"offload": "state"},
-    "scaled": {"lr": 0.01},
-    "normuon": {"rule": "normuon", "offload": "state"},
+#: What the steps before one of them that must not wait are of, and how many copies to the host it makes: one of the
+#: count of skipped elements; NorMuon's also of the second moments of the rows of two matrices with a gradient.
+NO_WAITS: dict[str, tuple[dict[str, Any], int]] = {
+    "steps": ({}, 1),
+    "offloaded": ({"offload": "state"}, 1),
+    "scaled": ({"lr": 0.01}, 1),
+    "normuon": ({"rule": "normuon", "offload": "state"}, 3),
+    "clipped": ({}, 1),
+    "asleep": ({}, 1),
 }
 
 
 @pytest.mark.parametrize("name", NO_WAITS)
-def test_no_step_waits(name: str) -> None:
+def test_nothing_waits(name: str) -> None:
     """Not even with another set of gradients; and the host learns of skipped elements once per step."""
+    given, wanted_copies = NO_WAITS[name]
     with late_device("late") as device:
-        options = {key: torch.full((), x, device=CUDA) if key == "lr" else x for key, x in NO_WAITS[name].items()}
+        options = {key: torch.full((), x, device=CUDA) if key == "lr" else x for key, x in given.items()}
         problem = Problem(CUDA, **options)
-        problem.step(0)
-        for t in range(1, 5):
-            waits, copies = device.waits, device.copies_to_host
-            problem.step(t, without=(t % 3,))
-            assert device.waits == waits
-            # normuon: the second moments of the rows of two matrices with a gradient go to the host, too
-            assert device.copies_to_host == copies + (3 if name == "normuon" else 1)
-        del problem
-
-
-def test_no_sleep_waits() -> None:
-    """The host goes on while state goes and comes. A capture of a step could not wait for the copies."""
-    with late_device("late") as device:
-        problem = Problem(CUDA)
-        for t in range(4):
-            problem.step(t)
-            if t == 0:
-                problem.optimizer.offload()  # makes and locks memory
-            waits = device.waits
-            problem.optimizer.offload()
-            problem.optimizer.reload()
-            assert device.waits == waits
-        problem.set_gradients(4)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match=r"call optimizer\.sync"):
-            problem.optimizer.step()
-        del problem
-
-
-def test_no_clipping_waits() -> None:
-    with late_device("late") as device:
-        problem = Problem(CUDA)
         for t in range(5):
-            problem.set_gradients(t, without=(t % 3,))
             waits, copies = device.waits, device.copies_to_host
-            shardopt.clip_grad_norm_(problem.params.values(), 0.5, optimizer=problem.optimizer if t % 2 else None)
-            assert (device.waits, device.copies_to_host) == (waits, copies)
+            problem.set_gradients(t, without=(t % 3,) if t else ())
+            if name == "clipped":
+                optimizer = problem.optimizer if t % 2 else None
+                shardopt.clip_grad_norm_(problem.params.values(), 0.5, optimizer=optimizer)
             problem.optimizer.step()
+            if name == "asleep":
+                problem.optimizer.offload()
+                problem.optimizer.reload()
+            if t > 0:  # the first step, and the first sleep, make and lock memory
+                assert device.waits == waits
+                assert name == "asleep" or device.copies_to_host == copies + wanted_copies
+        if name == "asleep":  # a capture of a step could not wait for the copies
+            problem.set_gradients(4)
+            with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match=r"call optimizer\.sync"):
+                problem.optimizer.step()
+        del problem
 
 
 def test_released_gradients_copy_once_per_step_and_nothing_spins() -> None:

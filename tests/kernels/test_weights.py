@@ -15,7 +15,7 @@ from helpers import CODEC_NAMES, RULES, USUAL_RULES, ReferenceOptimizer, everyth
 from kernel_problem import FEW_SHAPES, SHAPES, STEPS, TARGETS, compare, gradients, make, start, using
 from ranks.layouts import values
 from ranks.snapshot import assert_same, snapshot
-from shardopt.kernels.weights import bf16_at_random, join_weight, noise, noise_key, split_weight
+from shardopt.kernels.weights import join_weight, noise, noise_key, split_weight
 from slow_cases import slow
 from weight_formats import (
     BF16,
@@ -57,14 +57,6 @@ def test_equal_the_reference(rule: str, codec: str, weights: str, gradient: str)
     shapes = SHAPES if rule == "adamw" and codec == "log8" else FEW_SHAPES
     steps = [gradients(t, FP32 if gradient == "fp32" else dtype, shapes) for t in (1, 2, 3)]
     compare(rule, codec, start(dtype, shapes), steps, EACH_TARGET, **options)
-
-
-@pytest.mark.parametrize(("weights", "block_size"), [*zip(FORMATS, cycle((16, 4096)), strict=False)])
-def test_block_sizes(weights: str, block_size: int) -> None:
-    shapes = ((2, 5000), (3, 257), (2, 4097))
-    dtype, options = FORMATS[weights]
-    steps = [gradients(t, dtype, shapes) for t in (1, 3)]
-    compare("adamw", "log8", start(dtype, shapes), steps, EACH_TARGET, block_size=block_size, **options)
 
 
 def written(x: Tensor, target: str, dtype: torch.dtype = BF16, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -353,14 +345,3 @@ def test_noise_depends_on_all_that_it_should() -> None:
         same = [int(((draw ^ other) & 0xFFFF == 0).sum()) for key, other in draws.items() if key != name]
         assert max(same) < 4 + 5 * 2, name  # 4 are expected
     assert torch.equal(draws["one"], noise(noise_key(0, 0), 1, elements))
-
-
-def test_nothing_but_numbers_is_rounded_at_random() -> None:
-    x = special_values()
-    for random in (0, 0xFFFF):
-        rounded = bf16_at_random(x, torch.full(x.shape, random))
-        assert torch.equal(rounded.isnan(), x.isnan())
-        assert torch.equal(rounded[x.isinf()], x[x.isinf()].bfloat16())
-        low, high = (int_bits(x) >> 16).short(), ((int_bits(x) + 0xFFFF) >> 16).short()
-        wanted = high if random else low
-        assert torch.equal(int_bits(rounded)[x.isfinite()], wanted[x.isfinite()])

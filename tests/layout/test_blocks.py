@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadExchange, on_threads
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
-from shardopt.layout.ranges import Positions, Ranges, chunk, count, joined, strided_chunk
+from shardopt.layout.partition import Cut
+from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 6), st.integers(1, 150)),
@@ -122,8 +122,6 @@ def test_chunks_of_chunks(data: st.DataObject) -> None:
         assert listed(ranges) == indices.tolist()
         assert is_normal(ranges)
         assert count(ranges) == len(indices)
-    positions = Positions(ranges)
-    assert [positions[place] for place in range(len(indices))] == indices.tolist()
 
 
 @st.composite
@@ -147,12 +145,17 @@ def elements_of(shape: Shape, dims: list[Ranges]) -> torch.Tensor:
     return found
 
 
-class Part(Shard):
-    """Any indices of each dimension."""
+class Listed(NamedTuple):
+    """A cut by which this rank holds any indices of the first dimensions."""
 
-    def __init__(self, shape: Shape, dims: list[Ranges]) -> None:
-        super().__init__(shape, tuple(map(count, dims)))
-        self.indices = tuple(dims)
+    dims: tuple[Ranges, ...]
+    cuts: tuple[Cut, ...] = (Cut(2, 1, 1),)
+
+    def indices(self, shape: Shape, offset: int) -> tuple[Ranges, ...]:
+        return (*self.dims, *(joined([(0, size)]) for size in shape[len(self.dims) :]))
+
+    def along_rows(self, offset: int) -> tuple[Any, int]:
+        return Listed(self.dims[:1]), 0
 
 
 @settings(deadline=None)
@@ -160,15 +163,15 @@ class Part(Shard):
 def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], block_size: int) -> None:
     """And know its place in the parameter, and its block: rows begin where blocks do."""
     shape, dims = part
-    shard, grid = Part(shape, dims), BlockGrid(shape, block_size)
+    shard, grid = Shard(shape, cast(Any, Listed(tuple(dims)))), BlockGrid(shape, block_size)
     numbers, blocks = elements_of(shape, dims).flatten().tolist(), block_numbers(shape, block_size)
     actual = []
     for rectangle in shard.rectangles(grid):
-        inside, first = local_elements(rectangle), shard.index_of(rectangle.element)
+        inside, first = local_elements(rectangle), rectangle.first
         places = [
             first + row * rectangle.stride + col for row in range(rectangle.rows) for col in range(rectangle.cols)
         ]
-        assert [numbers[local] for local in inside] == list(map(shard.index_of, inside)) == places
+        assert [numbers[local] for local in inside] == places
         rows = [local // shard.cols * grid.blocks_per_row for local in inside]
         in_row = [blocks[number] % grid.blocks_per_row for number in places]
         assert local_blocks(rectangle, block_size) == [a + b for a, b in zip(rows, in_row, strict=True)]
@@ -179,31 +182,40 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], blo
 # Flat shards ----------------------------------------------------------------------------------------------------------
 
 
+class Rank(NamedTuple):
+    """One of several ranks."""
+
+    rank: int
+    numbers: tuple[int, ...]
+
+
+#: A shape, a block size, and the shards of 1 to 5 ranks.
+Split = tuple[Shape, int, list[FlatShard]]
+
+
 @st.composite
-def splits(draw: st.DrawFn, kind: st.SearchStrategy[Shape] = shapes) -> tuple[Shape, int, list[int]]:
-    """A shape, a block size, and where the ranges of 1 to 5 ranks end, some of them empty."""
-    shape = draw(kind)
-    numel = math.prod(shape)
-    return shape, draw(block_sizes), [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=4))), numel]
-
-
-def shards_of(shape: Shape, ends: Sequence[int]) -> list[FlatShard]:
-    cuts = sorted({end for end in ends if 0 < end < math.prod(shape)})
-    return [FlatShard(shape, a, b, cuts) for a, b in itertools.pairwise(ends)]
+def splits(draw: st.DrawFn, kind: st.SearchStrategy[Shape] = shapes) -> Split:
+    """Ranges of a tensor of which the parameter is a part: some may be empty."""
+    shape, ranks, first = draw(kind), draw(st.integers(1, 5)), draw(st.integers(0, 200))
+    size = -(-(first + math.prod(shape) + draw(st.integers(0, 60))) // ranks)
+    numbers = tuple(range(ranks))
+    shards = [FlatShard(shape, first, size, cast(Any, Rank(rank, numbers))) for rank in numbers]
+    return shape, draw(block_sizes), shards
 
 
 @settings(deadline=None)
 @given(drawn=splits(), data=st.data())
-def test_flat_shards_hold_each_element_once(drawn: tuple[Shape, int, list[int]], data: st.DataObject) -> None:
+def test_flat_shards_hold_each_element_once(drawn: Split, data: st.DataObject) -> None:
     """At most three rectangles; cut where the parameter's matrices end, no part reaches from one into the next."""
-    shape, block_size, ends = drawn
+    shape, block_size, shards = drawn
     grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
+    assert [element for shard in shards for element in range(shard.start, shard.end)] == list(range(len(numbers)))
     begins = sorted(data.draw(st.sets(st.integers(0, shape[0]), max_size=3)))
-    for shard in shards_of(shape, ends):
+    for shard in shards:
         mine = numbers[shard.start : shard.end]
         first = mine[0] if mine else 0
         assert shard.blocks(grid) == ((first, mine[-1] + 1) if mine else (0, 0))
-        assert shard.scales_shape(grid) == (len(set(mine)),)
+        assert shard.scales(grid).local_shape == (len(set(mine)),)
         rectangles = shard.rectangles(grid)
         assert len(rectangles) <= 3
         starts = [max(row * grid.row_numel - shard.start, 0) for row in begins]
@@ -221,10 +233,9 @@ def test_flat_shards_hold_each_element_once(drawn: tuple[Shape, int, list[int]],
 
 @settings(deadline=None)
 @given(splits())
-def test_cut_blocks_are_those_with_several_owners(drawn: tuple[Shape, int, list[int]]) -> None:
-    shape, block_size, ends = drawn
+def test_cut_blocks_are_those_with_several_owners(drawn: Split) -> None:
+    shape, block_size, shards = drawn
     grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
-    shards = shards_of(shape, ends)
     owners: dict[int, set[int]] = {}
     for rank, shard in enumerate(shards):
         for number in numbers[shard.start : shard.end]:
@@ -266,19 +277,19 @@ def state_of_part(state: dict[str, Tensor], shard: FlatShard, grid: BlockGrid) -
 @pytest.mark.parametrize(
     ("rule", "codec", "rounds"), [("adamw", "log8", 2), ("adamw", "dynamic8", 1), ("lion", "companded8", 1)]
 )
-def test_steps_as_whole(rule: str, codec: str, rounds: int, drawn: tuple[Shape, int, list[int]], seed: int) -> None:
+def test_steps_as_whole(rule: str, codec: str, rounds: int, drawn: Split, seed: int) -> None:
     """Every split takes the steps of the whole, bit for bit; ranks whose range is empty take part."""
-    shape, block_size, ends = drawn
+    shape, block_size, shards = drawn
     options: dict[str, Any] = {"codec": codec, "block_size": block_size, "min_quantized_numel": 0}
     whole = Parameter(values(shape, seed))
     start = whole.detach().clone().flatten()
     gradients = [values(shape, seed + 1 + step) for step in range(2)]
     optimizer = RULES[rule].make([whole], **options)
-    exchange, shards = ThreadExchange(len(ends) - 1), shards_of(shape, ends)
+    exchange = ThreadExchange(len(shards))
 
     def run(rank: int) -> dict[str, Tensor]:
         shard = shards[rank]
-        shard.exchange = exchange
+        shard.exchange = exchange  # type: ignore[assignment]
         param = Parameter(start[shard.start : shard.end].clone())
         assign(param, shard)
         own = RULES[rule].make([param], **options)
@@ -296,4 +307,5 @@ def test_steps_as_whole(rule: str, codec: str, rounds: int, drawn: tuple[Shape, 
         expected = state_of_part(optimizer.state[whole], shard, grid) if shard.numel else {}
         assert_same(got, {"param": whole.detach().flatten()[shard.start : shard.end], **expected})
     comparisons = 1  # of the plans, before the first step
-    assert exchange.calls == comparisons + (rounds * len(gradients) if shards[0].cut_blocks(grid) else 0)
+    rounds = 1 + (rounds if shards[0].cut_blocks(grid) else 0)  # one is the consistency check
+    assert exchange.calls == comparisons + rounds * len(gradients)

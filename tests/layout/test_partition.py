@@ -103,7 +103,7 @@ class _Ranks:
 
 @pytest.mark.parametrize(("numbers", "stride"), [((0, 3), 3), ((0, 3, 4), None), ((2, 1), None), ((0, 0), None)])
 def test_only_ranks_at_equal_distances_follow_a_rule(numbers: tuple[int, ...], stride: int | None) -> None:
-    shard = FlatShard.equal((13, 10), 0, 65, _Ranks(1, numbers))  # type: ignore[arg-type]
+    shard = FlatShard((13, 10), 0, 65, _Ranks(1, numbers))  # type: ignore[arg-type]
     assert shard.partition == (stride and Placed(RangePartition(2, stride, 0, 65, 2), stride))
 
 
@@ -158,14 +158,17 @@ def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
 
 
 def test_who_holds_all_of_it() -> None:
-    assert Shard((6, 10), (6, 10)).division is None
-    assert FlatShard((6, 10), 0, 60).division is None
-    whole, parts = Region(0, 6, 10, 10), (Region(0, 3, 10, 10), Region(30, 3, 10, 10))
+    assert Shard((6, 10)).division() is None
+    assert FlatShard((6, 10)).division() is None
+    whole, *parts = (
+        Region((6, 10), start, shape) for start, shape in (((0, 0), (6, 10)), ((0, 0), (3, 10)), ((3, 0), (3, 10)))
+    )
     assert Division(None, (whole, whole)).is_copied  # type: ignore[arg-type]
-    assert not Division(None, parts).is_copied  # type: ignore[arg-type]
-    for shard in (Shard((6, 10), (3, 10)), Shard((6, 10), (6, 5)), FlatShard((6, 10), 0, 59)):
-        with pytest.raises(UnknownShardError, match=r"division to say which ranks hold the rest"):
-            _ = shard.division
+    assert not Division(None, tuple(parts)).is_copied  # type: ignore[arg-type]
+    cuts = GridPartition((Cut(0, 2, 1),)), GridPartition((Cut(1, 2, 1),))
+    for shard in (*(Shard((6, 10), cut) for cut in cuts), FlatShard((6, 10), 0, 59)):
+        with pytest.raises(UnknownShardError, match=r"to say which ranks hold the rest"):
+            shard.division()
 
 
 def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:
@@ -178,16 +181,16 @@ def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:
             raise RuntimeError("not yet")
         if len(calls) > 2:
             for param in params:
-                assign(param, Shard((4, 3), (2, 3)))
+                assign(param, Shard((4, 3)))
 
-    assign(params[0], Shard((9, 3), (2, 3)))
+    assign(params[0], Shard((9, 3)))
     assign_later(params, read)
     assert calls == []
     with pytest.raises(RuntimeError, match="not yet"):
         shard_of(params[0])
     assert assigned(params[0]) is None
     assert [shard_of(param).global_shape for param in params] == [(4, 3), (4, 3)]
-    assign(params[1], Shard((5, 3), (2, 3)))
+    assign(params[1], Shard((5, 3)))
     assert shard_of(params[1]).global_shape == (5, 3)
     assert calls == [0, 1, 2]
 
@@ -195,7 +198,9 @@ def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:
 def test_a_parameter_is_pickled_without_its_shard() -> None:
     """Frameworks put parameters into their checkpoints; a shard knows of process groups, which cannot be pickled."""
     param = Parameter(torch.arange(6.0))
-    assign(param, FlatShard((2, 6), 0, 6, (6,), exchange=threading.Lock()))  # type: ignore[arg-type]
+    ranks = _Ranks(0, (0, 1))
+    ranks.lock = threading.Lock()  # type: ignore[attr-defined]
+    assign(param, FlatShard((2, 6), 0, 6, ranks))  # type: ignore[arg-type]
     assert assigned(pickle.loads(pickle.dumps(param))) is None
     assert assigned(copy.deepcopy(param)) in (None, assigned(param))
     assign_later([param], threading.Lock().acquire)

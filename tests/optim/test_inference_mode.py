@@ -18,10 +18,6 @@ from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 
 
-def _loaded(model: nn.Module, optimizer: Any, path: Path) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 def _saved_and_loaded(model: nn.Module, optimizer: Any, path: Path) -> None:
     shardopt.checkpoint.save(path / "saved", model, optimizer)
     shardopt.checkpoint.async_save(path / "copied", model, optimizer).result()
@@ -38,17 +34,12 @@ def _imported(model: nn.Module, optimizer: Any, path: Path) -> None:
 CALLS: dict[str, Callable[[nn.Module, Any, Path], object]] = {
     "step": lambda model, optimizer, path: optimizer.step(),
     "clip": lambda model, optimizer, path: shardopt.clip_grad_norm_(model.parameters(), 0.1, optimizer=optimizer),
-    "clip in place": lambda model, optimizer, path: shardopt.clip_grad_norm_(model.parameters(), 0.1),
-    "load_state_dict": _loaded,
-    "dequantized": lambda model, optimizer, path: optimizer.load_state_dict(optimizer.state_dict(dequantize=True)),
     "checkpoint": _saved_and_loaded,
     "import_state": _imported,
     "sleep": lambda model, optimizer, path: (optimizer.offload(), optimizer.reload()),
     "full precision": lambda model, optimizer, path: optimizer.load_full_precision_parameters(
         optimizer.full_precision_parameters()
     ),
-    "reset_state": lambda model, optimizer, path: optimizer.reset_state(),
-    "attach": lambda model, optimizer, path: optimizer.attach(model),
     "release": lambda model, optimizer, path: shardopt.release_gradients(model, optimizer, overlap_forward=True),
     "ordered": lambda model, optimizer, path: shardopt.comm.ordered_gradients(model, micro_batches=1),
 }

@@ -33,7 +33,10 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"stochastic_rounding": True, "master_weight_bits": 24}, "got True and master_weight_bits=24, expected"),
     ("adamw", {"stochastic_rounding_seed": -1}, "stochastic_rounding_seed: got -1, expected a whole number"),
     ("adamw", {"offload": "disk"}, "offload: got 'disk', expected None, 'state' or 'step'"),
-    ("adamw", {"device_state_budget": "2GB"}, "device_state_budget: got '2GB', expected bytes"),
+    *(
+        ("adamw", {"device_state_budget": size}, f"device_state_budget: got {size!r}, expected bytes")
+        for size in ("2GB", -1, True, "1e3")
+    ),
     ("adamw", {"amsgrad": 1}, "amsgrad: got 1, expected True or False"),
     ("adamw", {"lr": torch.tensor([1.0, 2.0])}, "lr: got a tensor of 2 elements"),
     ("adamw", {"lr": torch.tensor(INF)}, "lr: got inf"),

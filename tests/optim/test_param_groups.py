@@ -44,19 +44,6 @@ def test_parameters_with_equal_options_are_one_group() -> None:
         assert all(params[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
 
 
-def test_the_last_override_wins_and_any_wins_over_no_decay() -> None:
-    overrides = {
-        "*": {"lr": 1.0, "eps": 1e-6},
-        "up.*": {"lr": 2.0, "weight_decay": 0.5},
-        "up.bias": {"lr": 3.0},
-    }
-    groups = shardopt.param_groups(Net(), overrides, ["*.bias"])
-    options = {name: _options([group])[0] for group in groups for name in group["param_names"]}
-    assert options["up.weight"] == {"lr": 2.0, "eps": 1e-6, "weight_decay": 0.5}
-    assert options["up.bias"] == {"lr": 3.0, "eps": 1e-6, "weight_decay": 0.5}
-    assert options["down.bias"] == {"lr": 1.0, "eps": 1e-6, "weight_decay": 0.0}
-
-
 def test_options_are_equal_by_value() -> None:
     """In any order of keys; learning rates in tensors only if they are one. Without patterns there is one group."""
     overrides = {"up.*": {"lr": 1.0, "eps": 1e-6}, "down.*": {"eps": 1e-6, "lr": 1.0}}
@@ -69,21 +56,12 @@ def test_options_are_equal_by_value() -> None:
     assert set(group) == {"params", "param_names"}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.DataParallel,
-        lambda net: torch.compile(net, backend="eager"),
-        checkpoint_wrapper,
-        lambda net: nn.DataParallel(torch.compile(checkpoint_wrapper(net), backend="eager")),
-    ],
-    ids=["DataParallel", "compile", "checkpoint", "all"],
-)
-def test_prefixes_of_wrappers_are_left_out(wrap: Any) -> None:
+def test_prefixes_of_wrappers_are_left_out() -> None:
     expected = shardopt.param_groups(Net(), {"embed.weight": {"lr": 1.0}}, NO_DECAY)
     net = Net()
     net.up = checkpoint_wrapper(net.up)
-    groups = shardopt.param_groups(wrap(net), {"embed.weight": {"lr": 1.0}}, NO_DECAY)
+    wrapped = nn.DataParallel(torch.compile(checkpoint_wrapper(net), backend="eager"))
+    groups = shardopt.param_groups(wrapped, {"embed.weight": {"lr": 1.0}}, NO_DECAY)
     assert _names(groups) == _names(expected)
     assert groups.table() == expected.table()
 
@@ -143,10 +121,8 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
     [
         ({"up.*": {"codecs": "fp32"}}, (), r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
         ({"up.*": {"qqqq": 1}}, (), r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
-        ({"up.*": {"params": []}}, (), r"got unknown option 'params'"),
         ({"up.*": "fp32"}, (), r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
         ({}, "*.bias", r"no_decay: got .*write \(\"\*\.bias\",\) for one"),
-        ({}, None, r"no_decay: got "),
     ],
 )
 def test_refused(overrides: Any, no_decay: Any, message: str) -> None:
@@ -165,9 +141,6 @@ def test_what_is_no_initialized_model_is_refused(groups_of: Any) -> None:
 
 
 # muon_groups ----------------------------------------------------------------------------------------------------------
-
-
-REST = {"algorithm": "adamw", "lr": 3e-4}
 
 
 class Block(nn.Module):
@@ -231,16 +204,7 @@ def options_by_name(groups: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_matrices_and_the_rest() -> None:
-    model = Model()
-    assert of_muon(model) == MATRICES
-    found = options_by_name(shardopt.muon_groups(model), model)
-    assert found["model.layers.0.mlp.up_proj.weight"] == {"algorithm": "muon", "lr": 2e-2}
-    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.bias", "model.layers.1.mlp.up_proj.bias"):
-        assert found[name] == REST
-
-
-@pytest.mark.parametrize(("embed", "head"), [("wte", "head"), ("word_embeddings", "output"), ("tokens", "classifier")])
+@pytest.mark.parametrize(("embed", "head"), [("embed_tokens", "lm_head"), ("wte", "head"), ("tokens", "classifier")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_by_any_name(embed: str, head: str, tied: bool) -> None:
     """By their class, and the head by its size or because it is tied."""
@@ -255,11 +219,10 @@ def test_a_last_layer_of_another_size_is_a_matrix() -> None:
 
 
 def test_other_models() -> None:
-    """Embeddings by class and by name, convolutions, models without embeddings or without matrices."""
+    """Embeddings by class and by name, convolutions, a model without matrices."""
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(9, 4), "wpe": nn.Linear(4, 4), "hidden": nn.Linear(4, 4)})
     assert of_muon(model) == {"hidden.weight"}
     assert of_muon(make_net()) == {"up.weight", "down.weight", "conv.weight", "gate.weight"}
-    assert of_muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {"0.weight", "1.weight"}
     assert of_muon(nn.LayerNorm(4)) == set()
 
 
@@ -287,6 +250,9 @@ def test_no_decay_and_overrides() -> None:
         "model.layers.1.experts": {"algorithm": "adamw"},
         "model.layers.1.mlp.up_proj.weight": {"algorithm": "adamw", "lr": 0.5},
     }
+    chosen = options_by_name(shardopt.muon_groups(model), model)
+    assert chosen["model.layers.0.mlp.up_proj.weight"] == {"algorithm": "muon", "lr": 2e-2}
+    assert chosen["lm_head.weight"] == chosen["model.norm.bias"] == {"algorithm": "adamw", "lr": 3e-4}
     groups = shardopt.muon_groups(model, lr=0.25, adamw_lr=0.125, no_decay=["*norm*", "*.bias"], overrides=overrides)
     chosen, rest = options_by_name(groups, model), {"algorithm": "adamw", "lr": 0.125}
     assert chosen["model.norm.weight"] == {**rest, "weight_decay": 0.0}
@@ -303,10 +269,8 @@ def test_no_decay_and_overrides() -> None:
     ("options", "message"),
     [
         ({"exclude": "*.experts"}, r"exclude: got '\*\.experts', expected several patterns"),
-        ({"exclude": ["*.expert"]}, r"\*\.expert"),
         ({"split": {"*.qkv": (8, 8, 8)}}, r"\*\.qkv"),
         ({"split": {"lm_head.*": (25, 25)}}, r"split\['lm_head\.\*'\]: got a pattern that matches lm_head\.weight"),
-        ({"no_decay": ["*.nothing"]}, r"\*\.nothing"),
         ({"overrides": {"*.nothing": {"lr": 1.0}}}, r"\*\.nothing"),
         ({"other": "sgd"}, "other: got 'sgd', expected 'adamw' or 'lion'"),
     ],

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -46,45 +45,34 @@ def _is_float32(state: dict[str, Tensor]) -> bool:
     return len(state) > 1 and all(entry.dtype == torch.float32 and "_codes" not in key for key, entry in state.items())
 
 
-def test_parameters_and_initialization() -> None:
+def test_parameters() -> None:
     module = _make(padding_idx=3)
     assert list(module.state_dict()) == ["weight", "norm.weight", "norm.bias"]
     torch.manual_seed(0)
     expected = nn.init.xavier_uniform_(torch.empty(SIZE))
     expected[3] = 0
     assert torch.equal(module.weight, expected)
-    assert module.weight.abs().max() <= math.sqrt(6 / sum(SIZE))
-    assert torch.equal(module.norm.weight, torch.ones(66))
-    assert not module.norm.bias.any()
-    assert isinstance(module, nn.Embedding)
     module(torch.tensor([3, 4])).square().sum().backward()
     assert not module.weight.grad[3].any()
-
-
-def test_weights_are_taken_over() -> None:
     weight = torch.randn(5, 8, dtype=torch.bfloat16)
-    module = shardopt.StableEmbedding.from_pretrained(weight)
-    assert torch.equal(module.weight, weight)
-    assert not module.weight.requires_grad
-    assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
+    taken = shardopt.StableEmbedding.from_pretrained(weight)
+    assert torch.equal(taken.weight, weight)
+    assert not taken.weight.requires_grad
+    assert {param.dtype for param in taken.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "norm"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-)
-def test_output_is_normalized_in_the_norms_dtype(dtype: torch.dtype, norm: torch.dtype) -> None:
-    module, tokens = _make(dtype=dtype), torch.randint(97, (4, 5))
+@pytest.mark.parametrize("norm", [torch.bfloat16, torch.float32])
+def test_output_is_normalized_in_the_norms_dtype(norm: torch.dtype) -> None:
+    module, tokens = _make(dtype=torch.bfloat16), torch.randint(97, (4, 5))
     module.norm.to(norm)
     with torch.no_grad():
         module.norm.bias.normal_()
     looked_up = embedding(tokens, module.weight).to(norm)
-    expected = layer_norm(looked_up, (66,), module.norm.weight, module.norm.bias).to(dtype)
-    assert torch.equal(module(tokens), expected)
-    assert module(tokens).dtype == dtype
+    expected = layer_norm(looked_up, (66,), module.norm.weight, module.norm.bias).bfloat16()
+    assert_same({"": module(tokens)}, {"": expected})
 
 
-@pytest.mark.parametrize(("rule", "codec"), [("adamw", "log8"), ("lion", "dynamic8"), ("momentum", "bf16")])
+@pytest.mark.parametrize(("rule", "codec"), [("adamw", "log8"), ("lion", "dynamic8")])
 def test_state_is_float32_by_every_rule_and_codec(rule: str, codec: str) -> None:
     """Bit for bit that of an ordinary embedding with ``codec="fp32"``; the rest of the model is as without."""
     net, plain = _net(), Net()
@@ -107,12 +95,12 @@ def _loaded_by_assignment(module: shardopt.StableEmbedding) -> shardopt.StableEm
     return other
 
 
-def _converted(set_mode: Callable[[bool], None], module: shardopt.StableEmbedding) -> nn.Module:
-    set_mode(True)
+def _swapped(module: shardopt.StableEmbedding) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         return module.double().float()
     finally:
-        set_mode(False)
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def _shared_with_head(module: shardopt.StableEmbedding) -> nn.Module:
@@ -126,9 +114,7 @@ WAYS: dict[str, Callable[[shardopt.StableEmbedding], nn.Module]] = {
     "pickled": lambda module: pickle.loads(pickle.dumps(module)),
     "to_empty": lambda module: module.to("meta").to_empty(device="cpu"),
     "load_state_dict(assign=True)": _loaded_by_assignment,
-    "new parameters on conversion": partial(_converted, torch.__future__.set_overwrite_module_params_on_conversion),
-    "swapped on conversion": partial(_converted, torch.__future__.set_swap_module_params_on_conversion),
-    "bfloat16": lambda module: module.bfloat16(),
+    "swapped on conversion": _swapped,
     "shared": _shared_with_head,
     "parametrized": nn.utils.parametrizations.spectral_norm,
 }

@@ -6,24 +6,11 @@ blocks, and each rank holds the scales of all blocks.
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.layout import (
-    WHOLE,
-    BlockGrid,
-    Division,
-    GridPartition,
-    LocalBlocks,
-    Placed,
-    Region,
-    Shard,
-    assign,
-)
+from shardopt.layout import GridPartition, Shard, assign
 from shardopt.layout.partition import Cut
 from shardopt.sharding.exchange import RanksExchange
 
@@ -37,58 +24,9 @@ class Band(Shard):
     """
 
     def __init__(self, global_shape: tuple[int, ...], dim: int) -> None:
-        size, ways = global_shape[dim], dist.get_world_size()
-        ends = [min(number * -(-size // ways), size) for number in range(ways + 1)]
-        self._dim, self._bounds = dim, list(pairwise(ends))
-        self._ranks = RanksExchange((dist.group.WORLD,), torch.device("cpu"))
-        start, end = self._bounds[self._ranks.rank]
-        super().__init__(global_shape, (*global_shape[:dim], end - start, *global_shape[dim + 1 :]))
-        self.indices = tuple(
-            (((start, end),) if end > start else ()) if place == dim else ((0, extent),)
-            for place, extent in enumerate(global_shape)
-        )
-        self.cuts_rows = dim > 0
-
-    @property
-    def holders(self) -> RanksExchange:
-        return self._ranks
-
-    @property
-    def row_owners(self) -> RanksExchange | None:
-        return self._ranks if self.cuts_rows else None
-
-    @property
-    def parts(self) -> RanksExchange:
-        return self._ranks
-
-    @property
-    def division(self) -> Division:
-        width = self.row_numel
-        inner = math.prod(self.global_shape[self._dim + 1 :])
-        regions = [
-            Region(start * inner, 1, (end - start) * inner, width)
-            if self._dim == 0
-            else Region(start * inner, self.global_shape[0], (end - start) * inner, width)
-            for start, end in self._bounds
-        ]
-        return Division(self._ranks, tuple(regions))
-
-    @property
-    def partition(self) -> Placed:
-        return Placed(GridPartition((Cut(self._dim, len(self._bounds), 1),)), self._ranks.rank)
-
-    def scales_partition(self, grid: BlockGrid) -> Placed:
-        return WHOLE if self.cuts_rows else self.partition
-
-    def local_blocks(self, grid: BlockGrid) -> LocalBlocks:
-        return LocalBlocks(0, grid.blocks_per_row, self.row_owners)
-
-    def part(self, whole: Tensor) -> Tensor:
-        start, end = self._bounds[self._ranks.rank]
-        return whole.narrow(self._dim, start, end - start).contiguous()
-
-    def scales_part(self, whole: Tensor, grid: BlockGrid) -> Tensor:
-        return whole if self.cuts_rows else self.part(whole)
+        ranks = RanksExchange((dist.group.WORLD,), torch.device("cpu"))
+        bands = GridPartition((Cut(dim, ways=len(ranks.numbers), stride=1),))
+        super().__init__(global_shape, bands, ranks.rank, ranks)
 
 
 def band_of(whole: Tensor, dim: int) -> torch.nn.Parameter:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._device import _device_constructors
 
 import shardopt
 import shardopt.checkpoint
-import wrapped
-from helpers import CASES, everything
+from helpers import CASES
 from kernel_problem import gradients, make, start
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.offload import offload_from_cpu
@@ -89,24 +87,6 @@ def test_step(rule: str, options: dict[str, Any]) -> None:
     with offload_from_cpu():
         found, expected = (_run(rule, "log8", device, **options) for device in (META, torch.device("cpu")))
     assert_same(found, expected)
-
-
-def _wrapped(device: torch.device, path: Path) -> Snapshot:
-    params = wrapped.parameters()
-    model, optimizer = nn.ParameterList(params), shardopt.quantize_state(torch.optim.AdamW(params))
-    wrapped.trained(optimizer, params, range(1))  # the first step is torch's own, whose counts are meta there
-    wrapped.set_gradients(params, 1)
-    with device:
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict(dequantize=True))
-        shardopt.memory_report(optimizer)
-        shardopt.checkpoint.save(path, model, optimizer)
-        shardopt.checkpoint.load(path, model, optimizer)
-    return everything(optimizer)
-
-
-def test_quantize_state(tmp_path: Path) -> None:
-    assert_same(_wrapped(META, tmp_path / "a"), _wrapped(torch.device("cpu"), tmp_path / "b"))
 
 
 def _sharded(way: str, rule: str, path: str) -> None:

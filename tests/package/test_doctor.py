@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardopt import _C, doctor
+from shardopt.__main__ import main
 from shardopt.doctor import Finding, Gpu, of_cpu, of_gpus, of_hooks, of_packages, of_torch, report
 from shardopt.sharding.hooks import PACKAGES
 
@@ -68,12 +67,13 @@ def test_a_trial_step_notices_other_bits_and_failures() -> None:
     assert doctor._tried("meta", expected).startswith("a trial step failed: ")
 
 
-def test_command(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "shardopt", "doctor"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode == 0) == ("no faults found" in done.stdout), done.stdout + done.stderr
-    assert f"PyTorch {torch.__version__}" in done.stdout
-    assert f"available are {', '.join(_C.cpu_targets())}" in done.stdout
-    assert "has the same bits by each of them" in done.stdout
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    said = capsys.readouterr().out
+    assert (code == 0) == ("no faults found" in said), said
+    assert f"PyTorch {torch.__version__}" in said
+    assert f"available are {', '.join(_C.cpu_targets())}" in said
+    assert "has the same bits by each of them" in said
 
 
 def test_versions_are_those_of_the_project() -> None:

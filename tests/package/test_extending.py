@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from band_shard import band_of
 from helpers import CASES
 from ranks.layouts import values
 from ranks.pool import Pool
-from ranks.snapshot import assert_same
-from shardopt.layout import BlockGrid, Rectangle, shard_of
+from ranks.snapshot import assert_same, snapshot
+from shardopt.layout import shard_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,83 +215,84 @@ SHAPES = {"rows": (7, 130), "cut": (40, 300), "aligned": (9, 768), "few": (2, 25
 STEPS = 2
 
 
-def _model(dims: Mapping[str, int] | None) -> nn.Module:
-    """Parameters in bands of a dimension each, or whole."""
-    model = nn.Module()
-    for seed, (name, shape) in enumerate(SHAPES.items()):
-        whole = values(shape, seed, torch.float32)
-        model.register_parameter(name, Parameter(whole) if dims is None else band_of(whole, dims[name]))
-    return model
-
-
-def _step(model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, seed: int) -> None:
-    for number, (name, param) in enumerate(model.named_parameters()):
-        param.grad = shard_of(param).part(values(SHAPES[name], 100 * seed + number, torch.float32)).clone()
-    optimizer.step()
-
-
-def _run(
-    dims: Mapping[str, int] | None, case: tuple[str, str], steps: int
-) -> tuple[nn.Module, shardopt.optim.ShardedOptimizer]:
-    rule, codec = case
-    model = _model(dims)
-    optimizer = CASES[rule].make(model.parameters(), codec=codec, min_quantized_numel=64)
-    for seed in range(steps):
-        _step(model, optimizer, 1 + seed)
-    return model, optimizer
-
-
-def _assert_parts_of_whole(
-    model: nn.Module, optimizer: shardopt.optim.ShardedOptimizer, case: tuple[str, str], steps: int
-) -> None:
-    """Demands that each rank holds its part of the bits that the unsharded run has."""
-    whole, whole_optimizer = _run(None, case, steps)
-    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        shard, state = shard_of(param), dict(whole_optimizer.state[expected])
-        grid = BlockGrid(SHAPES[name], 128)
-        for key, value in state.items():
-            if key.endswith("_scales"):
-                state[key] = shard.scales_part(value, grid)
-            elif key != "step":
-                state[key] = shard.part(value)
-        got = {"param": param.detach(), **optimizer.state[param]}
-        assert_same(
-            got, {"param": shard.part(expected.detach()), **{key: state[key] for key in optimizer.state[param]}}
-        )
-        assert state.keys() == optimizer.state[param].keys()
-
-
 ROWS = dict.fromkeys(SHAPES, 0)
 COLUMNS = {**dict.fromkeys(SHAPES, 1), "bias": 0}
 
 
-def _bands_as_whole(case: tuple[str, str], path: Path) -> None:
-    """Compares bands of rows and of columns with the unsharded run, and saves a checkpoint of each."""
-    for name, dims in (("rows", ROWS), ("columns", COLUMNS)):
-        model, optimizer = _run(dims, case, STEPS)
-        _assert_parts_of_whole(model, optimizer, case, STEPS)
-        shardopt.checkpoint.save(path / name, model, optimizer)
+class Run:
+    """Parameters in bands of a dimension each, or whole, and their optimizer."""
+
+    def __init__(self, dims: Mapping[str, int] | None, rule: str, codec: str) -> None:
+        self.model = nn.Module()
+        for seed, (name, shape) in enumerate(SHAPES.items()):
+            whole = values(shape, seed, torch.float32)
+            param = Parameter(whole) if dims is None else band_of(whole, dims[name])
+            self.model.register_parameter(name, param)
+        self.optimizer = CASES[rule].make(self.model.parameters(), codec=codec, min_quantized_numel=64)
+
+    def step(self, number: int) -> None:
+        for seed, (name, param) in enumerate(self.model.named_parameters(), start=100 * (1 + number)):
+            param.grad = shard_of(param).part(values(SHAPES[name], seed, torch.float32)).clone()
+        self.optimizer.step()
 
 
-def _load_and_go_on(case: tuple[str, str], path: Path, dims: Mapping[str, int] | None) -> None:
-    model, optimizer = _run(dims, case, 1)
-    assert shardopt.checkpoint.load(path, model, optimizer).converted == {}
-    _step(model, optimizer, 1 + STEPS)
-    _assert_parts_of_whole(model, optimizer, case, STEPS + 1)
+def _train(dims: Mapping[str, int], case: tuple[str, str], path: Path) -> None:
+    run = Run(dims, *case)
+    for number in range(STEPS):
+        run.step(number)
+    shardopt.checkpoint.save(path, run.model, run.optimizer)
+
+
+def _go_on(dims: Mapping[str, int], case: tuple[str, str], path: Path, saved: Path) -> None:
+    run = Run(dims, *case)
+    run.step(7)
+    assert shardopt.checkpoint.load(path, run.model, run.optimizer).converted == {}
+    run.step(STEPS)
+    shardopt.checkpoint.save(saved, run.model, run.optimizer)
 
 
 @pytest.mark.parametrize("case", [("lamb", "dynamic8"), ("muon", "log8")], ids=str)
-def test_a_kind_of_shard(ranks: Pool, tmp_path: Path, case: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("dims", "others"), [(ROWS, COLUMNS), (COLUMNS, ROWS)], ids=["rows", "columns"])
+def test_a_kind_of_shard(
+    ranks: Pool, tmp_path: Path, dims: Mapping[str, int], others: Mapping[str, int], case: tuple[str, str]
+) -> None:
     """Bands of rows and columns have the bits of whole parameters; checkpoints load in any other layout."""
-    ranks.run(3, _bands_as_whole, case, tmp_path)
-    ranks.run(2, _load_and_go_on, case, tmp_path / "rows", COLUMNS)
-    ranks.run(4, _load_and_go_on, case, tmp_path / "columns", ROWS)
-    ranks.run(1, _load_and_go_on, case, tmp_path / "columns", None)
+    ranks.run(3, _train, dims, case, tmp_path / "saved")
+    ranks.run(4, _go_on, others, case, tmp_path / "saved", tmp_path / "again")
+    for path, steps in (("saved", STEPS), ("again", STEPS + 1)):
+        expected, loaded = Run(None, *case), Run(None, *case)
+        for number in range(steps):
+            expected.step(number)
+        shardopt.checkpoint.load(tmp_path / path, loaded.model, loaded.optimizer)
+        got, wanted = (snapshot(dict(run.model.named_parameters()), run.optimizer) for run in (loaded, expected))
+        assert_same(got, wanted)
+
+
+def _import(dims: Mapping[str, int], state_dict: dict[str, Any], path: Path) -> None:
+    run = Run(dims, "adamw", "log8")
+    shardopt.checkpoint.import_state(run.optimizer, state_dict)
+    shardopt.checkpoint.save(path, run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("dims", [ROWS, COLUMNS], ids=["rows", "columns"])
+def test_a_kind_of_shard_imports(ranks: Pool, tmp_path: Path, dims: Mapping[str, int]) -> None:
+    """State of PyTorch's optimizer is encoded in bands as in whole parameters."""
+    expected, loaded = Run(None, "adamw", "log8"), Run(None, "adamw", "log8")
+    theirs = torch.optim.AdamW(expected.model.parameters())
+    for number, param in enumerate(expected.model.parameters()):
+        param.grad = values(tuple(param.shape), number, torch.float32)
+    theirs.step()
+    ranks.run(3, _import, dims, theirs.state_dict(), tmp_path)
+    shardopt.checkpoint.import_state(expected.optimizer, theirs.state_dict())
+    shardopt.checkpoint.load(tmp_path, loaded.model, loaded.optimizer)
+    for got, wanted in zip(loaded.model.parameters(), expected.model.parameters(), strict=True):
+        assert_same(loaded.optimizer.state[got], expected.optimizer.state[wanted])
 
 
 def test_a_kind_of_shard_is_one_file() -> None:
-    """The file needs nothing of the package but the layout and the ranks' exchange."""
+    """The file is short, and needs nothing of the package but the layout and the ranks' exchange."""
     source = Path(band_shard.__file__).read_text()
+    assert len(source.splitlines()) <= 80
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name.startswith("shardopt")} == {
         "shardopt.layout",
@@ -306,4 +308,3 @@ def test_the_page_names_what_there_is() -> None:
     named = {part for part in page.split("`") if "/" in part and "<" not in part and " " not in part}
     assert len(named) > 8
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-    assert Rectangle.__name__ in (ROOT / "docs/glossary.md").read_text()

@@ -2,64 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from programs import Programs
-from shardopt.sharding.hooks import HOOKS, PACKAGES, after_import, hooked_packages
-
-NAME = "module_for_after_import"
-
-
-@pytest.fixture
-def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module that nobody has imported."""
-    finders = list(sys.meta_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / f"{NAME}.py"
-    path.write_text("value = 1\nspec_loader = __spec__.loader\n")
-    yield path
-    sys.meta_path[:] = finders
-    sys.modules.pop(NAME, None)
-
-
-def test_before_and_after_the_import(module_path: Path) -> None:
-    """Looking for the module is no import of it, and it is loaded as if nobody waited for it."""
-    seen: list[int] = []
-    after_import(NAME, lambda module: seen.append(module.value))
-    after_import(NAME, lambda module: seen.append(2 * module.value))
-    assert find_spec(NAME) is not None
-    assert seen == []
-    module = importlib.import_module(NAME)
-    importlib.import_module(NAME)
-    assert sorted(seen) == [1, 2]
-    assert module.__loader__ is module.__spec__.loader is module.spec_loader
-    assert type(module.__loader__).__module__ == "_frozen_importlib_external"
-    finders = list(sys.meta_path)
-    after_import(NAME, lambda module: seen.append(3))
-    assert sorted(seen) == [1, 2, 3]
-    assert sys.meta_path == finders
-
-
-def test_a_module_that_fails_at_first(module_path: Path) -> None:
-    seen: list[ModuleType] = []
-    after_import(NAME, seen.append)
-    module_path.write_text("raise OSError('not now')\n")
-    with pytest.raises(OSError, match="not now"):
-        importlib.import_module(NAME)
-    assert seen == []
-    module_path.write_text("value = 22222\n")
-    importlib.invalidate_caches()
-    assert importlib.import_module(NAME).value == 22222
-    assert len(seen) == 1
-
+from shardopt.sharding.hooks import HOOKS, PACKAGES, hooked_packages
 
 #: In a world of one rank; FSDP1 needs a process group, and says on one rank that it shards nothing.
 WRAPPED_BEFORE = """
@@ -125,10 +76,15 @@ class Trainer:
         return args.optim, {}
 """
 
-#: By what SHARDOPT_HOOKS says, the packages that importing shardopt changes.
-SETTINGS = {None: "accelerate,deepspeed,torch,transformers", "0": "", "torch, accelerate": "accelerate,torch"}
+#: By what SHARDOPT_HOOKS says, and whether they were imported before, the packages that importing shardopt changes.
+CASES = {
+    (None, False): "accelerate,deepspeed,torch,transformers",
+    ("0", False): "",
+    (None, True): "accelerate,deepspeed,torch,transformers",
+    ("torch, accelerate", True): "accelerate,torch",
+}
 
-#: Prints them: those imported before it, then those imported after it. Each setting has a process, forked before.
+#: Prints them. Each case has a process, forked before.
 CHANGED_PACKAGES = """
 import importlib, os, sys, torch
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -140,15 +96,17 @@ def contents(name):
     classes += [vars(module)[name] for name in ("FullyShardedDataParallel",) if name in vars(module)]
     return [dict(vars(each)) for each in (module, *classes)]
 
-before = {name: contents(name) for name in MODULES if IS_FIRST}
-finders = list(sys.meta_path)
-for setting in SETTINGS:
+before = {}
+for setting, is_first in CASES:
+    if is_first and not before:
+        before = {name: contents(name) for name in MODULES}
     if not os.fork():
         os.environ |= {} if setting is None else {"SHARDOPT_HOOKS": setting}
         break
     assert os.wait()[1] == 0, setting
 else:
     sys.exit()
+finders = list(sys.meta_path)
 import shardopt
 left = {name.partition(".")[0] for name, old in before.items() if contents(name) != old}
 left |= {finder._name.partition(".")[0] for finder in sys.meta_path if finder not in finders}
@@ -157,8 +115,7 @@ print(*sorted(left), sep=",")
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize("is_first", [True, False])
-def test_settings(is_first: bool, tmp_path: Path) -> None:
+def test_settings(tmp_path: Path) -> None:
     """Modules that were imported before shardopt stay as they are; for others no finder waits."""
     write_accelerate(tmp_path, ACCELERATOR)
     (tmp_path / "transformers").mkdir()
@@ -169,11 +126,11 @@ def test_settings(is_first: bool, tmp_path: Path) -> None:
     (tmp_path / "transformers-5.24.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.24.0\n")
     modules = sorted({hook.module for hook in HOOKS})
     program = CHANGED_PACKAGES
-    for name, value in {"MODULES": modules, "IS_FIRST": is_first, "SETTINGS": list(SETTINGS)}.items():
+    for name, value in {"MODULES": modules, "CASES": list(CASES)}.items():
         program = program.replace(name, repr(value))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-len(SETTINGS) :] == list(SETTINGS.values())
+    assert done.stdout.splitlines()[-len(CASES) :] == [*CASES.values()]
 
 
 @pytest.mark.parametrize("setting", ["1", "torch,,accelerate", "0,torch"])

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,16 @@ ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {"megatron": "megatron_core", "swift": "ms_swift", "yaml": "pyyaml"}
 
 
-def third_party(folder: Path, own: set[str], on_import: bool) -> set[str]:
-    """The distributions that the files of a folder import.
-
-    Args:
-        folder: where the files are.
-        own: names of top-level modules that are the project's.
-        on_import: leave out what functions import when they are called, and clients, which nothing else imports.
-    """
-    paths = [path for path in folder.rglob("*.py") if not (on_import and path.parent.name == "clients")]
-    names = {name for path in paths for name in top_level_imports(path, on_import)}
-    return {DISTRIBUTIONS.get(name, name) for name in names - own - sys.stdlib_module_names}
-
-
-def top_level_imports(path: Path, on_import: bool) -> Iterator[str]:
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-        if not (on_import and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
-            pending += ast.iter_child_nodes(node)
+def third_party(folder: Path) -> set[str]:
+    """The distributions that the files of a folder import."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return {DISTRIBUTIONS.get(name, name) for name in names - {"shardopt", "lm", "train"} - sys.stdlib_module_names}
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -52,11 +38,9 @@ def test_all_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = names_of(project["dependencies"])
     extras = set().union(*(names_of(e) for name, e in project["optional-dependencies"].items() if name != "test"))
-    imported = third_party(ROOT / "shardopt", {"shardopt"}, on_import=False)
-    assert third_party(ROOT / "shardopt", {"shardopt"}, on_import=True) <= needed <= imported <= needed | extras
-    own = {"shardopt", "lm", "train"}
+    assert needed <= third_party(ROOT / "shardopt") <= needed | extras
     # Whoever starts the job on a Ray cluster has Ray.
-    assert third_party(ROOT / "launch", own, on_import=False) - {"ray"} <= needed | extras
+    assert third_party(ROOT / "launch") - {"ray"} <= needed | extras
 
 
 def copy_source(folder: Path) -> Path:

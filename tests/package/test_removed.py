@@ -56,8 +56,7 @@ def test_options(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_QUANTIZE_STATE)
 def test_options_of_quantize_state(name: str) -> None:
-    said = re.escape(f"; {name} was removed: {OF_QUANTIZE_STATE[name]}")
-    with pytest.raises(TypeError, match=f"{said}$"):
+    with pytest.raises(TypeError, match=f"{re.escape(f'; {name} was removed: {OF_QUANTIZE_STATE[name]}')}$"):
         shardopt.quantize_state(torch.optim.AdamW(nn.Linear(64, 64).parameters()), **{name: "state"})
 
 

@@ -49,7 +49,7 @@ void check_allocations(bool on) {
 
 }  // namespace
 
-PYBIND11_MODULE(cuda_emulated, m) {
+PYBIND11_MODULE(cuda_interpreted, m) {
   shardopt::bind_cuda(m);
   m.def("load", &ptx::load, "Runs these modules' PTX from now on.");
   m.def("check_allocations", &check_allocations, "Whether tensors made from now on may be given to kernels.");

@@ -14,4 +14,4 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-exec "${PYTEST:-pytest}" -q -m "" -k "$tests" tests/kernels/test_cuda_emulated.py tests/kernels/test_planted_cuda_faults.py "$@"
+exec "${PYTEST:-pytest}" -q -m "" -k "$tests" tests/ptx "$@"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import time
 import warnings
 import weakref
@@ -139,20 +138,16 @@ def compare(drive: Drive = Loop.run, make: Callable[[], nn.Module] = Layers, **o
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"micro_batches": 2, "codec": "dynamic8"},
         {"max_norm": 1e-3, "kind": "NAdam8bit"},
         {"micro_batches": 3, "max_norm": 1e3},
-        {"max_norm": 1e3, "norm_type": torch.inf},
         {"micro_batches": 2, "max_norm": 1e-3, "norm_type": torch.inf, "kind": "Lion8bit"},
         {"micro_batches": 2, "max_norm": 1e-2, "kind": "LAMB8bit"},
-        {"micro_batches": 2, "max_norm": 1e-3, "codec": "log4"},
-        {"micro_batches": 2, "max_norm": 1e-3, "nonfinite": "propagate"},
+        {"max_norm": 1e-3, "nonfinite": "propagate"},
         # Some parameters are stepped where they are, and their gradients stay there.
         {"micro_batches": 2, "max_norm": 1e-3, "device_state_budget": "20KiB"},
         {"dtype": torch.bfloat16, "master_weight_bits": 24, "max_norm": 1e-3},
         # The largest scale makes some gradients infinite: these steps are left out, and the scale goes down.
-        {"scale": 1024.0},
         {"scale": 1000.0, "micro_batches": 2, "max_norm": 1e-3},
         {"scale": 1e38, "micro_batches": 2},
         {"scale": 1e38, "max_norm": 1e-3},
@@ -211,28 +206,15 @@ class Pictures(nn.Module):
         return x
 
 
-def compiled(in_place: bool) -> nn.Module:
-    torch._dynamo.reset()
-    model = Layers()
-    if not in_place:
-        return torch.compile(model, backend="eager")  # type: ignore[return-value]
-    model.compile(backend="eager")
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "micro_batches"),
     [
-        (partial(Layers, recompute=True), 1),
-        (partial(compiled, in_place=False), 1),
-        (partial(compiled, in_place=True), 1),
         (Odd, 2),
         (Pictures, 2),
         (partial(Dropped, (2,), reentrant=False), 1),
-        (partial(Dropped, (1, 2)), 1),
         (partial(Dropped, (1, 2, 3, 1, 0)), 3),
     ],
-    ids=["recompute", "compiled", "compiled in place", "odd", "pictures", "dropped", "reentrant", "dropped often"],
+    ids=["odd", "pictures", "dropped", "dropped often"],
 )
 def test_models(make: Callable[[], nn.Module], micro_batches: int) -> None:
     """Layers out of order, strided parameters, and gradients in parts: what came to .grad goes to the host later."""
@@ -332,35 +314,8 @@ def steps_by_closure(loop: Loop) -> None:
         loop.optimizer.step(closure)
 
 
-def copies_model_and_optimizer(loop: Loop) -> None:
-    """A copy's forward passes do not count as the model's."""
-    average = copy.deepcopy(loop.model)
-    for step in range(2):
-        loop.step(step)
-        average(batch(0))
-    loop.backward(2)
-    model = copy.deepcopy(loop.model)
-    assert_same(dict(model.state_dict()), dict(loop.model.state_dict()))
-    other = pickle.loads(pickle.dumps(loop.optimizer))
-    assert other.state_dict().keys() == loop.optimizer.state_dict().keys()
-    loop.optimizer.step()
-
-
 def _raise(error: type[BaseException], *_: Any) -> None:
     raise error("planted")
-
-
-def passes_that_fail(loop: Loop) -> None:
-    """A forward pass while steps wait, and a backward pass."""
-    layer = loop.model.layers[1]
-    for step, register in enumerate((layer.register_forward_pre_hook, layer[1].weight.register_hook)):
-        loop.step(step)
-        hook = register(partial(_raise, KeyError))
-        with pytest.raises(KeyError, match="planted"):
-            loop.backward(5)
-        hook.remove()
-        loop.optimizer.zero_grad()
-    loop.step(3)
 
 
 def waits_that_are_interrupted(loop: Loop) -> None:
@@ -379,7 +334,6 @@ def waits_that_are_interrupted(loop: Loop) -> None:
     ("drive", "options"),
     [
         (clips_some_steps, {"micro_batches": 2}),
-        (evaluates_and_clips_between, {"micro_batches": 2}),
         (evaluates_and_clips_between, {"micro_batches": 2, "scale": 1024.0}),
         (passes_forward_twice, {}),
         (throws_gradients_away, {"micro_batches": 2, "max_norm": 1e-3}),
@@ -387,8 +341,6 @@ def waits_that_are_interrupted(loop: Loop) -> None:
         (adds_to_gradients, {"micro_batches": 2}),
         (freezes, {"micro_batches": 2, "max_norm": 1e-3}),
         (steps_by_closure, {}),
-        (copies_model_and_optimizer, {}),
-        (passes_that_fail, {"max_norm": 1e-3}),
         (waits_that_are_interrupted, {}),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -470,8 +422,7 @@ def test_two_optimizers_clipped_together() -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.01])
-def test_an_error_of_a_step_is_raised_and_does_not_hang(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_step_is_raised_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass raises it, even if step() was still handing over others then."""
     loop = Loop(True)
     loop.step(0)
@@ -485,7 +436,7 @@ def test_an_error_of_a_step_is_raised_and_does_not_hang(pause: float, monkeypatc
 
     def slow_defer(*args: Any, **more: Any) -> None:
         defer(*args, **more)
-        time.sleep(pause)
+        time.sleep(0.01)
 
     monkeypatch.setattr(ReleasedParameters, "_defer", slow_defer)
     before = [param.detach().clone() for param in loop.model.parameters()]
@@ -615,8 +566,9 @@ def wrapped_by_another_package(*args: Any, **options: Any) -> GradScaler:
     return GradScaler(*args, **options)
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e-3])
-@pytest.mark.parametrize("make", [CallsItsBaseClass, ShardedGradScaler, wrapped_by_another_package])
+@pytest.mark.parametrize(
+    ("make", "max_norm"), [(CallsItsBaseClass, 1e-3), (ShardedGradScaler, None), (wrapped_by_another_package, 1e-3)]
+)
 @pytest.mark.ranks(1)
 def test_classes_of_scalers(make: Callable[..., GradScaler], max_norm: float | None) -> None:
     def drive(loop: Loop) -> None:

@@ -32,51 +32,34 @@ def named(weights: dict[Tensor, Tensor]) -> dict[str, Tensor]:
     return {str(place): x for place, x in enumerate(weights.values())}
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("weights", ALL)
-def test_joined_and_loaded(weights: str) -> None:
-    """Copies of all bits, from which everything comes back."""
-    optimizer = trained(weights)
-    bits = ALL[weights].options.get("master_weight_bits")
-    actual = optimizer.full_precision_parameters()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    wanted = {p: p.detach().float() if bits is None else master_weights(optimizer, p) for p in params}
-    assert_same(named(actual), named(wanted))
-    assert bits is None or any((x != p.detach().float()).any() for p, x in actual.items())
-    before, saved = everything(optimizer), {p: x.clone() for p, x in actual.items()}
-    for x in actual.values():
-        x.add_(1)
-    assert_same(everything(optimizer), before)
-    for param in params:
-        param.data.fill_(7)
-        if "master_low_bits" in optimizer.state[param]:
-            optimizer.state[param]["master_low_bits"].fill_(3)
-    optimizer.load_full_precision_parameters(saved)
-    assert_same(everything(optimizer), before)
-
-
-@pytest.mark.parametrize("weights", ALL)
-def test_loading_other_weights(weights: str) -> None:
-    """Before the first step and after: they are rounded as the step would."""
+def test_read_and_loaded(weights: str, steps: int) -> None:
+    """Copies of all bits, from which everything comes back; other weights are rounded as the step would."""
     dtype, options = ALL[weights]
-    low_bits = LOW.get(options.get("master_weight_bits"))
-    for steps in (0, 2):
-        optimizer = trained(weights, steps)
-        new = {p: values(tuple(p.shape), 50 + place) for place, p in enumerate(optimizer.full_precision_parameters())}
-        optimizer.load_full_precision_parameters(new)
-        for param, x in new.items():
-            high, low = split_weight(x, low_bits, dtype) if low_bits else (x.to(dtype), None)
-            assert torch.equal(int_bits(param.detach()), int_bits(high))
-            if low is not None and param.numel():
-                stored = optimizer.state[param]["master_low_bits"]
-                assert torch.equal(integers(stored, options["master_weight_bits"]).int(), low)
-                assert int(optimizer.state[param]["step"]) == steps
-            else:
-                assert steps or param not in optimizer.state
-        joined = {p: join_weight(*split_weight(x, low_bits, dtype), low_bits) for p, x in new.items() if low_bits}
-        assert_same(
-            named(optimizer.full_precision_parameters()),
-            named(joined or {p: x.to(dtype).float() for p, x in new.items()}),
-        )
+    bits = options.get("master_weight_bits")
+    optimizer, low_bits = trained(weights, steps), LOW.get(bits)
+    saved, before = optimizer.full_precision_parameters(), everything(optimizer)
+    with_bits = steps and bits is not None
+    assert_same(named(saved), named({p: master_weights(optimizer, p) if with_bits else p.float() for p in saved}))
+    assert not with_bits or any((x != p.detach().float()).any() for p, x in saved.items())
+    new = {p: values(tuple(p.shape), 50 + place) for place, p in enumerate(saved)}
+    optimizer.load_full_precision_parameters(new)
+    wanted = {}
+    for param, x in new.items():
+        high, low = split_weight(x, low_bits, dtype) if low_bits else (x.to(dtype), None)
+        assert torch.equal(int_bits(param.detach()), int_bits(high))
+        if low is not None and param.numel():
+            stored = optimizer.state[param]["master_low_bits"]
+            assert torch.equal(integers(stored, bits).int(), low)
+            assert int(optimizer.state[param]["step"]) == steps
+        else:
+            assert steps or not optimizer.state[param]
+        wanted[param] = high.float() if low is None else join_weight(high, low, low_bits)
+    assert_same(named(optimizer.full_precision_parameters()), named(wanted))
+    optimizer.load_full_precision_parameters(saved)
+    after = everything(optimizer)
+    assert_same({name: after[name] for name in before}, before)
 
 
 WRONG: list[tuple[Callable[[dict[Tensor, Tensor]], Any], type[Exception], str]] = [

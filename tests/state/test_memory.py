@@ -69,6 +69,7 @@ def per_parameter(rule: str, codec: str) -> float:
         ("momentum", "fp32", r"momentum: 4 with ``codec=\"fp32\"``"),
         ("momentum", "log8", r"1\.031 with an 8-bit codec"),
         ("sgd", "log8", r"none\s+without momentum"),
+        ("prodigy", "fp32", r"parameter: 16 with ``codec=\"fp32\"``"),
     ],
 )
 def test_docstrings_tell_the_bytes(rule: str, codec: str, statement: str) -> None:

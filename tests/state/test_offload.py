@@ -1,12 +1,18 @@
-"""State in the host's memory: the bits of a step without offload, in a buffer of fixed size, within the budget."""
+"""State in the host's memory, during steps or between them: the bits of a step without offload, within the budget.
+
+The option ``offload``, and ``optimizer.offload()``, ``reload()`` and ``reset_state()``.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from helpers import CODEC_NAMES, RULES, everything, through_a_file
 from ranks.models import loss_of, make_batch, make_net
 from ranks.offload import HostTransfers, LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
+from shardopt import _C
 from shardopt.optim import ShardedOptimizer
-from shardopt.state import residency
+from shardopt.state import host_memory, residency
 from shardopt.state.options import bytes_of
 from slow_cases import slow
 
@@ -48,9 +55,11 @@ class Shapes(nn.Module):
 
 
 def make(offload: str | None, rule: str = "adamw", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Prodigy has one learning rate for all groups."""
     model = Shapes(dtype)
     params = list(model.parameters())
-    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.03, "lr": 2e-3, "block_size": 32}]
+    lr = {} if rule == "prodigy" else {"lr": 2e-3}
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.03, "block_size": 32, **lr}]
     return model, RULES[rule].make(groups, offload=offload, **{"min_quantized_numel": 64, **options})
 
 
@@ -65,91 +74,67 @@ def run(model: nn.Module, optimizer: ShardedOptimizer, first: int = 0, steps: in
     """Steps of which one leaves out a parameter, with a learning rate that changes."""
     for step in range(first, first + steps):
         set_gradients(model, step, leave_out=1 if step == 1 else None)
-        optimizer.param_groups[0]["lr"] *= 0.9
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
         optimizer.step()
 
 
 def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Module, ShardedOptimizer]) -> None:
+    """Equal parameters and state, and estimates of Prodigy."""
     got[1].synchronize()
     assert_same(everything(got[1]), everything(expected[1]))
+    estimates = [[group.get("d") for group in optimizer.param_groups] for _, optimizer in (got, expected)]
+    assert estimates[0] == estimates[1]
 
 
 SAME_BITS: list[tuple[str, str, dict[str, Any]]] = [
-    *((offload, "adamw", {"codec": codec}) for offload, codec in product(OFFLOADS, CODEC_NAMES)),
+    *((offload, "adamw", {"codec": codec}) for codec, offload in zip(CODEC_NAMES, cycle(OFFLOADS), strict=False)),
     ("state", "lion", {}),
     ("step", "sgd", {"codec": "fp32"}),
     ("step", "ademamix", {}),
-    ("state", "amsgrad", {"codec": "bf16"}),
     ("state", "lamb", {}),
     ("step", "repaid_adamw", {"codec": "companded8"}),
     ("state", "adamw", {"dtype": BF16, "master_weight_bits": 24}),
-    ("step", "adamw", {"dtype": BF16, "master_weight_bits": 32}),
+    ("step", "adamw", {"dtype": torch.float16, "master_weight_bits": 32}),
     *((offload, "adamw", {"dtype": BF16, "stochastic_rounding": True}) for offload in OFFLOADS),
+    *((offload, "prodigy", {"device_state_budget": budget}) for offload, budget in (("state", 0), ("step", 400_000))),
 ]
 ALL = [(offload, rule, {"codec": codec}) for offload, rule, codec in product(OFFLOADS, RULES, CODEC_NAMES)]
 
 
 @pytest.mark.parametrize(("offload", "rule", "options"), [*SAME_BITS, *slow(ALL, besides=SAME_BITS)], ids=str)
 def test_same_bits(offload: str, rule: str, options: dict[str, Any]) -> None:
+    """With copies that come at the last moment that is allowed. Every byte is copied once, through small slots.
+
+    A step copies the state in and out; or parameters and gradients in, and parameters out.
+    """
     runs = [make(how, rule, **options) for how in (None, offload)]
-    for pair in runs:
-        run(*pair)
-    assert_equal(runs[1], runs[0])
+    run(*runs[0])
+    with offload_from_cpu(CHUNK, late_transfers(offload)):
+        model, optimizer = runs[1]
+        run(model, optimizer, steps=1)
+        transfers = LateTransfers.latest
+        copied = transfers.bytes_in, transfers.bytes_out
+        run(model, optimizer, first=1, steps=3)
+        assert_equal(runs[1], runs[0])
+    assert transfers.nbytes <= 3 * CHUNK
+    assert transfers.most_in_flight == 3, "copies in, kernels and copies out have a slot each"
+    if rule == "adamw":
+        entries = [(key, x) for state in optimizer.state.values() for key, x in state.items() if x.numel()]
+        state = sum(x.nbytes for key, x in entries if key != "step")
+        weights = sum(param.nbytes for param in model.parameters())
+        assert copied == ((state, state) if offload == "state" else (2 * weights, weights))
+    assert rule != "prodigy" or optimizer.param_groups[0]["d"] > RULES[rule].hyper["d0"]
 
 
-@pytest.mark.parametrize(
-    ("offload", "codec", "budget"), [("state", "log8", 0), ("state", "bf16", 400_000), ("step", "log8", 400_000)]
-)
-def test_sums_over_all_parameters(codec: str, offload: str, budget: int) -> None:
-    """Some of them may be stepped elsewhere than others."""
-    runs = [make(how, "prodigy", codec=codec, device_state_budget=budget) for how in (None, offload)]
-    for model, optimizer in runs:
-        for step in range(4):
-            set_gradients(model, step, leave_out=1 if step == 1 else None)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.9**step
-            optimizer.step()
-    assert_equal(runs[1], runs[0])
-    (d,) = {group["d"] for _, optimizer in runs for group in optimizer.param_groups}
-    assert d > RULES["prodigy"].hyper["d0"]
-
-
-@pytest.mark.parametrize(("offload", "chunk"), [("state", 16384), ("state", 1 << 20), ("step", 40000)])
-def test_any_chunk_and_late_copies(offload: str, chunk: int) -> None:
-    """Copies that come at the last moment that is allowed, through slots that are never larger than a chunk."""
+@pytest.mark.parametrize(("offload", "chunk"), [("state", 1 << 20), ("step", 40000)])
+def test_any_chunk(offload: str, chunk: int) -> None:
     expected = make(None)
     run(*expected)
-    with offload_from_cpu(chunk, late_transfers(offload)):
+    with offload_from_cpu(chunk):
         got = make(offload)
         run(*got)
         assert_equal(got, expected)
-        transfers = LateTransfers.latest
-        assert transfers.nbytes <= 3 * chunk
-        if chunk < 1 << 20:
-            assert transfers.most_in_flight == 3, "copies in, kernels and copies out have a slot each"
-
-
-@pytest.mark.parametrize(
-    ("offload", "dtype"),
-    [("state", torch.float32), ("step", torch.float16)],
-)
-def test_every_byte_once(offload: str, dtype: torch.dtype) -> None:
-    """A step copies the state in and out; or parameters and gradients in, and parameters out."""
-    with offload_from_cpu(CHUNK, late_transfers(offload)):
-        model, optimizer = make(offload, dtype=dtype)
-        run(model, optimizer, steps=1)
-        transfers = LateTransfers.latest
-        numel = sum(param.numel() for param in model.parameters())
-        entries = [
-            value
-            for state in optimizer.state.values()
-            for key, value in state.items()
-            if key != "step" and value.numel()
-        ]
-        state = sum(value.nbytes for value in entries)
-        parameters = numel * dtype.itemsize  # and gradients, of the same dtype
-        assert transfers.bytes_in == (state if offload == "state" else 2 * parameters)
-        assert transfers.bytes_out == (state if offload == "state" else parameters)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -161,7 +146,7 @@ def test_budget(offload: str) -> None:
         sum(value.nbytes for key, value in expected[1].state[param].items() if key != "step")
         for param in expected[0].parameters()
     ]
-    for budget in (0, sizes[0], sizes[0] + sizes[2], sum(sizes) - 1, sum(sizes), "1GiB"):
+    for budget in (sizes[0], sizes[0] + sizes[2], sum(sizes) - 1, "1GiB"):
         got = make(offload, device_state_budget=budget)
         run(*got)
         assert_equal(got, expected)
@@ -180,27 +165,6 @@ def test_loading_keeps_the_budget() -> None:
     own[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_state_dict_is_the_same(offload: str) -> None:
-    """And loads with and without offload, so that a run turns it on or off."""
-    plain, offloaded = make(None), make(offload)
-    for pair in (plain, offloaded):
-        run(*pair, steps=2)
-    saved = [through_a_file(optimizer.state_dict()) for _, optimizer in (plain, offloaded)]
-    assert saved[0]["state"].keys() == saved[1]["state"].keys()
-    for index, state in saved[0]["state"].items():
-        assert_same(saved[1]["state"][index], state)
-    weights = copy.deepcopy(plain[0].state_dict())
-    run(*plain, first=2, steps=2)
-    for now, state_dict in ((offload, saved[0]), (None, saved[1])):
-        model, optimizer = make(now)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state_dict)
-        assert all(group["offload"] == now for group in optimizer.param_groups)
-        run(model, optimizer, first=2, steps=2)
-        assert_equal((model, optimizer), plain)
-
-
 @pytest.mark.parametrize("reset", ["all", "one entry"])
 def test_state_that_is_replaced_by_hand(reset: str) -> None:
     """While copies of the old one are still under way."""
@@ -217,14 +181,19 @@ def test_state_that_is_replaced_by_hand(reset: str) -> None:
         assert_equal(runs[1], runs[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [("step", None), ("state", "step")])
-def test_portable_checkpoint(tmp_path: Path, before: str | None, after: str | None) -> None:
-    first = make(before)
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+@pytest.mark.parametrize(("before", "after"), [("step", None), ("state", "step"), (None, "state")])
+def test_a_run_turns_it_on_or_off(tmp_path: Path, before: str | None, after: str | None, way: str) -> None:
+    """What is saved has the entries of a run without offload."""
+    first, second = make(before), make(after)
     run(*first, steps=2)
-    shardopt.checkpoint.save(tmp_path, *first)
-    second = make(after)
     run(*second, first=7, steps=1)  # it has state elsewhere already
-    shardopt.checkpoint.load(tmp_path, *second)
+    if way == "checkpoint":
+        shardopt.checkpoint.save(tmp_path, *first)
+        shardopt.checkpoint.load(tmp_path, *second)
+    else:
+        second[0].load_state_dict(first[0].state_dict())
+        second[1].load_state_dict(through_a_file(first[1].state_dict()))
     assert all(group["offload"] == after for group in second[1].param_groups)
     assert_equal(second, first)
     for pair in (first, second):
@@ -342,3 +311,347 @@ def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch)
     run(model, optimizer, steps=1)
     assert all(optimizer._internals.residency.of(param).offload is None for param in model.parameters())
     assert optimizer._internals.residency.buffer_bytes == {}
+
+
+# offload(), reload() and reset_state() between steps ------------------------------------------------------------------
+
+
+def addresses(optimizer: ShardedOptimizer) -> list[int]:
+    states = optimizer.state.values()
+    return [x.data_ptr() for state in states for key, x in state.items() if key != "step" and x.numel()]
+
+
+def slept(optimizer: ShardedOptimizer) -> None:
+    """Each entry goes to memory of its own and back to another place: addresses tell."""
+    before = addresses(optimizer)
+    optimizer.offload()
+    there = addresses(optimizer)
+    optimizer.offload()
+    assert addresses(optimizer) == there, "twice is once"
+    assert not before or {*before}.isdisjoint(there)
+    optimizer.reload()
+    after = addresses(optimizer)
+    optimizer.reload()
+    assert addresses(optimizer) == after
+    assert not before or {*there}.isdisjoint(after)
+
+
+#: Between steps, each gives the bits of nothing at all.
+SLEEPS: dict[str, Callable[[ShardedOptimizer], object]] = {
+    "offload and reload": slept,
+    "reload alone": ShardedOptimizer.reload,
+    "woken by the step": ShardedOptimizer.offload,
+    "saved and loaded asleep": lambda optimizer: (
+        optimizer.offload(),
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    ),
+    "weights read and written asleep": lambda optimizer: (
+        optimizer.offload(),
+        optimizer.load_full_precision_parameters(optimizer.full_precision_parameters()),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "sleep"),
+    [
+        *(("adamw", {"codec": "log4", "dtype": BF16, "master_weight_bits": 24}, sleep) for sleep in SLEEPS),
+        ("prodigy", {}, "saved and loaded asleep"),
+        ("nadam", {}, "saved and loaded asleep"),
+    ],
+)
+def test_asleep_between_steps(rule: str, options: dict[str, Any], sleep: str) -> None:
+    expected, got = make(None, rule, **options), make(None, rule, **options)
+    for step in range(4):
+        SLEEPS[sleep](got[1])  # also without any state
+        for model, optimizer in (expected, got):
+            set_gradients(model, step, leave_out=1 if step < 2 else None)
+            optimizer.step()
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("offload", ["state", "step"])
+def test_state_that_lives_in_the_hosts_memory_stays(offload: str) -> None:
+    expected, got = make(None), make(offload)
+    for pair in (expected, got):
+        run(*pair, steps=2)
+    got[1].synchronize()
+    before = addresses(got[1])
+    for move in (got[1].offload, got[1].reload):
+        move()
+        assert addresses(got[1]) == before
+    for pair in (expected, got):
+        run(*pair, first=2, steps=2)
+    assert_equal(got, expected)
+
+
+def test_released_gradients_wake_it() -> None:
+    """The first step of a backward pass wakes all of them."""
+    results = []
+    for sleeps in (False, True):
+        model = make_net()
+        optimizer = RULES["adamw"].make(model.parameters(), min_quantized_numel=64)
+        shardopt.release_gradients(model, optimizer)
+        for step in range(3):
+            loss_of(model, make_batch(step)).backward()
+            optimizer.step()
+            if sleeps:
+                optimizer.offload()
+            if sleeps and step == 1:
+                optimizer.reload()
+        results.append(everything(optimizer))
+    assert_same(*results)
+
+
+def test_nothing_of_the_old_places_is_kept() -> None:
+    """Not by the tables of the last step either."""
+    model, optimizer = make(None)
+    run(model, optimizer, steps=2)
+    for move in (optimizer.offload, optimizer.reload):
+        states = optimizer.state.values()
+        seen = [weakref.ref(x) for state in states for key, x in state.items() if key != "step" and x.numel()]
+        move()
+        gc.collect()
+        assert [ref for ref in seen if ref() is not None] == []
+
+
+def test_memory_is_reported_and_kept() -> None:
+    model, optimizer = make(None)
+    run(model, optimizer, steps=1)
+    awake = shardopt.memory_report(optimizer).host
+    size = sum(x.nbytes for state in optimizer.state.values() for key, x in state.items() if key != "step")
+    optimizer.offload()
+    places = addresses(optimizer)
+    asleep = shardopt.memory_report(optimizer).host
+    assert asleep.state + asleep.scales == awake.state + awake.scales
+    assert 0 <= asleep.offload_buffers - awake.offload_buffers < 4096 + 64 * len(places)
+    optimizer.reload()
+    assert shardopt.memory_report(optimizer).host.offload_buffers == asleep.offload_buffers + size
+    optimizer.offload()
+    assert addresses(optimizer) == places
+
+
+def test_too_little_memory_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make(None)
+    run(model, optimizer, steps=1)
+    before = addresses(optimizer)
+    monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="got 1000 bytes of available host memory"):
+        optimizer.offload()
+    assert addresses(optimizer) == before
+    assert not optimizer._internals.residency.asleep
+    run(model, optimizer, first=1, steps=1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_sleep_and_wake(copied: Callable[[Any], Any]) -> None:
+    expected = make(None)
+    run(*expected, steps=2)
+    expected[1].offload()
+    got = copied(expected)
+    assert got[1]._internals.residency.asleep
+    for pair in (expected, got):
+        run(*pair, first=2, steps=2)
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "offload", "asleep"),
+    [
+        ("adamw", {"dtype": BF16, "master_weight_bits": 24}, "step", False),
+        ("prodigy", {}, "state", False),
+        ("nadam", {}, None, True),
+    ],
+)
+def test_reset_state(rule: str, options: dict[str, Any], offload: str | None, asleep: bool) -> None:
+    """As a new optimizer of the same weights and options."""
+    used, new = make(offload, rule, **options), make(None, rule, **options)
+    run(*used, steps=3)
+    if asleep:
+        used[1].offload()
+    used[1].reset_state()
+    assert not used[1].state
+    new[0].load_state_dict(used[0].state_dict())
+    for group, of in zip(new[1].param_groups, used[1].param_groups, strict=True):
+        group["lr"] = of["lr"]
+    for pair in (used, new):
+        run(*pair, first=5, steps=2)
+    assert_equal(used, new)
+
+
+# Host memory and the budget -------------------------------------------------------------------------------------------
+
+SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
+FROZEN = {"requires_grad": False}
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Memory that the host says it has, to be changed."""
+    found = [100 * SIZE]
+    monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: found[0])
+    return found
+
+
+def parameter(**options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(256, 512), **options)
+
+
+def over(*params: nn.Parameter, **options: Any) -> ShardedOptimizer:
+    return shardopt.AdamW8bit(params, **{"codec": "fp32", "offload": "state", **options})
+
+
+def stepped(optimizer: ShardedOptimizer, *params: nn.Parameter) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+
+
+def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | None]:
+    return [optimizer._internals.residency.of(param).offload for param in params]
+
+
+def test_param_groups_share_the_budget() -> None:
+    """So all that offload say the same about it: when they are made, and if one is changed by hand."""
+    params = [nn.Parameter(torch.ones(100, 64)) for _ in range(3)]
+    optimizer = shardopt.AdamW8bit(params[:1], offload="state", device_state_budget="1MiB")
+    message = "device_state_budget: got '1MiB', 0 in the param groups that offload, expected one value"
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": params[1:2], "device_state_budget": 0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": params[1:2], "device_state_budget": 0, "offload": None})
+    optimizer.add_param_group({"params": params[2:], "device_state_budget": 1 << 20, "offload": "step"})
+    optimizer.param_groups[2]["device_state_budget"] = 0
+    with pytest.raises(ValueError, match=message):
+        stepped(optimizer, *params)
+    assert not any(optimizer.state.values())
+    optimizer.param_groups[2]["device_state_budget"] = 1 << 20
+    stepped(optimizer, *params)
+
+
+def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    available[0] = 1 << 20
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    params = [parameter()]
+    with pytest.raises(
+        MemoryError,
+        match=r"got 1\.00 MiB of available host memory, expected 2\.00 MiB, 1\.00 MiB for each of 2 ranks here",
+    ):
+        shardopt.AdamW8bit(params, offload="state", codec="fp32")
+    shardopt.AdamW8bit(params, offload="state", codec="fp32", device_state_budget="1MiB")
+    shardopt.AdamW8bit(params, codec="fp32")
+
+
+@pytest.mark.parametrize("failing", ["too little", "allocation"])
+def test_a_second_try_needs_the_memory_too(failing: str, available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    param = parameter()
+    optimizer = over(param)
+    with monkeypatch.context() as patch:
+        if failing == "too little":
+            patch.setattr(host_memory, "_available_host_bytes", lambda: SIZE - 1)
+        else:
+            patch.setattr(host_memory, "_PAGE", 1 << 60)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match=r"expected (1\.00 MiB|it for the state)"):
+                stepped(optimizer, param)
+            assert bool((param == 1).all())
+            assert not optimizer.state[param]
+    stepped(optimizer, param)
+    assert offloads(optimizer, param) == ["state"]
+
+
+def test_frozen_parameters_take_nothing(available: list[int]) -> None:
+    """Neither host memory nor budget, until they are stepped or have state."""
+    available[0] = 2 * SIZE
+    frozen, first, second = parameter(**FROZEN), parameter(), parameter()
+    optimizer = over(frozen, first, second, device_state_budget=SIZE)
+    available[0] = SIZE
+    stepped(optimizer, first, second)
+    assert offloads(optimizer, frozen, first, second) == [None, None, "state"]
+    assert not optimizer.state.get(frozen)
+    frozen.requires_grad_(True)
+    stepped(optimizer, frozen, first, second)
+    assert offloads(optimizer, frozen, first, second) == ["state", None, "state"]
+    available[0] = 100 * SIZE
+    others = [parameter(**FROZEN) for _ in range(3)]
+    other = over(*others)
+    assert offloads(other, *others) == [None] * 3
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert offloads(other, *others) == ["state"] * 3
+
+
+def test_budget_over_param_groups_is_checked_as_it_is_spent(available: list[int]) -> None:
+    available[0] = 2 * SIZE
+    params = [parameter() for _ in range(4)]
+    optimizer = over(params[0], device_state_budget=SIZE)
+    for param in params[1:3]:
+        optimizer.add_param_group({"params": [param]})
+    with pytest.raises(MemoryError, match=r"got 2\.00 MiB of available host memory, expected 3\.00 MiB;"):
+        optimizer.add_param_group({"params": params[3:]})
+    stepped(optimizer, *params[:3])
+    assert offloads(optimizer, *params[:3]) == [None, "state", "state"]
+    optimizer.add_param_group({"params": params[3:]})  # the others have theirs now
+
+
+def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the context of the GPU that copies from it, until the owner is gone; a refusal says what to do."""
+    calls: list[tuple[object, ...]] = []
+    errors = [0, 2]
+    monkeypatch.setattr(_C, "pin_cuda", lambda *call: calls.append(call) or errors.pop(0), raising=False)
+    monkeypatch.setattr(_C, "unpin_cuda", lambda *call: calls.append(call), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # raises in a build without CUDA
+    gpu = torch.device("cuda", 1)
+    host = host_memory._HostMemory(5000, pin=gpu)
+    address, nbytes = host.memory.data_ptr(), host.memory.nbytes
+    del host
+    gc.collect()
+    assert calls == [(1, address, nbytes), (1, address)]
+    assert (address % 4096, nbytes) == (0, 8192)
+    with pytest.raises(MemoryError, match=r"got CUDA error 2 .* device_state_budget"):
+        host_memory._HostMemory(5000, pin=gpu)
+    assert len(calls) == 3
+
+
+def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[host_memory._HostMemory] = weakref.WeakSet()
+    original = host_memory._HostMemory.__init__
+
+    def noted(self: host_memory._HostMemory, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        alive.add(self)
+
+    monkeypatch.setattr(host_memory._HostMemory, "__init__", noted)
+    param = parameter()
+    optimizer = over(param)
+    for _ in range(3):
+        optimizer.state.clear()
+        param = optimizer.param_groups[0]["params"][0] = parameter()
+        stepped(optimizer, param)
+        gc.collect()
+        assert offloads(optimizer, param) == ["state"]
+        assert len(alive) == 1
+
+
+def test_copies_are_waited_for_before_memory_goes() -> None:
+    class Noting(HostTransfers):
+        waits = 0
+
+        def synchronize(self) -> None:
+            Noting.waits += 1
+
+    with offload_from_cpu(1 << 20, Noting):
+        param, other = parameter(), parameter()
+        optimizer = over(param)
+        stepped(optimizer, param)
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"][0] = other
+        before = Noting.waits
+        assert offloads(optimizer, other) == ["state"]
+        assert Noting.waits == before + 1
+
+
+def test_sizes() -> None:
+    sizes = {"12": 12, "2GiB": 2 << 30, "1.5 MiB": 3 << 19, "64KiB": 1 << 16}
+    assert {size: bytes_of(size) for size in sizes} == sizes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import re
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -9,15 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import Parameter
 
+import shardopt
 from helpers import CODEC_NAMES, EIGHT_BIT, RULES, everything, step, through_a_file
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec import CODECS
 from shardopt.optim import ShardedOptimizer
 from slow_cases import slow
-from step_problem import assert_noticed, put, put_data, set_option
+from step_problem import assert_noticed, set_option
 from step_problem import make as make_groups
 from weight_formats import ALL, BF16, FP16, FP32
 
@@ -143,68 +153,12 @@ def test_state_of_a_moment_that_is_switched_off_is_left_out(rule: str, off: dict
     assert_same(kept, {key: value for key, value in everything(optimizer).items() if key in kept})
 
 
-def test_a_wrong_state_dict_changes_nothing() -> None:
-    """Of another rule or format, or with entries that are missing, cast or cut, for log8 and master weights."""
-    optimizer = trained(dtype=BF16, lr=0.3, master_weight_bits=24)
-
-    def saved(rule: str = "adamw", bits: int | None = 24, **options: Any) -> dict[str, Any]:
-        return trained(rule, 1, BF16, master_weight_bits=bits, **options).state_dict()
-
-    def damaged(index: int, key: str, change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        found = saved()
-        state = found["state"][index]
-        state[key] = change(state.pop(key))
-        if state[key] is None:
-            del state[key]
-        return found
-
-    few = RULES["adamw"].make(params_of(BF16)[:2], master_weight_bits=24)
-    short = RULES["adamw"].make([Parameter(p.detach()[:1]) if p.ndim else p for p in params_of(BF16)])
-    short.param_groups[0]["master_weight_bits"] = 24
-    for one in (few, short):
-        advance(one, range(1), BF16)
-    wrong = [
-        (saved(codec="dynamic8"), "codec='dynamic8', expected 'log8'"),
-        (saved(block_size=64), "block_size=64, expected 128"),
-        (saved(min_quantized_numel=1), "min_quantized_numel=1, expected 4096"),
-        (saved(bits=None), "master_weight_bits=None, expected 24"),
-        (saved(bits=32), "master_weight_bits=32, expected 24"),
-        (saved("lion"), "saved by another optimizer"),
-        (short.state_dict(), "got exp_avg"),
-        (few.state_dict(), "parameters per param group"),
-        (damaged(0, "exp_avg_sq_scales", lambda x: None), "expected step, exp_avg_codes"),
-        (damaged(0, "exp_avg_codes", lambda x: x.float()), "expected torch.uint8"),
-        (damaged(1, "master_low_bits", lambda x: None), "expected master_low_bits too"),
-        (damaged(0, "master_low_bits", lambda x: x.short()), "got master_low_bits of torch.int16, expected torch.int8"),
-        (
-            damaged(0, "master_low_bits", lambda x: x[:5]),
-            r"got master_low_bits as Tensor \(5, 130\), expected Tensor \(64, 130\)",
-        ),
-    ]
-    before, groups = everything(optimizer), [dict(group) for group in optimizer.param_groups]
-    for state_dict, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state_dict)
-        assert_same(everything(optimizer), before)
-        assert [dict(group) for group in optimizer.param_groups] == groups
-    advance(optimizer, range(3, 4), BF16)
-    with pytest.raises(ValueError, match="master_weight_bits=24, expected None"):
-        trained(dtype=BF16).load_state_dict(saved())
-
-
-CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
-    "low bits": lambda optimizer: put(optimizer, 0, "master_low_bits", lambda x: x.roll(1, 0)),
-    "data of low bits": lambda optimizer: put_data(optimizer, 3, "master_low_bits", lambda x: -x),
-    "weight format": lambda optimizer: optimizer.param_groups[1].update(
-        master_weight_bits=None, stochastic_rounding=True
-    ),
-    "seed of the other group": set_option(0, stochastic_rounding_seed=3),
-}
-
-
-@pytest.mark.parametrize(("name", "bits"), [*zip(CHANGES, (24, 32, 24, 32), strict=True)])
-def test_changes_between_steps_are_noticed(name: str, bits: int) -> None:
-    assert_noticed(CHANGES[name], make_groups(dtype=BF16, master_weight_bits=bits))
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [(1, {"master_weight_bits": None, "stochastic_rounding": True}), (0, {"stochastic_rounding_seed": 3})],
+)
+def test_changed_weight_formats_are_noticed(group: int, options: dict[str, Any]) -> None:
+    assert_noticed(set_option(group, **options), make_groups(dtype=BF16, master_weight_bits=24))
 
 
 USES: dict[str, Callable[[ShardedOptimizer], object]] = {
@@ -244,3 +198,343 @@ def test_low_bits_of_weights_that_were_cast(before: torch.dtype, after: torch.dt
         for each in (optimizer, other):
             advance(each, range(3, 5), after)
     assert_same(everything(other), everything(optimizer))
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+NAN, INF = math.nan, math.inf
+StateDict = dict[str, Any]
+Change = Callable[[Any], object]
+
+#: The quantized parameter that is damaged, and one with float32 state.
+MATRIX, VECTOR = 0, 2
+MATRIX_GOT, VECTOR_GOT = "parameter 0 of param group 0: got ", "parameter 2 of param group 0: got "
+
+
+def saved(codec: str, **options: Any) -> StateDict:
+    optimizer = made("adamw", codec=codec, **options)
+    advance(optimizer, range(2))
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def of_torch() -> StateDict:
+    theirs = torch.optim.AdamW(params_of())
+    advance(theirs, range(2))
+    return copy.deepcopy(theirs.state_dict())
+
+
+def put(entry: str, value: float, *at: Any) -> Change:
+    """Puts a value into a state entry of the matrix: at an index of its, or of its first element."""
+
+    def change(state_dict: StateDict) -> None:
+        tensor = state_dict["state"][MATRIX][entry]
+        tensor[at or (0,) * tensor.dim()] = value
+
+    return change
+
+
+def assert_refused(optimizer: torch.optim.Optimizer, state_dict: Any, message: str) -> None:
+    before, groups = everything(optimizer), [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.load_state_dict(state_dict)
+    assert_same(everything(optimizer), before)
+    assert [dict(group) for group in optimizer.param_groups] == groups
+
+
+def code_in_a_block_of_zeros(state_dict: StateDict) -> None:
+    """Such a code would decode to NaN."""
+    state = state_dict["state"][MATRIX]
+    state["exp_avg_sq_codes"][5, 128:] = 0
+    state["exp_avg_sq_scales"][5, 1] = torch.tensor([0.0, 1.0])
+    made("adamw").load_state_dict(copy.deepcopy(state_dict))
+    state["exp_avg_sq_codes"][5, 129] = 200
+
+
+def infinite_product(state_dict: StateDict) -> None:
+    """log8 codes the first moment in units of the second one's root: each of the two scales is finite by itself."""
+    put("exp_avg_scales", 1e38, 5, 1)(state_dict)
+    put("exp_avg_sq_scales", 1e10, 5, 1, 0)(state_dict)
+
+
+SQ_SCALES = MATRIX_GOT + "exp_avg_sq_codes with exp_avg_sq_scales"
+#: Codecs, changes of a state dict, and what loading it says.
+DAMAGE: list[tuple[str, Change, str]] = [
+    ("log8", put("exp_avg_scales", NAN, 5, 1), MATRIX_GOT + "exp_avg_codes with exp_avg_scales"),
+    ("dynamic8", put("exp_avg_sq_scales", INF, 5, 1), SQ_SCALES),
+    *(("log8", put("exp_avg_sq_scales", step, 5, 1, 1), SQ_SCALES) for step in (NAN, 0.0, 1.5, 2e6)),
+    ("log8", code_in_a_block_of_zeros, SQ_SCALES),
+    ("log8", infinite_product, MATRIX_GOT + "exp_avg_codes with exp_avg_scales and exp_avg_sq_scales that stands for"),
+    ("fp32", put("exp_avg", NAN), MATRIX_GOT + "exp_avg that stands for NaN"),
+    (
+        "log8",
+        lambda s: s["state"][VECTOR].update(exp_avg=torch.full((300,), -INF)),
+        VECTOR_GOT + "exp_avg that stands for NaN",
+    ),
+    ("log8", lambda s: s["state"][MATRIX].pop("exp_avg_sq_scales"), "expected step, exp_avg_codes"),
+    ("log8", lambda s: s["state"].update({MATRIX: [1]}), MATRIX_GOT + "its state as"),
+    (
+        "log8",
+        lambda s: s["state"][MATRIX].update(exp_avg_codes=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        MATRIX_GOT + "values that cannot be read",
+    ),
+    ("log8", lambda s: s.update(state=[]), "got a state dict with state as list"),
+    ("log8", lambda s: s.pop("param_groups"), "got a state dict with"),
+    ("log8", lambda s: s.update(param_groups=[[0]]), "param group 0: got list, expected a dict"),
+    ("log8", lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got params as"),
+    (
+        "log8",
+        lambda s: s["param_groups"][0].update(block_size=torch.tensor([128, 128])),
+        "param group 0: got values that cannot be read (RuntimeError",
+    ),
+    (
+        "log8",
+        lambda s: s["param_groups"][0].update(nonfinite=torch.ones(2)),
+        "param group 0: nonfinite: got tensor",
+    ),
+    ("log8", lambda s: s["param_groups"][0].update(lr=NAN), "param group 0: lr"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        ("adamw", {"codec": "dynamic8"}, "codec='dynamic8', expected 'log8'"),
+        ("adamw", {"block_size": 64}, "block_size=64, expected 128"),
+        ("adamw", {"min_quantized_numel": 1}, "min_quantized_numel=1, expected 4096"),
+        ("adamw", {"master_weight_bits": None}, "master_weight_bits=None, expected 24"),
+        ("adamw", {"master_weight_bits": 32}, "master_weight_bits=32, expected 24"),
+        ("lion", {}, "saved by another optimizer"),
+    ],
+)
+def test_another_format_is_refused(rule: str, options: dict[str, Any], message: str) -> None:
+    optimizer = trained(dtype=BF16, master_weight_bits=24)
+    state_dict = trained(rule, 1, BF16, **{"master_weight_bits": 24, **options}).state_dict()
+    assert_refused(optimizer, state_dict, message)
+    if options.get("master_weight_bits", 24) is None:
+        with pytest.raises(ValueError, match="master_weight_bits=24, expected None"):
+            trained(dtype=BF16).load_state_dict(optimizer.state_dict())
+
+
+def test_state_of_other_parameters_is_refused() -> None:
+    optimizer = trained()
+    short, few = ([Parameter(p.detach()[:1]) if p.ndim else p for p in params_of()], params_of()[:2])
+    for params, message in ((short, "got exp_avg"), (few, "parameters per param group")):
+        other = RULES["adamw"].make(params)
+        advance(other, range(1))
+        assert_refused(optimizer, other.state_dict(), message)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("codec", "change", "message"), DAMAGE)
+def test_own_state_is_refused(codec: str, change: Change, message: str) -> None:
+    state_dict, optimizer = saved(codec), made("adamw", codec=codec)
+    advance(optimizer, range(2))
+    change(state_dict)
+    assert_refused(optimizer, state_dict, message)
+    advance(optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "message"),
+    [
+        ("log8", [put("exp_avg", INF)], "exp_avg that stands for NaN"),  # would spoil its block
+        ("companded8", [put("exp_avg_sq", NAN)], "exp_avg_sq that stands for NaN"),
+        ("bf16", [put("exp_avg", 3.4e38)], "exp_avg"),  # ends before float32 does
+        ("log8", [put("exp_avg", 3e38), put("exp_avg_sq", 1e-45)], "exp_avg"),  # in units of the second one's root
+        ("fp32", [lambda s: s["state"][MATRIX].update(exp_avg=torch.ones(64, 130).int())], "exp_avg of torch.int32"),
+    ],
+)
+def test_state_of_torch_is_refused(codec: str, changes: list[Change], message: str) -> None:
+    state_dict = of_torch()
+    for change in changes:
+        change(state_dict)
+    assert_refused(made("adamw", codec=codec), state_dict, MATRIX_GOT + message)
+
+
+def test_scales_whose_product_no_element_has() -> None:
+    """The largest first moment in units of the root may be beside a small root."""
+    state_dict = of_torch()
+    state = state_dict["state"][MATRIX]
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].fill_(1e10)
+    state["exp_avg"][0, 0], state["exp_avg_sq"][0, 0] = 1e30, 1e-20
+    optimizer = made("adamw")
+    optimizer.load_state_dict(state_dict)
+    own = optimizer.state[optimizer.param_groups[0]["params"][MATRIX]]
+    assert (own["exp_avg_scales"][0, 0] * own["exp_avg_sq_scales"][0, 0, 0]).isinf()
+    again = made("adamw")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(entries["exp_avg"].isfinite().all() for entries in again.state_dict(dequantize=True)["state"].values())
+
+
+WRONG_STEPS: dict[str, object] = {
+    "nan": torch.tensor(NAN),
+    "a fraction": torch.tensor(1.5),
+    "beyond the kernels' integers": torch.tensor(1e30),
+    "complex": torch.tensor(1j),
+    "sparse": torch.ones(1).to_sparse(),
+    "nothing": None,
+    "a large number": 10**400,
+}
+
+
+@pytest.mark.parametrize("source", ["own", "torch"])
+def test_steps(source: str) -> None:
+    state_dict, optimizer = saved("log8") if source == "own" else of_torch(), made("adamw")
+    advance(optimizer, range(2))
+    for count in WRONG_STEPS.values():
+        state_dict["state"][VECTOR]["step"] = count
+        assert_refused(optimizer, state_dict, VECTOR_GOT + "step as")
+    for count in (7, 7.0, torch.tensor([7]), torch.tensor(7, dtype=torch.float64), 0):  # as others write them
+        state_dict["state"][VECTOR]["step"] = count
+        optimizer.load_state_dict(state_dict)
+        found = optimizer.state[optimizer.param_groups[0]["params"][VECTOR]]["step"]
+        assert (found.shape, found.dtype, float(found)) == ((), torch.float32, float(count))
+    advance(optimizer, range(2, 3))
+
+
+OTHER_LAYOUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "sparse codes": ("exp_avg_codes", Tensor.to_sparse),
+    "sparse rows of codes": ("exp_avg_codes", Tensor.to_sparse_csr),
+    "without memory": ("exp_avg_codes", lambda x: x.to("meta")),
+    "sparse low bits": ("master_low_bits", Tensor.to_sparse),
+    "floats as codes": ("exp_avg_codes", Tensor.float),
+    "low bits of another width": ("master_low_bits", Tensor.short),
+    "some rows of low bits": ("master_low_bits", lambda x: x[:5]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_layouts() -> None:
+    optimizer = made("adamw", torch.bfloat16, master_weight_bits=24)
+    advance(optimizer, range(2), torch.bfloat16)
+    for entry, change in OTHER_LAYOUTS.values():
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        state_dict["state"][MATRIX][entry] = change(state_dict["state"][MATRIX][entry])
+        assert_refused(optimizer, state_dict, MATRIX_GOT + entry)
+    del state_dict["state"][1]["master_low_bits"]
+    state_dict["state"][MATRIX] = copy.deepcopy(optimizer.state_dict())["state"][MATRIX]
+    assert_refused(optimizer, state_dict, "expected master_low_bits too")
+    advance(optimizer, range(2, 3), torch.bfloat16)
+
+
+def test_a_run_that_diverged_says_so() -> None:
+    """With nonfinite="propagate" the state is as torch's would be: such a state is saved, and not loaded."""
+    (param,) = params = [torch.nn.Parameter(torch.ones(7))]
+    optimizer = shardopt.AdamW8bit(params, nonfinite="propagate")
+    param.grad = torch.full((7,), NAN)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"the run had diverged when it was saved, .* load an earlier one"):
+        shardopt.AdamW8bit(params).load_state_dict(optimizer.state_dict())
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def named(order: str, *, kind: str = "own", prefix: str = "") -> tuple[dict[str, Parameter], torch.optim.Optimizer]:
+    """Parameters of one shape by name, and an optimizer that has them in this order, with names."""
+    params = {name: Parameter(values((64, 96), seed)) for seed, name in enumerate("abc")}
+    listed = [(prefix + name, params[name]) for name in order]
+    if kind == "wrapped":
+        return params, shardopt.quantize_state(torch.optim.AdamW(listed))
+    return params, shardopt.AdamW8bit(listed) if kind == "own" else torch.optim.AdamW(listed)
+
+
+def step_named(params: dict[str, Parameter], optimizer: torch.optim.Optimizer) -> None:
+    step(optimizer, params, {name: values((64, 96), 10 + seed) for seed, name in enumerate(params)})
+
+
+@pytest.mark.parametrize("form", ["as it is", "torch's functions", "dequantized", "imported"])
+@pytest.mark.parametrize(("kind", "prefix"), [("own", "module."), ("wrapped", ""), ("wrapped", "module.")])
+def test_named_state_in_another_order(kind: str, form: str, prefix: str) -> None:
+    """State finds its parameter by name, and saved names are not taken over."""
+    dequantize = {"dequantize": True} if form == "dequantized" else {}
+    params, optimizer = named("abc", kind="torch" if form == "imported" else kind)
+    step_named(params, optimizer)
+    others, other = named("cab", kind=kind, prefix=prefix)
+    if form == "torch's functions":
+        model, its_model = nn.ParameterDict(params), nn.ParameterDict(others)
+        set_optimizer_state_dict(its_model, other, get_optimizer_state_dict(model, optimizer))
+    elif form == "imported" and kind == "own":
+        shardopt.checkpoint.import_state(other, optimizer.state_dict())
+    else:
+        other.load_state_dict(through_a_file(optimizer.state_dict(**dequantize)))
+    assert other.param_groups[0]["param_names"] == [prefix + name for name in "cab"]
+    expected = named("abc", kind=kind)[1]
+    expected.load_state_dict(optimizer.state_dict(**dequantize))
+    for name, param in zip("abc", expected.param_groups[0]["params"], strict=True):
+        assert_same(other.state[others[name]], expected.state[param])
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped"])
+def test_names_of_other_parameters_are_refused(kind: str) -> None:
+    params, optimizer = named("abc", kind=kind)
+    step_named(params, optimizer)
+    saved = optimizer.state_dict()
+    others, other = named("abc", kind=kind, prefix="x.")
+    with pytest.raises(ValueError, match=r"param group 0: got state of a, b, c, expected x\.a, x\.b, x\.c; make the"):
+        other.load_state_dict(saved)
+    assert not any(other.state.values())
+    del saved["param_groups"][0]["param_names"]
+    other.load_state_dict(saved)
+    assert_same(other.state[others["a"]], optimizer.state[params["a"]])
+
+
+@pytest.mark.parametrize("kind", ["own", "wrapped"])
+def test_a_key_of_no_group_is_told(kind: str) -> None:
+    params, optimizer = named("abc", kind=kind)
+    step_named(params, optimizer)
+    optimizer.state[Parameter(torch.zeros(3))] = {"step": torch.tensor(1.0)}
+    for dequantize in (False, True):
+        with pytest.raises(RuntimeError, match=r"got state of a tensor of shape \(3,\) that is in no param group"):
+            optimizer.state_dict(dequantize=dequantize)
+
+
+def test_empty_entries_are_no_state() -> None:
+    """Such as reading ``optimizer.state[param]`` makes."""
+    params, optimizer = named("abc")
+    _, expected = named("abc")
+    assert not any(optimizer.state[param] for param in params.values())
+    assert optimizer.state_dict(dequantize=True)["state"] == optimizer.state_dict()["state"] == {}
+    expected.load_state_dict(optimizer.state_dict())
+    assert get_optimizer_state_dict(nn.ParameterDict(params), optimizer)["state"].keys() == set("abc")
+
+
+def test_the_state_of_some_parameters_is_forgotten() -> None:
+    params, optimizer = named("abc")
+    step_named(params, optimizer)
+    fresh, expected = named("abc")
+    step_named(fresh, expected)
+    with pytest.raises(ValueError, match="params: got a tensor that is in no param group"):
+        optimizer.reset_state([params["a"], Parameter(torch.ones(2))])
+    assert all(optimizer.state[param] for param in params.values())
+    optimizer.reset_state(iter([params["a"], params["c"]]))
+    one = shardopt.AdamW8bit([fresh["a"], fresh["c"]])
+    for _ in range(2):
+        step_named(params, optimizer)
+        for name, of in (("a", one), ("c", one), ("b", expected)):
+            fresh[name].grad = values((64, 96), 10 + "abc".index(name))
+            of.param_groups[0]["lr"] = 1e-3
+        one.step()
+        fresh["a"].grad = fresh["c"].grad = None
+        expected.step()
+        for name, param in params.items():
+            assert torch.equal(param, fresh[name])
+            assert_same(optimizer.state[param], (expected if name == "b" else one).state[fresh[name]])
+
+
+def test_torch_leaves_out_the_state_of_frozen_parameters() -> None:
+    """pytorch#192202: with a warning, nested or flat."""
+    params, optimizer = named("abc")
+    step_named(params, optimizer)
+    model = nn.ParameterDict(params)
+    for options in (StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True)):
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        params["b"].requires_grad = False
+        with pytest.warns(UserWarning, match="got saved state of b, which requires no gradient"):
+            set_optimizer_state_dict(model, optimizer, saved, options=options)
+        params["b"].requires_grad = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            set_optimizer_state_dict(model, optimizer, saved, options=options)

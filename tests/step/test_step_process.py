@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import everything
 from programs import Programs
-from ranks.snapshot import assert_same
-from shardopt.kernels.dispatch import use_cpu_target
-from step_problem import make, params_of, step
 
 _PROGRAM = """
 import ctypes
@@ -74,19 +70,6 @@ assert all(torch.equal(state[key], other_state[key]) for key in other_state)
 def test_a_step_does_with_the_threads_that_start(programs: Programs, before: int, tmp_path: Path) -> None:
     """With ``before`` threads running no other can start; the steps are those of one thread, bit for bit."""
     programs.run(_PROGRAM.replace("BEFORE", str(before)), tmp_path)
-
-
-def test_a_step_that_cannot_begin_changes_nothing() -> None:
-    optimizer, expected = make(), make()
-    for t in range(3):
-        step(optimizer, t)
-        step(expected, t)
-        before = everything(optimizer)
-        with use_cpu_target("none such"), pytest.raises(ValueError, match="got target 'none such'"):
-            step(optimizer, 50)
-        assert_same(everything(optimizer), before)
-    assert [float(optimizer.state[p]["step"]) for p in params_of(optimizer)] == [3] * 5
-    assert_same(everything(optimizer), everything(expected))
 
 
 _FIRST_STEPS = """

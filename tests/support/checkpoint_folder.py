@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +14,6 @@ from torch import Tensor, nn
 
 import shardopt
 from attack.index_file import INDEX, file_name, read_index, strict_tensors
-from shardopt.checkpoint.index import Index, load_index
-from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.reading import read_tensors
-from shardopt.checkpoint.saving import Saving
-from shardopt.checkpoint.storage import folder_at
 
 LOCK = "checkpoint.lock"
 
@@ -55,24 +49,6 @@ def contents(model: nn.Module, optimizer: Any) -> dict[str, tuple[str, tuple[int
     return found
 
 
-def save(path: Path, tensors: Mapping[str, Chunks], header: dict[str, Any] | None = None) -> None:
-    """Saves tensors that ranks hold in any rectangles."""
-    ranks = Ranks()
-    ranks.agree(lambda: Saving(folder_at(path), {} if header is None else header)).run(tensors, ranks)
-
-
-def load(path: Path, tensors: Mapping[str, Chunks | Tensor]) -> None:
-    """Loads into rectangles of tensors, or whole ones."""
-    folder, ranks = folder_at(path), Ranks()
-    chunks = {name: x if isinstance(x, Chunks) else Chunks.whole(x) for name, x in tensors.items()}
-    index = ranks.agree(lambda: load_index(folder))
-    ranks.agree(lambda: read_tensors(folder, index, chunks))
-
-
-def index_of(path: Path) -> Index:
-    return load_index(folder_at(path))
-
-
 class Two(nn.Module):
     """A parameter and a buffer of random bits."""
 
@@ -101,10 +77,15 @@ def assert_only(path: Path, seed: int = 0) -> None:
     assert sorted(os.listdir(path)) == sorted([the_data_file(path).name, INDEX, LOCK])
 
 
-def the_data_file(path: Path) -> Path:
+def data_files(path: Path) -> list[str]:
+    """The names of the data files of a checkpoint."""
     content = read_index(path)
-    assert len(content["files"]) == 1
-    return path / file_name(content, 0)
+    return [file_name(content, number) for number, stored in enumerate(content["files"]) if stored is not None]
+
+
+def the_data_file(path: Path) -> Path:
+    (name,) = data_files(path)
+    return path / name
 
 
 def flip(path: Path, place: int) -> None:

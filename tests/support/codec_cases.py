@@ -25,7 +25,6 @@ from shardopt.kernels.numeric import square_root
 
 V = Moment("v", signed=False)
 M = Moment("m", signed=True)
-EPS = 2.0**-24  # the largest relative error of one float32 operation
 
 
 class Kind(NamedTuple):
@@ -100,7 +99,7 @@ def block(kind: Kind, seed: int, spread: float, size: int, largest: float = 1.0)
 
 
 def reciprocal(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The float32 nearest to ``1 / scales``, and its relative error: at most EPS, and more above 2^126 only."""
+    """The float32 nearest to ``1 / scales``, and its relative error: at most 2^-24, and more above 2^126 only."""
     inverse = torch.from_numpy(1 / scales.numpy())
     return inverse, (inverse.double() * scales.double() - 1).abs()
 

@@ -16,14 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pybind11
+import pytest
 import torch
 from filelock import FileLock
+from torch import Tensor
 
 import kernel_problem
+from helpers import Named
+from ranks.snapshot import assert_same
+from shardopt import _C
+from shardopt.kernels import dispatch_cuda, norms
+from shardopt.step import batch, gradient_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETER = ROOT / "tests/ptx"
@@ -36,6 +44,8 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {f"ptx{arch}": (arch, {}) for 
 #: Warps interrupt each other, diverged lanes go on in any order, approximations are as wrong as they may be.
 KINDS["ptx90-adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
 BUILD = ROOT / "build/ptx"
+#: What of ``shardopt._C`` the interpreter takes the place of.
+NAMES = ("cuda_tasks", "step_cuda", "norm_cuda", "cuda_norm_task", "cuda_prepared_bytes", "cuda_launched_gradients")
 # -fno-gnu-unique: each architecture's module has variables of its own.
 FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
 EXACT = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
@@ -55,15 +65,23 @@ def ptx_of(kernel_object: Path, arch: str) -> str | None:
 
 
 @cache
-def build(arch: str) -> ModuleType:
-    """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts."""
+def build(arch: str, few: bool) -> ModuleType:
+    """The CUDA part of ``shardopt._C`` for a virtual architecture; ``ptx`` has the modules' texts.
+
+    Args:
+        arch: one of :data:`ARCHS`.
+        few: half of the kernels will do (csrc/step/instances.h).
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
+    kept = [Path(sys.prefix) / "objects" / f"{name}.cu.o" for name in KERNELS]
     with FileLock(BUILD / f"lock-{arch}"):
-        objects = _kernel_objects(arch)
+        has_kept = all(path.exists() and path.stat().st_mtime > _changed() and ptx_of(path, arch) for path in kept)
+        defined = "-DSHARDOPT_FEW_KERNELS" if few and not has_kept else ""
+        objects = kept if has_kept else _kernel_objects(arch, defined)
     with FileLock(BUILD / "lock"):
-        library = _link(arch, objects)
+        library = _link(arch, objects, defined)
     texts = [ptx_of(path, arch) for path in objects]
-    spec = importlib.util.spec_from_file_location("cuda_emulated", library)
+    spec = importlib.util.spec_from_file_location("cuda_interpreted", library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -82,32 +100,38 @@ def _digest(paths: Iterable[Path], *settings: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _csrc() -> list[Path]:
-    return [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+def _sources() -> list[Path]:
+    """What the CUDA part is made of: csrc without what only the CPU's kernels include."""
+    found = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    return [path for path in found if not path.name.startswith(("cpu", "lanes", "bindings.cpp"))]
 
 
-def _kernel_objects(arch: str) -> list[Path]:
-    """Objects of the kernels: those that launch/test.sh has kept, if they are new and have the PTX, else our own."""
-    kept = [Path(sys.prefix) / "objects" / f"{name}.cu.o" for name in KERNELS]
-    changed = max(path.stat().st_mtime for path in _csrc())
-    if all(path.exists() and path.stat().st_mtime > changed and ptx_of(path, arch) for path in kept):
-        return kept
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False).stdout
-    folder = BUILD / f"kernels-{_digest([*_csrc(), ROOT / 'setup.py'], arch, version)}"
-    objects = [folder / f"{name}.cu.o" for name in KERNELS]
-    if all(path.exists() for path in objects):
-        return objects
-    settings = {"SHARDOPT_CUDA": "1", "SHARDOPT_CUDA_ARCHS": f"{arch}-virtual", "NVCC_APPEND_FLAGS": "--no-compress"}
+def _changed() -> float:
+    return max(path.stat().st_mtime for path in _sources())
+
+
+def _kernel_objects(arch: str, defined: str) -> list[Path]:
+    """The kernels' objects, compiled once for the same sources."""
+    settings = {"SHARDOPT_CUDA": "1", "SHARDOPT_CUDA_ARCHS": f"{arch}-virtual"}
+    settings["NVCC_APPEND_FLAGS"] = f"--no-compress {defined}"
     with mock.patch.dict(os.environ, settings), mock.patch("setuptools.setup"):
         toolkit = runpy.run_path(str(ROOT / "setup.py"))["toolkit"]
-        for name, path in zip(KERNELS, objects, strict=True):
-            made = path.with_suffix(".new.o")
-            toolkit.compile(str(ROOT / f"{name}.cu"), made, str(ROOT / "csrc"))
-            made.rename(path)
-    return objects
+        version = subprocess.run([toolkit.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        folder = BUILD / f"kernels-{_digest([*_sources(), ROOT / 'setup.py'], arch, defined, version)}"
+
+        def compile_kernels(name: str) -> Path:
+            path = folder / f"{name}.cu.o"
+            if not path.exists():
+                made = path.with_suffix(".new.o")
+                toolkit.compile(str(ROOT / f"{name}.cu"), made, str(ROOT / "csrc"))
+                made.rename(path)
+            return path
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(compile_kernels, KERNELS))
 
 
-def _link(arch: str, kernel_objects: list[Path]) -> Path:
+def _link(arch: str, kernel_objects: list[Path], defined: str) -> Path:
     """The extension, of the kernels' objects, the host's part and the interpreter."""
     compiler = os.environ.get("CXX", "c++")
     torch_folder = Path(torch.__file__).parent
@@ -118,12 +142,13 @@ def _link(arch: str, kernel_objects: list[Path]) -> Path:
     renamed = f"-DCudaTask=InterpretedCudaTask{arch}"
     sources = sorted(INTERPRETER.glob("*.cpp"))
     own = _digest([*sources, *INTERPRETER.glob("*.h")], compiler, abi, torch.__version__, *EXACT)
-    bindings = _digest([*_csrc(), *kernel_objects], own, renamed)
+    bindings = _digest([*_sources(), *kernel_objects], own, renamed, defined)
     commands: list[tuple[Path, list[str]]] = []
     for source in sources:
         commands.append((BUILD / f"{source.stem}-{own}.o", ["-std=c++20", *EXACT, str(source)]))
     for name in HOST:
-        commands.append((BUILD / f"{Path(name).stem}-{bindings}.o", ["-std=c++17", "-O1", renamed, str(ROOT / name)]))
+        arguments = ["-std=c++17", "-O1", renamed, *defined.split(), str(ROOT / name)]
+        commands.append((BUILD / f"{Path(name).stem}-{bindings}.o", arguments))
 
     def compile_to(path: Path, arguments: list[str]) -> None:
         if not path.exists():
@@ -143,10 +168,6 @@ def _link(arch: str, kernel_objects: list[Path]) -> Path:
     return library
 
 
-def is_interpreter(kernels: ModuleType) -> bool:
-    return hasattr(kernels, "take_reports")
-
-
 @contextmanager
 def checked(kernels: ModuleType, **options: object) -> Iterator[None]:
     """Lets kernels use tensors made meanwhile, and no others; with further options, of tests/ptx/machine.h."""
@@ -159,3 +180,34 @@ def checked(kernels: ModuleType, **options: object) -> Iterator[None]:
         yield
     finally:
         kernels.check_allocations(False)
+
+
+def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets optimizers step tensors on the CPU as if they were on a GPU."""
+    for name in NAMES:
+        monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
+    monkeypatch.setattr(dispatch_cuda, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
+    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(batch, "make_call", dispatch_cuda.CudaCall)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(norms, "_pinned", lambda table: torch.from_numpy(table.reshape(-1).view(np.uint8)))
+    monkeypatch.setattr(gradient_norm, "make_norm_call", norms.CudaNormCall)
+
+
+def compare(module: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:
+    """Steps optimizers on the CPU and as if on a GPU: parameters, state and skipped elements have the same bits."""
+    wanted, wanted_skips = kernel_problem.run(rule, codec, initial, steps, **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use(module, monkeypatch)
+        actual, skips = kernel_problem.run(rule, codec, initial, steps, **options)
+    assert_same(actual, wanted)
+    assert skips == wanted_skips
+
+
+if __name__ == "__main__":  # beside other tests: compiles what those of tests/ptx will need
+    os.nice(10)
+    build("90", few=True)

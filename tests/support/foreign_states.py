@@ -16,7 +16,6 @@ from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.optim import ShardedOptimizer
-from shardopt.state.tensor_state import TensorState, tensor_state_of
 
 #: Rows of whole blocks of 256; not; one row; whole blocks of 32 only; a convolution with rows of whole blocks.
 MATRICES = ((16, 512), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))
@@ -151,87 +150,83 @@ def flashoptim_state(x: Moments, bfloat16: bool = False) -> tuple[dict, list[Ten
     return state, [c.decoded for c in coded]
 
 
-class Kind(NamedTuple):
-    """A kind of optimizer of bitsandbytes.
+class Source(NamedTuple):
+    """An optimizer of another package.
 
     Attributes:
+        package: its package.
+        kind: the class here, without its bits.
         state: makes the state of a parameter, and what it stands for.
         group: its hyper-parameters.
         taken: what becomes of them here.
+        native: the codec and block size here that take over its codes.
     """
 
+    package: str
+    kind: str
     state: Callable[[Moments], tuple[dict, list[Tensor]]]
     group: dict[str, Any]
     taken: dict[str, Any]
+    native: tuple[str, int] = ("dynamic8", 256)
 
 
-_NOT_MIXED = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
-_MIXED = {"betas": (0.8, 0.99, 0.995), "eps": 1e-7}
-#: The kinds of optimizer that bitsandbytes has.
-KINDS: dict[str, Kind] = {
-    "AdamW": Kind(
-        bitsandbytes_state,
-        {"betas": (0.8, 0.99), "eps": 1e-7, **_NOT_MIXED},
-        {"betas": (0.8, 0.99), "eps": 1e-7},
-    ),
-    "AdEMAMix": Kind(
+BNB = "bitsandbytes"
+_ADAM = {"betas": (0.8, 0.99), "eps": 1e-7}
+_MIXED = {"betas": (0.8, 0.99, 0.995), "eps": 1e-7, "alpha": 4.0}
+_FLASH = {"initial_lr": 1.0, "master_bytewidth": 3, "quantize": True}
+#: By package, or by the kind that is not Adam's of bitsandbytes.
+SOURCES = {
+    BNB: Source(BNB, "AdamW", bitsandbytes_state, {**_ADAM, "alpha": 0.0, "t_alpha": None, "t_beta3": None}, _ADAM),
+    "torchao": Source("torchao", "AdamW", torchao_state, {**_ADAM, "amsgrad": False, "lr": torch.tensor(0.5)}, _ADAM),
+    "flashoptim": Source("flashoptim", "AdamW", flashoptim_state, {**_ADAM, **_FLASH}, _ADAM, ("companded8", 32)),
+    "AdEMAMix": Source(
+        BNB,
+        "AdEMAMix",
         bitsandbytes_ademamix,
-        {**_MIXED, "alpha": 4.0, "t_alpha": 50, "t_beta3": None},
-        {**_MIXED, "alpha": 4.0, "alpha_steps": 50, "beta3_steps": None},
+        {**_MIXED, "t_alpha": 50, "t_beta3": None},
+        {**_MIXED, "alpha_steps": 50, "beta3_steps": None},
     ),
-    "Lion": Kind(lambda x: bitsandbytes_state(x, 1), {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}),
-    "SGD": Kind(
-        lambda x: bitsandbytes_state(x, 1), {"betas": (0.8, 0), "eps": 0.0}, {"momentum": 0.8, "dampening": 0.0}
+    "Lion": Source(
+        BNB, "Lion", lambda x: bitsandbytes_state(x, 1), {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}
     ),
-    "RMSprop": Kind(
+    "SGD": Source(
+        BNB,
+        "SGD",
+        lambda x: bitsandbytes_state(x, 1),
+        {"betas": (0.8, 0), "eps": 0.0},
+        {"momentum": 0.8, "dampening": 0.0},
+    ),
+    "RMSprop": Source(
+        BNB,
+        "RMSprop",
         bitsandbytes_squares,
         {"betas": (0.8, 0), "eps": 1e-7},
         {"alpha": 0.8, "eps": 1e-7, "momentum": 0.0, "centered": False},
     ),
-    "Adagrad": Kind(bitsandbytes_squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}),
+    "Adagrad": Source(
+        BNB, "Adagrad", bitsandbytes_squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}
+    ),
 }
+#: The kinds of optimizer that bitsandbytes has.
+KINDS = [name for name, source in SOURCES.items() if source.package == BNB]
 
 
-def ours_of(kind: str, params: Any, **options: Any) -> ShardedOptimizer:
-    """The optimizer here for a kind of bitsandbytes."""
+def ours_of(source: str, params: Any, **options: Any) -> ShardedOptimizer:
+    """The optimizer here for another package's; that of torch.optim is AdamW."""
+    kind = SOURCES[source].kind if source in SOURCES else "AdamW"
     momentum = {"momentum": 0.5} if kind == "SGD" else {}  # without, it keeps no moments
     found: ShardedOptimizer = getattr(shardopt, f"{kind}8bit")(params, **momentum, **options)
     return found
 
 
-def of_kind(kind: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    """A state dict of bitsandbytes, and per parameter the moments it stands for."""
-    return _state_dict(KINDS[kind].state, KINDS[kind].group)
+def params_of() -> list[Parameter]:
+    return [Parameter(values(shape, 50 + seed)) for seed, shape in enumerate(SHAPES)]
 
 
-GROUPS: dict[str, dict[str, Any]] = {
-    "bitsandbytes": KINDS["AdamW"].group,
-    "torchao": {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": False, "lr": torch.tensor(0.5)},
-    "flashoptim": {"betas": (0.8, 0.99), "eps": 1e-7, "initial_lr": 1.0, "master_bytewidth": 3, "quantize": True},
-}
-STATES: dict[str, Callable[[Moments], tuple[dict, list[Tensor]]]] = {
-    "bitsandbytes": bitsandbytes_state,
-    "torchao": torchao_state,
-    "flashoptim": flashoptim_state,
-}
-#: The codec and block size that take over a package's codes.
-NATIVE = {"bitsandbytes": ("dynamic8", 256), "torchao": ("dynamic8", 256), "flashoptim": ("companded8", 32)}
-
-
-def params_of(dtype: torch.dtype = torch.float32) -> list[Parameter]:
-    return [Parameter(values(shape, 50 + seed, dtype)) for seed, shape in enumerate(SHAPES)]
-
-
-def by_hand(package: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
+def by_hand(source: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     """A state dict in a package's form, and per parameter the moments it stands for."""
-    return _state_dict(STATES[package], GROUPS[package])
-
-
-def _state_dict(
-    state_of: Callable[[Moments], tuple[dict, list[Tensor]]], hyper: dict[str, Any]
-) -> tuple[dict[str, Any], list[list[Tensor]]]:
-    made = [state_of(made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
-    group = {"lr": 0.5, "weight_decay": 0.25, **hyper, "params": list(range(len(SHAPES)))}
+    made = [SOURCES[source].state(made_up(shape, seed)) for seed, shape in enumerate(SHAPES)]
+    group = {"lr": 0.5, "weight_decay": 0.25, **SOURCES[source].group, "params": list(range(len(SHAPES)))}
     state_dict = {"state": {i: state for i, (state, _) in enumerate(made)}, "param_groups": [group]}
     return copy.deepcopy((state_dict, [decoded for _, decoded in made]))
 
@@ -244,20 +239,26 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = STEP) -> None:
         optimizer.step()
 
 
-def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
-    (group,) = optimizer.param_groups
-    return tensor_state_of(param, group, optimizer.rule(group).moments)
+def moments_of(optimizer: ShardedOptimizer) -> list[dict[str, Tensor]]:
+    """What the state of each parameter stands for."""
+    states = optimizer.state_dict(dequantize=True)["state"].values()
+    return [{key: x for key, x in state.items() if key != "step"} for state in states]
 
 
 def assert_imported(optimizer: ShardedOptimizer, decoded: list[list[Tensor]], exact: set[tuple[int, ...]]) -> None:
-    """Demands that state is what the decoded moments encode to, except where codes were taken over."""
-    for param, moments in zip(optimizer.param_groups[0]["params"], decoded, strict=True):
-        spec, state = specification(optimizer, param), optimizer.state[param]
-        assert state["step"].dtype == torch.float32
-        assert state["step"] == STEP
-        named = {m.name: x for m, x in zip(spec.moments, moments, strict=True)}
-        if tuple(param.shape) in exact:
-            assert_same(spec.decode(state), named)
+    """Demands the state that load_state_dict makes of the decoded moments, except where codes were taken over.
+
+    No entry keeps the memory of more than itself, such as two stacked averages, which would be saved with it.
+    """
+    found = moments_of(optimizer)
+    named = [dict(zip(names, moments, strict=True)) for names, moments in zip(found, decoded, strict=True)]
+    coded = {index: {"step": torch.tensor(float(STEP)), **moments} for index, moments in enumerate(named)}
+    again = copy.deepcopy(optimizer)
+    again.load_state_dict({**again.state_dict(), "state": coded})
+    for index, (state, expected) in enumerate(zip(optimizer.state.values(), again.state.values(), strict=True)):
+        assert_same({"step": state["step"]}, {"step": torch.tensor(float(STEP))})
+        assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in state.values())
+        if tuple(decoded[index][0].shape) in exact:
+            assert_same(found[index], named[index])
         else:
-            found = {key: value for key, value in state.items() if key != "step"}
-            assert_same(found, spec.encode(named))
+            assert_same(state, expected)

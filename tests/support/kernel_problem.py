@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 
 import torch
+from torch import Tensor
 
-from helpers import CASES, Named, ReferenceOptimizer, Shape, parameters, step
+import shardopt
+from helpers import CASES, Named, ReferenceOptimizer, Shape, at_odd_offset, parameters, step
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
-from shardopt import _C
+from shardopt import _C, clip_grad_norm_
 from shardopt.kernels import dispatch
 from shardopt.optim import ShardedOptimizer
 from weight_formats import BF16, FP16, FP32
@@ -111,3 +114,18 @@ def compare(
             assert_same(snapshot(params, optimizer), oracle.snapshot())
     assert {optimizer.nonfinite_count for _, optimizer in stepped} == {oracle.nonfinite}
     return stepped
+
+
+def clipped(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Norms, clipped gradients, and parameters and moments after a step that clips."""
+    found = []
+    for late in (False, True):
+        params = [torch.nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
+        optimizer = shardopt.SGD8bit(params, lr=0.5, momentum=0.9)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = at_odd_offset(gradient) if gradient.storage_offset() else gradient.clone()
+        found += [clip_grad_norm_(params, 0.5, kind, optimizer=optimizer if late else None) for kind in (math.inf, 2.0)]
+        if late:
+            optimizer.step()
+        found += [param.detach() if late else param.grad for param in params]
+    return found

@@ -1,6 +1,6 @@
 """A stand-in for a CUDA device whose work comes as late, as early or in as odd an order as streams and events allow.
 
-Tensors on ``cuda:0`` have memory of the CPU (:mod:`late_memory`). Operations, kernels and asynchronous copies only
+Tensors on ``cuda:0`` have memory of the CPU. Operations, kernels and asynchronous copies only
 queue their work in a stream; a scheduler runs the queues. A wait that is missing leads to other bits, or to one of
 :attr:`LateDevice.faults`:
 
@@ -18,7 +18,7 @@ allow; "ahead" and "behind" treat the default stream as the former and others as
 "random" decides for each stream, by the seed, or lets it alternate.
 
 Not modelled: several devices; what two kernels do to each other that run at one time, or the threads of one; the
-kernels' arithmetic (a step is the CPU's; tests/kernels/test_cuda_emulated.py has CUDA's); the legacy stream's implicit
+kernels' arithmetic (a step is the CPU's; tests/ptx/test_cuda_kernels.py has CUDA's); the legacy stream's implicit
 waits; NCCL; PyTorch's backward pass; errors of CUDA; how PyTorch's allocator splits blocks; captures of more than one
 stream; the host's own races for memory that is not page-locked.
 """
@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
 
-from late_memory import bytes_at, let_cuda_pass
-from late_schedule import Device, DeviceFuture, Event, Graph, Stream, capture, running_on
+from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass, running_on
 from shardopt import _C
 from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
@@ -102,7 +101,7 @@ class LateDevice(Device):
         on_cpu = self._converted((args, kwargs), self._alias_or_copy, torch.device("cpu"))
         if changed:
             self.put(self.current_stream(), lambda: op(*on_cpu[0], **on_cpu[1]))
-            return changed[0] if len(op._schema.returns) == 1 else tuple(changed)
+            return (None, changed[0], tuple(changed))[min(len(op._schema.returns), 2)]
         meta = self._converted((args, kwargs), _like, torch.device("meta"))
         results = tree_map_only(
             Tensor, lambda x: self.empty_strided(x.shape, x.stride(), x.dtype), op(*meta[0], **meta[1])

@@ -109,6 +109,13 @@ def with_data(change: Callable[[Tensor], Tensor]) -> Callable[[ShardedOptimizer]
     return changed
 
 
+def turn(optimizer: ShardedOptimizer) -> None:
+    """Another order of the same memory."""
+    param = params_of(optimizer)[2]
+    param.grad = None
+    param.data = param.data.view(256, 40).T
+
+
 def to_bfloat16(optimizer: ShardedOptimizer) -> None:
     for param in params_of(optimizer):
         kept.append(param.data)
@@ -169,6 +176,7 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "state in shared memory": share_memory,
     "data of a parameter": new_data,
     "shape of a parameter": with_data(lambda x: x.view(256, 40)),
+    "strides of a parameter": turn,
     "dtype of the parameters": to_bfloat16,
     "lr": set_option(0, lr=0.3),
     "betas": set_option(1, betas=(0.5, 0.6)),

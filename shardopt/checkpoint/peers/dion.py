@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.peers.base import Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.structure import are_floats
 from shardopt.checkpoint.wording import shown
+from shardopt.codec import Moment
 
 _STEP = "step_dev"
 _ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
@@ -22,21 +23,10 @@ class Dion(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return "momentum" in state and state.keys() <= {"momentum", "variance", _STEP}
 
-    def unwrapped(self, state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
-        if {"momentum", "variance"} <= state.keys():
-            return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
-        if "momentum" not in state:  # of another package, refused by its entries
-            return state
-        if group.get("algorithm") == "lion":
-            return {**step, "exp_avg": state["momentum"]}
-        momentum = group.get("mu")
-        if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0:
-            raise ValueError(
-                f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again"
-            )
-        total = state["momentum"]  # a sum of gradients; ours is their average
-        return {**step, "momentum_buffer": total * (1.0 - momentum) if are_floats(total) else total}
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
+        return super().read(_as_torch(state, group, name), group, expected, name)
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         names = {"mu": "momentum", "epsilon": "eps"}
@@ -49,3 +39,19 @@ class Dion(Peer):
         if adjustment in _ADJUSTMENTS:
             hyper["adjust_lr_fn"] = _ADJUSTMENTS[adjustment]
         return hyper
+
+
+def _as_torch(state: Mapping[str, Any], group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The state under torch.optim's names."""
+    step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
+    if {"momentum", "variance"} <= state.keys():
+        return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
+    if "momentum" not in state:  # of another package, refused by its entries
+        return state
+    if group.get("algorithm") == "lion":
+        return {**step, "exp_avg": state["momentum"]}
+    momentum = group.get("mu")
+    if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again")
+    total = state["momentum"]  # a sum of gradients; ours is their average
+    return {**step, "momentum_buffer": total * (1.0 - momentum) if are_floats(total) else total}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, of_companding
 from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import kind_of
@@ -31,11 +31,14 @@ class Flashoptim(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return any(key.endswith(_CODES) for key in state) or _LOW_BITS in state
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
         coded = {key.removesuffix(_CODES) for key in state if key.endswith(_CODES)}
         rest = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALES))}
-        in_floats = super().moments({**rest, **dict.fromkeys(coded)}, expected, name)
-        return {m.name: _read(state, m, name) if m.name in coded else in_floats[m.name] for m in expected}
+        found = super().read({**rest, **dict.fromkeys(coded)}, group, expected, name)
+        moments = {m.name: _read(state, m, name) for m in expected if m.name in coded}
+        return found._replace(moments={**found.moments, **moments})
 
 
 def _read(state: Mapping[str, Any], moment: Moment, name: str) -> CodedMoment:

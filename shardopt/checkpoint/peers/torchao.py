@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.peers.base import Moments, Peer
+from shardopt.checkpoint.peers.base import Peer, PeerState
 from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
 from shardopt.checkpoint.peers.structure import are_floats, is_dense
 from shardopt.checkpoint.wording import kind_of, shown
@@ -28,9 +28,12 @@ class Torchao(Peer):
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         return any(type(value).__name__ in (_EIGHT_BIT, *_OTHERS) for value in state.values())
 
-    def moments(self, state: Mapping[str, Any], expected: Sequence[Moment], name: str) -> Moments:
-        values = super().moments(state, expected, name)
-        return {m.name: _read(values[m.name], f"{name}: {m.name}", signed=m.signed) for m in expected}
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> PeerState:
+        found = super().read(state, group, expected, name)
+        moments = {m.name: _read(found.moments[m.name], f"{name}: {m.name}", signed=m.signed) for m in expected}
+        return found._replace(moments=moments)
 
 
 def _read(value: Any, what: str, *, signed: bool) -> Tensor | CodedMoment:

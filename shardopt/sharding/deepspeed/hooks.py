@@ -74,40 +74,17 @@ def install(engine_module: ModuleType) -> None:
         if issubclass(TYPES[name], Muon):
             model_parameters, params = divided(self.module, list(model_parameters), params)
         _check_params(TYPES[name], params)
-        _check_config(self)
-        optimizer = TYPES[name](model_parameters, **params)
-        _check_offload(optimizer.param_groups)
-        if isinstance(optimizer, Muon):
-            leave_gradients(self.module)
-        self._shardopt_pauses.enter_context(optimizer._internals.paused())
-        return optimizer
+        return _accepted(self, TYPES[name](model_parameters, **params))
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
-        def accepted(optimizer: Any) -> Any:
-            if isinstance(optimizer, ShardedOptimizer):
-                _check_config(self)
-                _check_offload(optimizer.param_groups)
-                if isinstance(optimizer, Muon):
-                    leave_gradients(self.module)
-                self._shardopt_pauses.enter_context(optimizer._internals.paused())
-            if isinstance(optimizer, QuantizedState):
-                raise RuntimeError(
-                    f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens "
-                    "parameters, expected one of shardopt's own optimizers; name one in the config, or shard with "
-                    "fully_shard (FSDP2)"
-                )
-            if isinstance(optimizer, ShardedOptimizer) and self.zero_use_cpu_optimizer():
-                self._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
-            return optimizer
-
         if self.zero_use_cpu_optimizer():
             _refuse_replacement(client_optimizer)
         with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which must do nothing
             if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
                 make = client_optimizer
-                client_optimizer = lambda params: accepted(make(params))  # noqa: E731
+                client_optimizer = lambda params: _accepted(self, make(params))  # noqa: E731
             else:
-                accepted(client_optimizer)
+                _accepted(self, client_optimizer)
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)
@@ -127,6 +104,24 @@ def install(engine_module: ModuleType) -> None:
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [ShardedOptimizer, *OPTIMIZERS.values()]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def _accepted(engine: Any, optimizer: Any) -> Any:
+    """Prepares an engine for an optimizer, and returns the optimizer. Raises if DeepSpeed and shardopt do not agree."""
+    if isinstance(optimizer, QuantizedState):
+        raise RuntimeError(
+            f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens parameters, "
+            "expected one of shardopt's own optimizers; name one in the config, or shard with fully_shard (FSDP2)"
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        _check_config(engine)
+        _check_offload(optimizer.param_groups)
+        if isinstance(optimizer, Muon):
+            leave_gradients(engine.module)
+        if engine.zero_use_cpu_optimizer():
+            engine._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
+        engine._shardopt_pauses.enter_context(optimizer._internals.paused())
+    return optimizer
 
 
 def _refuse_replacement(optimizer: Any) -> None:

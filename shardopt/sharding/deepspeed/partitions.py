@@ -22,7 +22,7 @@ from shardopt.layout import (
 )
 from shardopt.layout.names import parameter_names
 from shardopt.sharding.deepspeed.experts import name_experts
-from shardopt.sharding.exchange import RanksExchange, own_device
+from shardopt.sharding.exchange import exchange_among
 
 #: Places and names of a model's parameters, by identity.
 _Names = Mapping[int, tuple[int, str]]
@@ -93,12 +93,11 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
         group: the ranks that hold the ranges.
         names: places and names of the model's parameters.
     """
-    rank = dist.get_rank(group)
     segments = []
     for param, first in zip(params, offsets, strict=True):
         shard = _shard(param, tuple(param.shape), first, size, group)
         number, name = names[id(param)]
-        segments.append(Segment.within(name, number, shard, first, rank * size))
+        segments.append(Segment(name, number, shard, shard.place))
     return FlatBuffer(size, segments)
 
 
@@ -113,21 +112,15 @@ def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
 
 
 def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: Any) -> FlatShard:
-    """This rank's range of a parameter of global shape ``shape``; see :meth:`FlatShard.equal`."""
+    """This rank's range of a parameter of global shape ``shape``; see :class:`FlatShard`."""
     end, numel = size * dist.get_world_size(group), torch.Size(shape).numel()
     if first + numel > end:
         raise RuntimeError(
             f"got partitions that end at element {end - first} of a parameter, expected all {numel} elements; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard.equal(shape, first, size, RanksExchange((group,), _device_of(group)))
+    shard = FlatShard(shape, first, size, exchange_among(group))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-def _device_of(group: Any) -> torch.device:
-    """The device on which the group's back end takes tensors."""
-    on_gpu = dist.get_backend(group) != "gloo" and torch.cuda.is_available()
-    return own_device("cuda" if on_gpu else "cpu", group)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

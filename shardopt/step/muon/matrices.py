@@ -105,10 +105,10 @@ class Matrix:
             ((first, end),) = shard.indices[0]
             at = first
         else:  # a stack of matrices
-            covered, index = shard.local_blocks(grid), row // grid.blocks_per_row - shard.indices[0][0][0]
-            first = row + covered.first
-            end = first + covered.per_row if 0 <= index < shard.rows else first
-            at = first - index * covered.per_row
+            of_rows, index = shard.scales(grid), row // grid.blocks_per_row - shard.indices[0][0][0]
+            first = row + (of_rows.columns[0][0] if of_rows.columns else 0)
+            end = first + of_rows.cols if 0 <= index < shard.rows else first
+            at = first - index * of_rows.cols
         begin, stop = max(first, row), max(min(end, row + self.rows), max(first, row))
         return slice(begin - row, stop - row), entry.view(-1)[begin - at : stop - at]
 
@@ -138,11 +138,11 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
     for place, part in enumerate(parameter.spec.slices):
         shard, first = part.spec.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        division = shard.division
+        division = shard.division()
         if 0 in shard.global_shape or (division is None and 0 in shard.local_shape):  # nothing, or on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
-        whole = Region(0, shard.global_shape[0], shard.row_numel, shard.row_numel)
+        whole = Region(shard.global_shape, (0,) * len(shard.global_shape), shard.global_shape)
         if division is None and parameter.copies is not None:
             division = Division(parameter.copies.ranks, (whole,) * parameter.copies.size)
         regions = (whole,) if division is None else division.regions
@@ -174,17 +174,16 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
 def _rows_of(region: Region, spec: SliceSpec, start: int, rows: int, cols: int) -> tuple[int, int]:
     """The rows ``[first, end)`` of a matrix, at least those whose second moments the rank with a region keeps."""
     if not region.numel:  # an empty column shard keeps those of its rows, wherever they are
-        return (0, rows) if region.rows and region.stride else (0, 0)
+        return (0, rows) if region.shape[0] else (0, 0)
     part = region.within(start, start + rows * cols)
     if not part.numel:
         return 0, 0
     grid = spec.row_grid
     assert grid is not None
-    if grid.blocks_per_row > 1 and spec.shard.local_blocks(grid).exchange is not None:
+    if grid.blocks_per_row > 1 and spec.shard.block_owners(grid) is not None:
         return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
-    last = part.first + (part.rows - 1) * part.stride + part.cols - 1
-    last += sum((size - 1) * stride for size, stride in part.between)
-    return (part.first - start) // cols, (last - start) // cols + 1
+    first, end = part.span
+    return (first - start) // cols, -(-(end - start) // cols)
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling
-from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.weights import WeightFormat
-from shardopt.state.residency import Offload, StateResidency
-from shardopt.step.batch import Batch
+from shardopt.state.residency import Offload
+from shardopt.step.batch import Batch, StepContext
 from shardopt.step.group_tables import GroupTables, Scaled
 from shardopt.step.muon.directions import Directions
 from shardopt.step.muon.matrices import BYTES, Wave
@@ -39,6 +38,7 @@ class Passes:
         key: properties that the rows have in common.
         rows: rows of :data:`shardopt.step.rows.ROW`.
         matrices: the place in the wave of each row's matrix.
+        context: of the step.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Passes:
         key: Alike,
         rows: npt.NDArray[np.void],
         matrices: npt.NDArray[np.int64],
+        context: StepContext,
     ) -> None:
         offload, self._strided = key
         moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
@@ -66,36 +67,22 @@ class Passes:
         self.tensors = set(rows["tensor"].tolist())
         self._operands: tuple[Tensor, Tensor] | None = None
         self._gradient: Tensor | None = None
-        self._momentum = Batch(device, offload, momentum, [], None)
-        self._apply = Batch(device, offload if apply["kernel_row"]["low_bits"].any() else None, apply, [], None)
+        self._momentum = Batch(device, offload, momentum, [], None, context)
+        of_apply = offload if apply["kernel_row"]["low_bits"].any() else None
+        self._apply = Batch(device, of_apply, apply, [], None, context)
 
     @property
     def calls(self) -> list[Call]:
         """The kernels' calls that were made so far."""
         return [batch.call for batch in (self._momentum, self._apply) if batch.call is not None]
 
-    def update(
-        self,
-        watched: _C.Inputs,
-        groups: GroupTables,
-        scaling: LossScaling,
-        skipped: SkippedElements,
-        residency: StateResidency,
-        operands: Operands,
-    ) -> None:
+    def update(self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, operands: Operands) -> None:
         """Takes the gradients and options of a step. The first call allocates the memory that the kernels need."""
         of_momentum = groups.on(self._momentum.kernels)
         of_apply = groups.on(self._apply.kernels, self._scaled)
-        self._prepare_momentum = partial(
-            self._momentum.update, groups=of_momentum, scaling=scaling, skipped=skipped, residency=residency
-        )
-        self._prepare_apply = partial(
-            self._apply.update,
-            groups=of_apply,
-            scaling=scaling._replace(grad_scale=None, coefficient=None),
-            skipped=skipped,
-            residency=residency,
-        )
+        self._prepare_momentum = partial(self._momentum.update, groups=of_momentum, scaling=scaling)
+        unscaled = scaling._replace(grad_scale=None, coefficient=None)
+        self._prepare_apply = partial(self._apply.update, groups=of_apply, scaling=unscaled)
         self._operands = None if self._strided is None else operands(self._strided)
         self._new_gradients = self._momentum.fill(watched)
         if self._momentum.call is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,9 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling
-from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import Transfers
 from shardopt.layout import FlatShard
-from shardopt.state.residency import StateResidency
-from shardopt.step.agreement import Plan
-from shardopt.step.batch import run_phases
+from shardopt.step.batch import StepContext, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
 from shardopt.step.group_tables import GroupTables
 from shardopt.step.inputs import Input
@@ -29,8 +27,8 @@ from shardopt.step.rows import ROW, Group
 class _Planned:
     """A wave with the cut blocks of flat shards, rows, and their matrices, which do not change from step to step."""
 
-    def __init__(self, wave: Wave, flat_cuts: FlatCuts, plan: Plan) -> None:
-        self.wave, self.flat_cuts, self._plan = wave, flat_cuts, plan
+    def __init__(self, wave: Wave, flat_cuts: FlatCuts, context: StepContext) -> None:
+        self.wave, self.flat_cuts, self._context = wave, flat_cuts, context
         self.rows, self.places = np.zeros(0, ROW), np.zeros(0, np.int64)
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
@@ -47,7 +45,7 @@ class _Planned:
     ) -> WaveStep:
         """The wave's step; see :meth:`Waves.steps`."""
         tensors = {matrix.tensor for matrix in self.wave.matrices}
-        blocks = CutBlocks(self._plan, [cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
+        blocks = CutBlocks([cut for index, cut in cuts.items() if index in tensors], self.flat_cuts)
         passes = {}
         for key, indices in stepped.items():
             chosen = np.isin(self.rows["tensor"], indices)
@@ -56,7 +54,7 @@ class _Planned:
         normalized = {(m.tensor, m.part) for m in self.wave.matrices if m.row_decay is not None}
         with_gradient = {index for indices in stepped.values() for index in indices}
         of_rows = [(tensor, part) for tensor, part in sorted(normalized) if tensor in with_gradient]
-        return WaveStep(self.wave, device, passes, blocks, self._plan, of_rows)
+        return WaveStep(self.wave, device, passes, blocks, of_rows, self._context)
 
 
 class Waves:
@@ -65,10 +63,13 @@ class Waves:
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
-        plan: the ranks' plan.
+        context: of the step.
+        by_number: whether the matrices' owners depend on the parameters' numbers; see :func:`waves_of`.
     """
 
-    def __init__(self, inputs: Sequence[Input], groups: Sequence[Group], plan: Plan) -> None:
+    def __init__(
+        self, inputs: Sequence[Input], groups: Sequence[Group], context: StepContext, *, by_number: bool
+    ) -> None:
         by_device: dict[torch.device, list[Matrix]] = {}
         memory = []
         for index, parameter in enumerate(inputs):
@@ -83,10 +84,10 @@ class Waves:
         for device, matrices in by_device.items():
             for matrix in matrices:
                 self._begins.setdefault((matrix.tensor, matrix.part), []).append(matrix.first)
-            for wave in waves_of(matrices, min(memory), device.type, by_number=plan.single):
+            for wave in waves_of(matrices, min(memory), device.type, by_number=by_number):
                 slices = {(m.tensor, m.part): m.spec for m in wave.matrices}
-                flat = [(tensor, s) for (tensor, _), s in slices.items() if isinstance(s.shard, FlatShard)]
-                planned = _Planned(wave, FlatCuts(plan, flat, device), plan)
+                flat = [spec for spec in slices.values() if isinstance(spec.shard, FlatShard)]
+                planned = _Planned(wave, FlatCuts(flat, device), context)
                 self._waves.setdefault(device, []).append(planned)
                 self._cuts.update(dict.fromkeys(slices, planned.flat_cuts))
 
@@ -130,8 +131,12 @@ class WaveStep:
         device: the parameters' device.
         rows: rows of :data:`shardopt.step.rows.ROW`, and the place in the wave of each row's matrix.
         cuts: the blocks that ranks share.
-        plan: the ranks' plan.
         normalized: the indices of parameters with a gradient, and of their slices, with second moments of rows.
+        context: of the step.
+
+    Attributes:
+        cuts: see above.
+        ranks: the ranks that share the matrices; None for matrices of this rank alone.
     """
 
     def __init__(
@@ -140,17 +145,18 @@ class WaveStep:
         device: torch.device,
         rows: Mapping[Alike, tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]],
         cuts: CutBlocks,
-        plan: Plan,
         normalized: Sequence[tuple[int, int]],
+        context: StepContext,
     ) -> None:
         self._normalized = normalized
         self._row_moments: RowMoments = {}
         self._found_inf: Tensor | None = None
-        self._device = device
+        self._device, self._residency = device, context.residency
         self._transfers: Transfers | None = None  # of the second moments of rows, where they are offloaded
         self._directions = Directions(wave, device)
         self.cuts = cuts
-        self._passes = [Passes(wave, self._directions, device, key, *of_key) for key, of_key in rows.items()]
+        self.ranks = None if wave.division is None else wave.division.ranks
+        self._passes = [Passes(wave, self._directions, device, key, *some, context) for key, some in rows.items()]
         self._stepped = {index for passes in self._passes for index in passes.tensors}
 
     @property
@@ -159,21 +165,30 @@ class WaveStep:
         return [call for passes in self._passes for call in passes.calls]
 
     @property
+    def communicates(self) -> bool:
+        """Whether the step takes collectives."""
+        return self.ranks is not None or bool(self.cuts)
+
+    @property
     def memory(self) -> list[Tensor]:
         """Tensors that live from step to step and are no state."""
         return list(self.cuts.memory)
 
     def update(
-        self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, skipped: SkippedElements,
-        residency: StateResidency, operands: Operands, row_moments: Callable[[int, int], Tensor],
-    ) -> None:  # fmt: skip
+        self,
+        watched: _C.Inputs,
+        groups: GroupTables,
+        scaling: LossScaling,
+        operands: Operands,
+        row_moments: Callable[[int, int], Tensor],
+    ) -> None:
         """Takes the gradients, options and second moments of rows of a step."""
         self._row_moments = {indices: row_moments(*indices) for indices in self._normalized}
         is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
-        self._transfers = residency.transfers(self._device, "state") if is_offloaded else None
+        self._transfers = self._residency.transfers(self._device, "state") if is_offloaded else None
         self._found_inf = scaling.found_inf
         for passes in self._passes:
-            passes.update(watched, groups, scaling, skipped, residency, operands)
+            passes.update(watched, groups, scaling, operands)
 
     def begin(self) -> None:
         """Takes the momentum's pass over this rank's elements, and begins to send the directions."""
@@ -197,7 +212,16 @@ class WaveStep:
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
-    """Takes the steps of all waves of a device: while one is computed, the next arrives, and the last returns."""
+    """Takes the steps of all waves of a device, one set of ranks after the other.
+
+    A rank that waits for a wave to return may be the one that has to begin a wave with ranks of another set.
+    """
+    for _, alike in groupby(waves, key=lambda wave: wave.ranks):
+        _run_in_turn(list(alike))
+
+
+def _run_in_turn(waves: Sequence[WaveStep]) -> None:
+    """While one wave is computed, the next arrives, and the last returns."""
     for number in range(len(waves) + 2):
         if number < len(waves):
             waves[number].begin()

@@ -104,10 +104,6 @@ class Known:
         found = self.target.fingerprint()
         return self.prints.index(found) if found in self.prints else None
 
-    def changed(self) -> bool:
-        """Whether the contents are other than they were."""
-        return [content.fingerprint() for content in self.contents] != self.prints
-
 
 def fingerprint(value: Any) -> Hashable:
     """A value's types and bits, NaNs included; of a dict, the order of the keys does not count."""

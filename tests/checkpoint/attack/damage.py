@@ -13,25 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from attack.contents import Known
-from attack.forked import Outcome, call, fault, ok, shown
-from attack.hostile import refused, wrong_with_header
+from attack import hostile
+from attack.contents import content
+from attack.forked import Outcome, call, fault, shown
 from attack.index_file import INDEX
-from attack.recut import recut
-
-_known: list[Known] = []
-
-#: Seconds after which a load counts as hung: what waits for a writer to a FIFO waits for ever.
-HUNG = 20.0
 
 
 def prepare(base: Path) -> None:
     """Saves a checkpoint of several data files, and a later one of a single file."""
-    known = Known(2)
-    _known.append(known)
-    known.save(base / "whole", 0)
-    recut(base / "whole")
-    known.save(base / "other", 1)
+    hostile.prepare(base)
+    content(2).save(base / "other", {"k": 2})
 
 
 def attack(seed: int, number: int, base: Path) -> Outcome:
@@ -43,33 +34,22 @@ def attack(seed: int, number: int, base: Path) -> Outcome:
         shutil.rmtree(folder)
     elif os.path.lexists(folder):
         folder.unlink()
-    shutil.copytree(base / "whole", folder)
+    shutil.copytree(base / "pristine", folder)
     mutate = rng.choice(MUTATIONS)
     data = sorted(path.name for path in folder.glob("*.bin"))
     name = INDEX if rng.random() < 0.4 else rng.choice(data)
-    details = "" if number == 0 else mutate(rng, folder / name)
-    outcome = call(lambda: _check(folder), hung=HUNG)
-    if (folder / name).is_symlink() and outcome.kind == "right all the same":
+    details = mutate(rng, folder / name) if number else ""
+    outcome = call(lambda: _check(folder, must_succeed=number == 0))
+    if (folder / name).is_symlink() and outcome.kind == "loaded":
         outcome = fault("a link was followed out of the folder", str(outcome))
-    if number == 0 and outcome.kind != "right all the same":
-        outcome = fault("refused without damage", str(outcome))
     shown_name = INDEX if name == INDEX else f"data file {data.index(name)}"
     return outcome._replace(attack=f"{mutate.__name__.strip('_')} of {shown_name}: {details}")
 
 
-def _check(folder: Path) -> Outcome:
+def _check(folder: Path, must_succeed: bool) -> Outcome:
     libc = ctypes.CDLL(None, use_errno=True)  # gives up what root may do, reading what nobody may among it
     libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-    known = _known[-1]
-    before = known.target.fingerprint()
-    if wrong := wrong_with_header(folder):
-        return wrong
-    try:
-        k, extra = known.load(folder)
-    except BaseException as error:
-        changed = known.target.difference(before)
-        return fault("changed by a load that failed", changed) if changed else refused(error, folder)
-    return ok("right all the same") if k == 0 else fault("damage went unnoticed", f"{k} {shown(extra)}")
+    return hostile.check(folder, with_optimizer=True, must_succeed=must_succeed)
 
 
 def _flip(rng: Random, path: Path) -> str:
@@ -112,8 +92,8 @@ def _exchange(rng: Random, path: Path) -> str:
 
 def _copy_over(rng: Random, path: Path) -> str:
     """The bytes of another file of this checkpoint or of another one."""
-    source = path.parent.with_name(rng.choice(["whole", "other"]))
-    files = sorted(entry for entry in source.iterdir() if entry.name != path.name or source.name != "whole")
+    source = path.parent.with_name(rng.choice(["pristine", "other"]))
+    files = sorted(entry for entry in source.iterdir() if entry.name != path.name or source.name != "pristine")
     shutil.copyfile(rng.choice([entry for entry in files if entry.suffix == path.suffix] or files), path)
     return f"by one of the checkpoint {source.name}"
 

@@ -99,24 +99,18 @@ def _run(function: Callable[[Tell], object], write: int) -> NoReturn:
         os._exit(0)
 
 
-def call(function: Callable[[], Outcome], *, hung: float = HUNG, addresses: int = 4 * MEMORY_BYTES) -> Outcome:
-    """The outcome of a function, called in a child, which may die, hang, or take too much of something.
-
-    Args:
-        function: the function.
-        hung: seconds of wall time after which the child counts as hung.
-        addresses: bytes of addresses that the child may take beyond this process's.
-    """
-    child = Child(lambda tell: tell(_limited(function, addresses)))
-    status, seconds = child.end(hung)
+def call(function: Callable[[], Outcome]) -> Outcome:
+    """The outcome of a function, called in a child, which may die, hang, or take too much of something."""
+    child = Child(lambda tell: tell(_limited(function)))
+    status, seconds = child.end()
     if status is None:
-        return fault("hung", f"{hung:.0f} s, of which {seconds:.1f} s of CPU time")
+        return fault("hung", f"{HUNG:.0f} s, of which {seconds:.1f} s of CPU time")
     return Outcome(*child.told[0]) if child.told else fault(f"died with status {status}")
 
 
-def _limited(function: Callable[[], Outcome], addresses: int) -> Outcome:
+def _limited(function: Callable[[], Outcome]) -> Outcome:
     before, started = _memory("VmRSS"), time.process_time()
-    most = _memory("VmSize") + addresses  # so that reading what has no end takes no machine down
+    most = _memory("VmSize") + 4 * MEMORY_BYTES  # so that reading what has no end takes no machine down
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         outcome = function()

@@ -90,9 +90,9 @@ def chunks_of(table: bytes) -> list[Chunk]:
     return found
 
 
-def table_of(chunks: Sequence[Chunk], dims: int | None = None) -> bytes:
+def table_of(chunks: Sequence[Chunk]) -> bytes:
     """A table of these rows. Numbers that its columns cannot hold are cut to the columns' bits."""
-    dims = max((len(chunk.shape) for chunk in chunks), default=0) if dims is None else dims
+    dims = max((len(chunk.shape) for chunk in chunks), default=0)
     corners: list[int] = []
     for chunk in chunks:
         corners += [*chunk.offsets, *[0] * (dims - len(chunk.offsets))]

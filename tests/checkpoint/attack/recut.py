@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,28 @@ import numpy as np
 from attack.index_file import ITEMSIZES, Chunk, Saved, file_name, read_index, strict_tensors
 from attack.rules import Files, Json, box, files_of_elements
 
+#: Files of the rules below.
 FILES = 4
 _ALIGNMENT = 64
 
 
-def recut(folder: Path) -> None:
-    """Cuts tensors into chunks in four data files of equal lengths; the index has null for a fifth one."""
+def recut(folder: Path, files: int = FILES, rule: Callable[[Json, str, int], Json] | None = None) -> None:
+    """Cuts tensors into chunks in data files of equal lengths; the index has null for one more.
+
+    Args:
+        folder: of the checkpoint.
+        files: how many.
+        rule: of a tensor, by the index's content, its name and number. By default each way by turns, in several forms.
+    """
     content = read_index(folder)
     tensors = strict_tensors(folder, content)
     assert not isinstance(tensors, str), tensors
     (folder / file_name(content, 0)).unlink()
-    data = [bytearray() for _ in range(FILES)]
-    tables: list[list[Chunk]] = [[] for _ in range(FILES)]
+    data = [bytearray() for _ in range(files)]
+    tables: list[list[Chunk]] = [[] for _ in range(files)]
     for number, name in enumerate(sorted(tensors)):
         dtype, shape, values = tensors[name]
-        line = {"dtype": dtype, "shape": list(shape), **_rule(content, name, number)}
+        line = {"dtype": dtype, "shape": list(shape), **(rule or _rule)(content, name, number)}
         content["tensors"][name] = line
         elements = np.frombuffer(values, dtype=np.uint8).reshape([*shape, ITEMSIZES[dtype]])
         for file, offsets, extents in [] if 0 in shape else rectangles(files_of_elements(line)):
@@ -37,7 +44,7 @@ def recut(folder: Path) -> None:
             piece = elements[(*box(offsets, extents), slice(None))].tobytes()
             tables[file].append(Chunk(number, len(own), zlib.crc32(piece), tuple(offsets), tuple(extents)))
             own += piece
-    content["files"] = [[0, 0, 0]] * FILES + [None]
+    content["files"] = [[0, 0, 0]] * files + [None]
     dims = max(len(chunk.shape) for table in tables for chunk in table)
     lengths = [16 + len(table) * (16 + 16 * dims) for table in tables]
     total = max(len(own) + length for own, length in zip(data, lengths, strict=True))

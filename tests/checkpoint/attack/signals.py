@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,11 +35,7 @@ def prepare_kills(base: Path) -> None:
     (base / "staging").mkdir()
     _known.append(Known(2))
     for asynchronously in (False, True):
-        durations = []
-        for _ in range(3):
-            status = _timed(base, asynchronously)
-            durations.append(status)
-        _seconds.append(min(durations))
+        _seconds.append(min(_timed(base, asynchronously) for _ in range(3)))
 
 
 def _timed(base: Path, asynchronously: bool) -> float:
@@ -60,9 +56,8 @@ def attack_kills(seed: int, number: int, base: Path) -> Outcome:
     if rng.random() < 0.15:
         shutil.rmtree(folder, ignore_errors=True)
     newest = _newest(known, folder)
-    if isinstance(newest, Outcome):  # what an earlier attack of this sweep left
-        shutil.rmtree(folder)
-        newest = 0
+    if not newest:  # what an earlier attack of this sweep left may be no checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
     calls = rng.randrange(1, 120) if rng.random() < 0.5 else 0
     before = rng.random() < 0.5
     delay = rng.uniform(0, 3 * _seconds[asynchronously])
@@ -98,20 +93,16 @@ def attack_kills(seed: int, number: int, base: Path) -> Outcome:
     return outcome._replace(attack=f"{attack}, while {done} was saved and {begun} begun")
 
 
-def _newest(known: Known, folder: Path) -> int | Outcome:
+def _newest(known: Known, folder: Path) -> int:
     """The number of the save that a folder holds; 0 for none."""
-    if not folder.exists() or not os.listdir(folder):
-        return 0
-    numbers: list[int] = []
 
     def find(tell: Tell) -> None:
         k, extra = known.load(folder)
-        tell(extra["turn"] if k is not None else None)
+        tell(extra["turn"] if k is not None else 0)
 
     child = Child(find)
     child.end()
-    numbers = [turn for turn in child.told if turn is not None]
-    return numbers[0] if numbers else fault("nothing")
+    return child.told[0] if child.told else 0
 
 
 def _check_killed(known: Known, folder: Path, done: int, begun: int, staging: Path) -> Outcome:
@@ -160,9 +151,5 @@ def die_at(calls: int, before: bool) -> None:
 
         return called
 
-    for name in _existing(CALLS):
+    for name in filter(lambda name: hasattr(os, name), CALLS):
         setattr(os, name, dying(getattr(os, name)))
-
-
-def _existing(names: Iterable[str]) -> list[str]:
-    return [name for name in names if hasattr(os, name)]

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -164,24 +164,20 @@ def attack_forks(seed: int, number: int, base: Path) -> Outcome:
 
 
 def _parent(rng: Random, base: Path, forks_at: int, is_between: bool) -> Outcome:
-    child = None
+    children = []
     pwrite = os.pwrite
 
     def write_later(*args: Any) -> int:
         time.sleep(rng.uniform(0, 0.003))  # so that the other process copies meanwhile
         return pwrite(*args)
 
+    def fork(turn: int, before: bool) -> None:
+        if (turn, before) == (forks_at, is_between):
+            children.append(Child(lambda tell: tell(_saves(base, "child", 2))))
+
     os.pwrite = write_later
-    wrong: list[str] = []
-    for turn in range(SAVES):
-        if turn == forks_at and is_between:
-            child = Child(lambda tell: _child(base, tell))
-        saving = _saved(base, turn % 2, f"parent-{turn}")
-        if turn == forks_at and not is_between:
-            child = Child(lambda tell: _child(base, tell))
-        saving.result()
-        wrong += _wrong(base, turn % 2, f"parent-{turn}")
-    assert child is not None
+    wrong = _saves(base, "parent", 0, fork)
+    (child,) = children
     status, _ = child.end()
     if not child.told:
         return fault("the fork hung or died", f"status {status}")
@@ -189,23 +185,23 @@ def _parent(rng: Random, base: Path, forks_at: int, is_between: bool) -> Outcome
     return fault("other bits than were saved", shown(wrong)) if wrong else ok("both are exact")
 
 
-def _child(base: Path, tell: Tell) -> None:
-    wrong = []
+def _saves(base: Path, name: str, first: int, meanwhile: Callable[[int, bool], None] = lambda *args: None) -> list[str]:
+    """Saves two contents by turns and loads each; returns what is wrong.
+
+    The last save's memory is taken until the next one is there. ``meanwhile`` is called before each save, and within.
+    """
+    known, wrong = _known[-1], []
     for turn in range(SAVES):
-        saving = _saved(base, 2 + turn % 2, f"child-{turn}")  # the last one's memory is taken until this one is there
+        k, folder = first + turn % 2, base / f"{name}-{turn}"
+        model, optimizer = known.contents[k]
+        meanwhile(turn, True)
+        saving = shardopt.checkpoint.async_save(folder, model, optimizer, staging_dir=base / "staging", k=k)
+        meanwhile(turn, False)
         saving.result()
-        wrong += _wrong(base, 2 + turn % 2, f"child-{turn}")
-    tell(wrong)
-
-
-def _saved(base: Path, k: int, folder: str) -> Any:
-    model, optimizer = _known[-1].contents[k]
-    return shardopt.checkpoint.async_save(base / folder, model, optimizer, staging_dir=base / "staging", k=k)
-
-
-def _wrong(base: Path, k: int, folder: str) -> list[str]:
-    try:
-        found, _ = _known[-1].load(base / folder)
-    except Exception as error:  # any error is a fault here
-        return [f"{folder}: {type(error).__name__}: {error}"]
-    return [] if found == k else [f"{folder}: got {found}, expected {k}"]
+        try:
+            found, _ = known.load(folder)
+        except Exception as error:  # any error is a fault here
+            wrong.append(f"{folder}: {type(error).__name__}: {error}")
+        else:
+            wrong += [] if found == k else [f"{folder}: got {found}, expected {k}"]
+    return wrong

@@ -5,7 +5,7 @@ As ``test_layouts.py`` for the layouts of torch. Gradients are given; checkpoint
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,18 @@ from ranks.deepspeed import (
     STEPS,
     SUB_GROUPS,
     WITHOUT_MASTERS,
-    Twins,
     assert_as_whole,
     config,
     engine_snapshot,
     goes_on_as_whole,
     groups_of,
     import_deepspeed,
-    load_own,
-    load_portable,
+    load,
     make_engine,
     make_whole,
     model_parameters,
     runs_as_whole,
-    save_own,
-    save_portable,
+    save,
     step_engine,
     step_whole,
     stepped_engine,
@@ -52,7 +49,6 @@ from ranks.layouts import values
 from ranks.models import loss_of, make_batch, make_frozen, make_net
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
-from ranks.runs import snapshot_of, trained
 from ranks.snapshot import Snapshot, assert_same, entries
 from shardopt.checkpoint import CheckpointError
 from slow_cases import slow
@@ -68,7 +64,6 @@ LAYOUTS: dict[str, tuple[int, Zero, dict[str, Any]]] = {
     "0": (0, {}, {}),
     "1": (1, {}, {}),
     "1 round robin": (1, ROUND_ROBIN, {}),
-    "1 offload": (1, OFFLOAD, {}),
     "2": (2, {}, {}),
     "2 round robin": (2, ROUND_ROBIN, {}),
     "2 all-reduce": (2, {"overlap_comm": True, "contiguous_gradients": False, "reduce_scatter": False}, {}),
@@ -77,30 +72,20 @@ LAYOUTS: dict[str, tuple[int, Zero, dict[str, Any]]] = {
     "3": (3, {}, {}),
     "3 sub-groups": (3, SUB_GROUPS, {}),
     "3 threshold": (3, {**THRESHOLD, "reduce_bucket_size": 5000}, {}),
-    "3 offload": (3, {**OFFLOAD, **SUB_GROUPS}, {}),
     "3 all offload": (3, {**ALL_OFFLOAD, **SUB_GROUPS}, {}),
     "0 bf16": (0, {}, BF16),
     "1 bf16": (1, ROUND_ROBIN, BF16),
     "1 bf16 optimizer": (1, {}, BF16_OPTIMIZER),
-    "1 bf16 pinned": (1, PINNED, BF16),
     "2 bf16": (2, ROUND_ROBIN, BF16),
-    "2 bf16 optimizer": (2, {}, BF16_OPTIMIZER),
     "2 bf16 offload": (2, {**OFFLOAD, **ROUND_ROBIN}, BF16),
     "3 bf16": (3, SUB_GROUPS, BF16),
-    "3 bf16 offload": (3, {**OFFLOAD, **SUB_GROUPS}, BF16),
-    "3 bf16 all pinned": (3, {**PINNED, "offload_param": PINNED["offload_optimizer"], **THRESHOLD}, BF16),
+    "3 bf16 offload": (3, {**PINNED, **SUB_GROUPS}, BF16),
+    "3 bf16 all offload": (3, {**PINNED, "offload_param": PINNED["offload_optimizer"], **THRESHOLD}, BF16),
     "1 masters": (1, ROUND_ROBIN, MASTERS),
-    "1 masters offload": (1, {**OFFLOAD, **ROUND_ROBIN}, MASTERS),
     "2 masters": (2, ROUND_ROBIN, {**MASTERS, "params": {"master_weight_bits": 32}}),
-    "2 masters pinned": (2, {**PINNED, **ROUND_ROBIN}, MASTERS),
     # The flag says how DeepSpeed's Adam keeps its moments; the codec says how ours are kept.
-    "2 masters without flag": (
-        2,
-        OFFLOAD,
-        {**MASTERS, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    ),
+    "2 masters offload": (2, OFFLOAD, {**MASTERS, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
     "3 masters": (3, SUB_GROUPS, MASTERS),
-    "3 masters pinned": (3, {**PINNED, **SUB_GROUPS}, MASTERS),
     "3 masters all offload": (3, {**ALL_OFFLOAD, **SUB_GROUPS}, MASTERS),
 }
 #: Every stage, with the options by which its partitions are hardest to follow.
@@ -122,7 +107,6 @@ def _ranks(layout: str) -> int:
     ("layout", "world_size", "grouped"),
     [
         *((layout, _ranks(layout), _ranks(layout) == 3) for layout in LAYOUTS),
-        *slow((layout, 2, _ranks(layout) == 2) for layout in LAYOUTS),
         *slow((layout, world_size, True) for layout in WORST for world_size in (1, 4)),
     ],
 )
@@ -130,30 +114,28 @@ def test_given_gradients(deepspeed_ranks: Pool, layout: str, world_size: int, gr
     deepspeed_ranks.run(world_size, runs_as_whole, twins(_config(layout), grouped=grouped))
 
 
-RULES: list[tuple[str, str, dict[str, Any]]] = [
-    ("2 round robin", "Adam8bit", {}),
-    ("3 sub-groups", "Lion8bit", {"lr": 1e-3, "codec": "companded8", "block_size": 32}),
-    ("2 round robin", "SGD8bit", {"momentum": 0.9, "codec": "dynamic8"}),
-    ("3 sub-groups", "AdamW4bit", {"codec": "log4"}),
-    ("2 round robin", "AdEMAMix8bit", {"alpha_steps": 3, "beta3_steps": 4}),
-    ("3 sub-groups", "AdamW8bit", {"amsgrad": True, "block_size": 32}),
-    ("2 round robin", "LAMB8bit", {"weight_decay": 0.1}),
-    ("3 sub-groups", "Lion8bit", {"lr": 1e-3, "cautious": True, "block_size": 32}),
-    ("2 round robin", "adamw8bit", {"codec": "bf16"}),
-    ("1 round robin", "ADAMW8BIT", {"codec": "fp32"}),
-]
-
-
+@pytest.mark.deepspeed_ranks(3)
 @pytest.mark.parametrize(
     ("layout", "kind", "params"),
-    [*RULES, *slow((layout, *case[1:]) for case in RULES for layout in WORST[2:] if layout != case[0])],
+    [
+        ("3 sub-groups", "Lion8bit", {"lr": 1e-3, "codec": "companded8", "block_size": 32, "cautious": True}),
+        ("2 round robin", "SGD8bit", {"momentum": 0.9, "codec": "dynamic8"}),
+        ("3 sub-groups", "adamw4bit", {}),
+        ("2 round robin", "AdEMAMix8bit", {"alpha_steps": 3, "beta3_steps": 4}),
+        ("2 round robin", "LAMB8bit", {"weight_decay": 0.1}),
+        ("1 round robin", "ADAMW8BIT", {"codec": "fp32", "amsgrad": True}),
+    ],
 )
-def test_rules_and_codecs(deepspeed_ranks: Pool, layout: str, kind: str, params: dict[str, Any]) -> None:
+def test_rules_and_codecs(layout: str, kind: str, params: dict[str, Any]) -> None:
     """By a type in any letter case."""
-    deepspeed_ranks.run(3, runs_as_whole, twins(_config(layout, kind, params=params)))
+    runs_as_whole(twins(_config(layout, kind, params=params)))
 
 
-def _scheduled(settings: dict[str, Any]) -> None:
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("layout", WORST)
+def test_scheduled_and_accumulated(layout: str) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
+    settings = _config(layout, scheduler=schedule, gradient_accumulation_steps=2)
     engine = stepped_engine(settings, 0)
     whole, optimizer = make_whole(settings)
     lrs = []
@@ -164,12 +146,6 @@ def _scheduled(settings: dict[str, Any]) -> None:
         step_whole(whole, optimizer, step, micro_steps=2)
     assert len(set(lrs)) > 2
     assert_as_whole(engine, whole, optimizer)
-
-
-@pytest.mark.parametrize("layout", WORST)
-def test_scheduled_and_accumulated(deepspeed_ranks: Pool, layout: str) -> None:
-    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
-    deepspeed_ranks.run(2, _scheduled, _config(layout, scheduler=schedule, gradient_accumulation_steps=2))
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -214,28 +190,6 @@ def test_optimizer_instead_of_type(stage: int, zero: Zero, called: bool) -> None
     assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=not called))
 
 
-@pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("layout", WORST)
-def test_trains_as_one(layout: str) -> None:
-    """Gives every rank one batch: averaging is exact. ZeRO 3 computes linear layers otherwise, here for both."""
-    settings = _config(layout)
-    engine = make_engine(make_net(), settings)
-    whole, optimizer = make_whole(settings)
-    losses = []
-    for step in range(5):
-        loss = loss_of(engine, make_batch(step))
-        engine.backward(loss)
-        engine.step()
-        expected = loss_of(whole, make_batch(step))
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-        assert losses[-1] == float(expected)
-    assert_as_whole(engine, whole, optimizer)
-    assert losses[-1] < losses[0]
-
-
 MUON = {"adamw_lr": 3e-3, "no_decay": ("*.bias",)}
 
 
@@ -243,41 +197,29 @@ def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     return shardopt.muon_groups(model, lr=HYPER["lr"], adamw_lr=MUON["adamw_lr"], no_decay=MUON["no_decay"])
 
 
-def _muon_engine(kind: str, stage: int, zero: Zero, by_config: bool, steps: int) -> Any:
-    if by_config:
-        return stepped_engine(config(stage, kind, zero=zero, params=MUON), steps)
-    model = make_net()
-    settings = config(stage, kind, zero=zero)
-    return stepped_engine(settings, steps, model, model_parameters=_muon_groups(model))
-
-
-def _muon_whole(kind: str, steps: int) -> tuple[nn.Module, Any]:
-    model = make_net()
-    optimizer = getattr(shardopt, kind)(_muon_groups(model), **HYPER)
-    for step in range(steps):
-        step_whole(model, optimizer, step)
-    return model, optimizer
-
-
-MUON_STAGES: list[tuple[int, Zero]] = [(0, {}), (1, ROUND_ROBIN), (2, {}), (3, SUB_GROUPS), (2, OFFLOAD), (3, OFFLOAD)]
-
-
+@pytest.mark.deepspeed_ranks
 @pytest.mark.parametrize(
     ("kind", "stage", "zero", "world_size", "by_config"),
     [
         ("Muon8bit", 0, {}, 2, True),
         ("Muon8bit", 1, ROUND_ROBIN, 3, False),
-        ("Muon8bit", 2, {}, 4, True),
-        ("Muon8bit", 3, SUB_GROUPS, 2, False),
+        ("Muon8bit", 3, SUB_GROUPS, 2, True),
         ("NorMuon8bit", 2, {}, 3, True),
         ("NorMuon8bit", 3, OFFLOAD, 3, False),
-        *slow(("Muon8bit", *stage, world_size, True) for stage in MUON_STAGES for world_size in (1, 2, 3, 4)),
-        *slow(("NorMuon8bit", *stage, world_size, False) for stage in MUON_STAGES for world_size in (1, 2, 4)),
+        *slow(("Muon8bit", *stage, 4, True) for stage in [(1, ROUND_ROBIN), (2, OFFLOAD), (3, SUB_GROUPS)]),
     ],
 )
-def test_muon(deepspeed_ranks: Pool, kind: str, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
-    engine = partial(_muon_engine, kind, stage, zero, by_config)
-    deepspeed_ranks.run(world_size, runs_as_whole, Twins(engine, partial(_muon_whole, kind)))
+def test_muon(kind: str, stage: int, zero: Zero, world_size: int, by_config: bool) -> None:
+    if by_config:
+        engine = stepped_engine(config(stage, kind, zero=zero, params=MUON), STEPS)
+    else:
+        model = make_net()
+        engine = stepped_engine(config(stage, kind, zero=zero), STEPS, model, model_parameters=_muon_groups(model))
+    whole = make_net()
+    optimizer = getattr(shardopt, kind)(_muon_groups(whole), **HYPER)
+    for step in range(STEPS):
+        step_whole(whole, optimizer, step)
+    assert_as_whole(engine, whole, optimizer)
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -297,7 +239,7 @@ def test_muon_by_marks_of_deepspeed(stage: int) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(("stage", "kind"), [(1, "NorMuon8bit"), (2, "Muon8bit"), (3, "NorMuon8bit")])
+@pytest.mark.parametrize(("stage", "kind"), [(2, "Muon8bit"), (3, "NorMuon8bit")])
 def test_losses_of_muon_with_and_without_offload(stage: int, kind: str) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/8463: DeepSpeed's own Muon has losses that differ by 0.094."""
     runs = []
@@ -305,7 +247,7 @@ def test_losses_of_muon_with_and_without_offload(stage: int, kind: str) -> None:
         params = {"adamw_lr": 3e-3, "lr": 2e-2}
         engine = make_engine(make_net(), config(stage, kind, zero=zero, params=params, gradient_accumulation_steps=2))
         losses = []
-        for step in range(24):
+        for step in range(10):
             loss = loss_of(engine, make_batch(step, dist.get_rank()))
             engine.backward(loss)
             engine.step()
@@ -313,31 +255,35 @@ def test_losses_of_muon_with_and_without_offload(stage: int, kind: str) -> None:
         runs.append((losses, engine_snapshot(engine)))
     assert runs[0][0] == runs[1][0]
     assert_same(runs[0][1], runs[1][1])
-    assert sum(losses[-6:]) < sum(losses[:6]), "the runs learn something"
+    assert sum(losses[-3:]) < sum(losses[:3]), "the runs learn something"
 
 
 #: With an L2 penalty, which all gradients have in common, so that the estimate grows.
 PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, ROUND_ROBIN), (2, OFFLOAD), (3, {}), (3, OFFLOAD)])
-def test_sums_over_all_parameters(deepspeed_ranks: Pool, stage: int, zero: Zero) -> None:
-    deepspeed_ranks.run(3, runs_as_whole, twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY)))
+@pytest.mark.parametrize(
+    ("stage", "zero", "own"), [(0, {}, True), (1, ROUND_ROBIN, False), (2, OFFLOAD, True), (3, {}, False)]
+)
+def test_sums_over_all_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero, own: bool) -> None:
+    """Prodigy's estimate, which checkpoints have, too."""
+    of = twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY))
+    deepspeed_ranks.run(3, save, tmp_path, of, own)
+    deepspeed_ranks.run(3, load, tmp_path, of, own)
 
 
 @pytest.mark.parametrize(
-    ("layout", "steps"),
+    "layout",
     [
-        *((layout, 2) for layout in (*WORST, "2 offload", "3 offload", "1 bf16 optimizer", "0 bf16", "2 bf16")),
-        *((layout, 2) for layout in ("2 masters", "2 masters pinned", "3 masters", "3 masters all offload")),
-        *slow((layout, steps) for layout in LAYOUTS for steps in (0, 2)),
+        *("0", "1 round robin", "2 offload", "3 sub-groups", "3 bf16 offload"),
+        *("0 bf16", "1 bf16 optimizer", "2 bf16", "2 masters", "3 masters all offload"),
+        *slow((layout,) for layout in ("2 round robin", "2 masters offload", "3 all offload", "3 masters")),
     ],
 )
-def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, layout: str, steps: int) -> None:
-    """Into an engine that has taken so many steps."""
+def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, layout: str) -> None:
     of = twins(_config(layout), grouped=True)
-    deepspeed_ranks.run(2, save_own, tmp_path, of)
-    deepspeed_ranks.run(2, load_own, tmp_path, of, steps)
+    deepspeed_ranks.run(2, save, tmp_path, of, True)
+    deepspeed_ranks.run(2, load, tmp_path, of, True, 2)
 
 
 @pytest.mark.parametrize(
@@ -345,22 +291,13 @@ def test_own_checkpoint(deepspeed_ranks: Pool, tmp_path: Path, layout: str, step
     [
         (("1 round robin", 2), ("2 round robin", 3), 1),
         (("2 round robin", 3), ("3 sub-groups", 2), 1),
-        (("3 sub-groups", 2), ("1 round robin", 3), 0),
-        (("2 round robin", 2), ("0", 2), 1),
-        (("0", 3), ("2 offload", 2), 0),
-        (("3 offload", 2), ("3 sub-groups", 1), 0),
+        (("3 sub-groups", 2), ("0", 3), 0),
+        (("0", 3), ("1", 1), 0),
         (("1 bf16", 2), ("2 bf16", 4), 1),
-        (("3 bf16", 2), ("1 bf16", 2), 1),
-        (("2 masters pinned", 4), ("3 masters all offload", 2), 1),
-        (("1 masters", 4), ("3 masters", 2), 1),
-        *slow(
-            ((a, m), (b, n), steps)
-            for a in WORST[1:]
-            for b in WORST[1:]
-            for m in (1, 2, 3, 4)
-            for n in (1, 2, 3, 4)
-            for steps in (0, 1)
-        ),
+        (("3 bf16 offload", 2), ("1 bf16", 2), 1),
+        (("2 masters offload", 4), ("3 masters all offload", 2), 1),
+        (("3 masters", 2), ("1 masters", 4), 1),
+        *slow(((a, 4), (b, 3), 0) for a in WORST[1:] for b in WORST[1:]),
     ],
     ids=str,
 )
@@ -371,16 +308,9 @@ def test_portable_checkpoint(
 
     Float32 masters are saved in the place of the model's weights.
     """
-    for (layout, size), work, more in ((saved, save_portable, ()), (loaded, load_portable, (steps,))):
-        deepspeed_ranks.run(size, work, tmp_path, twins(_config(layout), grouped="masters" not in layout), *more)
-
-
-@pytest.mark.parametrize(("stage", "portable"), [(2, False), (3, True)])
-def test_checkpoints_have_the_estimate(deepspeed_ranks: Pool, tmp_path: Path, stage: int, portable: bool) -> None:
-    of = twins(config(stage, "Prodigy8bit", params=PRODIGY))
-    save, load = (save_portable, load_portable) if portable else (save_own, load_own)
-    deepspeed_ranks.run(2, save, tmp_path, of)
-    deepspeed_ranks.run(2, load, tmp_path, of)
+    for (layout, size), work, more in ((saved, save, ()), (loaded, load, (steps,))):
+        of = twins(_config(layout), grouped="masters" not in layout)
+        deepspeed_ranks.run(size, work, tmp_path, of, False, *more)
 
 
 def _addresses(engine: Any) -> set[int]:
@@ -392,13 +322,16 @@ def _addresses(engine: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        *((layout, "everything") for layout in ("1 round robin", "2", "3 sub-groups", "2 bf16", "3 masters")),
-        *((layout, "optim_states") for layout in ("1 bf16", "2 masters", "3")),
-        *slow((layout, what) for layout in LAYOUTS for what in ("everything", "optim_states") if "off" not in layout),
+        *((layout, "everything") for layout in ("1 round robin", "3 sub-groups", "2 bf16", "3 masters")),
+        *((layout, "optim_states") for layout in ("2 masters", "3")),
+        *((layout, "by the optimizer") for layout in ("2", "3")),
     ],
 )
 def test_states_go_and_come_back(layout: str, what: str) -> None:
-    """``engine.offload_states()`` and ``reload_states()``: the bits of a run that never moved anything."""
+    """``engine.offload_states()`` and ``reload_states()``: the bits of a run that never moved anything.
+
+    And by the optimizer's own methods, though ZeRO 3 shows the optimizer no parameters between steps.
+    """
     import_deepspeed()
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -407,6 +340,13 @@ def test_states_go_and_come_back(layout: str, what: str) -> None:
     with offload_from_cpu():
         engine = of.engine(STEPS)
         before = _addresses(engine)
+        if what == "by the optimizer":
+            engine.basic_optimizer.offload()
+            assert before.isdisjoint(_addresses(engine))
+            goes_on_as_whole(engine, of)
+            engine.basic_optimizer.reset_state()
+            assert not engine.basic_optimizer.state
+            return
         for _ in range(2):
             engine.offload_states(include=include, pin_memory=False)
             if layout.startswith("3"):  # the others move by DeepSpeed's own copies, of which there are none on the CPU
@@ -417,62 +357,7 @@ def test_states_go_and_come_back(layout: str, what: str) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("layout", ["1", "2", "3"])
-def test_the_optimizers_own_methods(layout: str) -> None:
-    """``offload()`` and ``reset_state()``, under ZeRO 3, too, which shows the optimizer no parameters between steps."""
-    of = twins(_config(layout))
-    with offload_from_cpu():
-        engine = of.engine(STEPS)
-        before = _addresses(engine)
-        engine.basic_optimizer.offload()
-        assert before.isdisjoint(_addresses(engine))
-        goes_on_as_whole(engine, of)
-        engine.basic_optimizer.reset_state()
-        assert not engine.basic_optimizer.state
-
-
-def _load_in_torch(path: Path, way: str) -> None:
-    model, optimizer = trained(way, 1, seed=1)
-    loaded = shardopt.checkpoint.load(path, model, optimizer)
-    assert loaded.converted == {}
-    assert_same(snapshot_of(model, optimizer), whole_snapshot(*stepped_whole(config(0), STEPS)))
-
-
-def _save_in_torch(path: Path, way: str) -> None:
-    shardopt.checkpoint.save(path, *trained(way, STEPS), epoch=7)
-
-
-def _load_from_torch(path: Path, settings: dict[str, Any]) -> None:
-    engine = stepped_engine(settings, 1, seed=1)
-    loaded = shardopt.checkpoint.load(path, engine)
-    assert loaded.converted == {}
-    whole, optimizer = trained("single", STEPS)
-    assert_same(engine_snapshot(engine), snapshot_of(whole, optimizer))
-    step_engine(engine, STEPS)
-    step_whole(whole, optimizer, STEPS)
-    assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
-
-
-@pytest.mark.parametrize(
-    ("stage", "size", "way", "other_size"),
-    [
-        (1, 3, "fsdp", 2),
-        (2, 2, "single", 1),
-        (3, 2, "fsdp1 flat", 3),
-        *slow([(2, 2, "fsdp columns", 3), (3, 3, "zero", 2)]),
-    ],
-)
-def test_to_and_from_torch(
-    ranks: Pool, deepspeed_ranks: Pool, tmp_path: Path, stage: int, size: int, way: str, other_size: int
-) -> None:
-    deepspeed_ranks.run(size, save_portable, tmp_path / "deepspeed", twins(_config(WORST[stage])))
-    ranks.run(other_size, _load_in_torch, tmp_path / "deepspeed", way)
-    ranks.run(other_size, _save_in_torch, tmp_path / "torch", way)
-    deepspeed_ranks.run(size, _load_from_torch, tmp_path / "torch", _config(WORST[stage]))
-
-
-@pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, {"stage3_param_persistence_threshold": 0})])
+@pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, THRESHOLD)])
 def test_frozen_parameters(tmp_path: Path, stage: int, zero: Zero) -> None:
     """From an engine to no engine, and back to another."""
     settings = config(stage, zero=zero)
@@ -501,26 +386,19 @@ def test_the_bare_model_stands_for_its_engine(tmp_path: Path, stage: int) -> Non
     goes_on_as_whole(other, twins(_config(WORST[stage])))
 
 
-@pytest.mark.deepspeed_ranks(2)
-def test_errors(tmp_path: Path) -> None:
-    engine = stepped_engine(_config(WORST[2]), STEPS)
-    before = engine_snapshot(engine)
+@pytest.mark.deepspeed_ranks(1)
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    engine = stepped_engine(_config("2"), 0)
     other = shardopt.AdamW8bit(make_net().parameters())
-    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
-        shardopt.checkpoint.save(tmp_path, engine, other)
-    with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
-        shardopt.checkpoint.load(tmp_path, engine, other)
-    with pytest.raises(CheckpointError):
-        shardopt.checkpoint.load(tmp_path / "none", engine)
-    assert_same(engine_snapshot(engine), before)
-    goes_on_as_whole(engine, twins(_config(WORST[2])), 1)
+    for call in (shardopt.checkpoint.save, shardopt.checkpoint.load):
+        with pytest.raises(TypeError, match="got an optimizer beside a DeepSpeed engine that is not the engine's"):
+            call(tmp_path, engine, other)
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("zero", [{}, OFFLOAD])
-def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
+def test_after_evaluation(tmp_path: Path) -> None:
     """Weights that a forward pass without a step has gathered are not computed with again."""
-    settings = config(3, zero={"stage3_param_persistence_threshold": 0, **zero})
+    settings = config(3, zero={**THRESHOLD, **OFFLOAD})
     engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
     for engine in engines:
         engine.backward(loss_of(engine, make_batch(0)))
@@ -536,15 +414,14 @@ def test_after_evaluation(tmp_path: Path, zero: Zero) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_async_save(tmp_path: Path, stage: int) -> None:
+def test_async_save(tmp_path: Path) -> None:
     """The copy is what was saved, whatever the next steps do."""
-    engine = stepped_engine(_config(WORST[stage]), STEPS)
+    engine = stepped_engine(_config(WORST[3]), STEPS)
     saving = shardopt.checkpoint.async_save(tmp_path, engine, epoch=7)
     step_engine(engine, STEPS)
     saving.result()
     dist.barrier()
-    load_portable(tmp_path, twins(_config(WORST[stage])))
+    load(tmp_path, twins(_config(WORST[3])), False)
 
 
 def _other_codec(path: Path, settings: dict[str, Any]) -> None:
@@ -552,54 +429,52 @@ def _other_codec(path: Path, settings: dict[str, Any]) -> None:
     engine = stepped_engine(settings, 0)
     with pytest.raises(CheckpointError, match="convert=True"):
         shardopt.checkpoint.load(path, engine)
-    loaded = shardopt.checkpoint.load(path, engine, convert=True)
-    assert loaded.converted
+    assert shardopt.checkpoint.load(path, engine, convert=True).converted
     whole, optimizer = make_whole(settings)
     shardopt.checkpoint.load(path, whole, optimizer, convert=True)
     assert_same(engine_snapshot(engine), whole_snapshot(whole, optimizer))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    params = {"codec": "companded8", "block_size": 64}
-    deepspeed_ranks.run(2, save_portable, tmp_path, twins(_config(WORST[1])))
-    deepspeed_ranks.run(3, _other_codec, tmp_path, _config(WORST[stage], params=params))
+def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path) -> None:
+    deepspeed_ranks.run(2, save, tmp_path, twins(_config("1 round robin")), False)
+    settings = _config("3 sub-groups", params={"codec": "companded8", "block_size": 64})
+    deepspeed_ranks.run(3, _other_codec, tmp_path, settings)
 
 
-def _evaluated(path: Path, per_node: int, seed: int) -> Snapshot:
-    """Losses of an engine after it saved a checkpoint (of seed 0), or loaded it.
+def _second_copies(path: Path) -> None:
+    """Loading makes old the parts of parameters that zero_hpz_partition_size has a node's ranks hold a second time.
 
-    ZeRO 3 with zero_hpz_partition_size has a node's ranks hold the parameters a second time, in parts, which loading
-    makes old; the backward pass gathers them, as each layer gives its parameters up as soon as it is done.
+    The backward pass gathers them, as each layer gives its parameters up as soon as it is done.
     """
     at_once = dict.fromkeys(("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"), 0)
     zero = {f"stage3_{key}": value for key, value in {**at_once, "param_persistence_threshold": 0}.items()}
-    settings = config(3, zero={**zero, "zero_hpz_partition_size": per_node})
-    engine = make_engine(make_frozen(seed), settings, model_parameters=None)
-    losses = []
-    for step in (10, 11, 0, 1):
-        if step == 0:
-            with torch.no_grad():
-                loss_of(engine, make_batch(99))  # not followed by a step, which would forget the second copies
-            held = [param.ds_secondary_tensor for param in engine.module.parameters()]
-            assert all((second is not None) == (per_node > 1) for second in held)
-            (shardopt.checkpoint.load if seed else shardopt.checkpoint.save)(path, engine)
-        losses.append(loss_of(engine, make_batch(step, dist.get_rank())))
-        engine.backward(losses[-1])
-        engine.step()
-    return {"losses": torch.stack(losses[2:]).detach(), **model_parameters(engine)}
+    engines = []
+    for seed, per_node in enumerate((1, 2)):
+        settings = config(3, zero={**zero, "zero_hpz_partition_size": per_node})
+        engine = make_engine(make_frozen(seed), settings, model_parameters=None)
+        for step in (10, 11):
+            engine.backward(loss_of(engine, make_batch(step, dist.get_rank())))
+            engine.step()
+        with torch.no_grad():
+            loss_of(engine, make_batch(99))  # not followed by a step, which would forget the second copies
+        held = [param.ds_secondary_tensor is not None for param in engine.module.parameters()]
+        assert held == [per_node > 1] * len(held)
+        (shardopt.checkpoint.load if engines else shardopt.checkpoint.save)(path, engine)
+        engines.append(engine)
+    for step in (0, 1):
+        losses = [loss_of(engine, make_batch(step, dist.get_rank())) for engine in engines]
+        assert torch.equal(*losses)
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+            engine.step()
+    assert_same(*map(model_parameters, engines))
 
 
 @pytest.mark.slow
 def test_second_copies(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    pool = Pool()  # of its own, as DeepSpeed keeps the first groups of a node's ranks for good
-    try:
-        expected = pool.run(4, _evaluated, tmp_path, 1, 0)
-        for own, actual in zip(expected, pool.run(4, _evaluated, tmp_path, 2, 1), strict=True):
-            assert_same(actual, own)
-    finally:
-        pool.close()
+    with closing(Pool()) as pool:  # of its own, as DeepSpeed keeps the first groups of a node's ranks for good
+        pool.run(4, _second_copies, tmp_path)
 
 
 WIDTH, EXPERTS = 40, 4
@@ -629,7 +504,7 @@ class Mixture(nn.Module):
         return y.square().mean() + loss
 
 
-def _engine(parallel: int, stage: int, steps: int, seed: int = 0) -> Any:
+def _moe_engine(parallel: int, stage: int, steps: int, seed: int = 0) -> Any:
     import_deepspeed()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
@@ -642,45 +517,41 @@ def _engine(parallel: int, stage: int, steps: int, seed: int = 0) -> Any:
     return engine
 
 
-def _save(path: Path, parallel: int, stage: int) -> None:
-    shardopt.checkpoint.save(path, _engine(parallel, stage, 2))
+def _save_experts(path: Path) -> Snapshot:
+    """From a rank that has all of them."""
+    engine = _moe_engine(1, 0, 2)
+    shardopt.checkpoint.save(path, engine)
+    return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
 
 
-def _load_and_save(path: Path, parallel: int, stage: int, saved: Path) -> None:
-    engine = _engine(parallel, stage, 1, seed=5)
+def _load_and_save_experts(path: Path, stage: int, saved: Path) -> list[tuple[int, torch.Tensor]]:
+    """The first weights of this rank's experts, by their numbers."""
+    engine = _moe_engine(2, stage, 1, seed=5)
     shardopt.checkpoint.load(path, engine)
     shardopt.checkpoint.save(saved, engine)
+    experts = engine.module.moe.deepspeed_moe.experts.deepspeed_experts
+    first = dist.get_rank() % 2 * len(experts)
+    weights = [(first + place, expert[0].weight.detach().clone()) for place, expert in enumerate(experts)]
     engine.backward(engine(values((4, 8, WIDTH), 7)))
     engine.step()
+    return weights
 
 
-def _loaded(path: Path) -> Snapshot:
-    """On one rank, without ZeRO."""
-    engine = _engine(1, 0, 0, seed=9)
+def _load_experts(path: Path) -> Snapshot:
+    engine = _moe_engine(1, 0, 0, seed=9)
     shardopt.checkpoint.load(path, engine)
     assert [group["name"] for group in engine.basic_optimizer.param_groups] == ["all", "ep_size_1"]
     return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
 
 
-def _own_experts(path: Path) -> list[tuple[int, torch.Tensor]]:
-    """The first weights of this rank's experts, by their numbers."""
-    engine = _engine(2, 1, 0, seed=9)
-    shardopt.checkpoint.load(path, engine)
-    experts = engine.module.moe.deepspeed_moe.experts.deepspeed_experts
-    return [(2 * dist.get_rank() + place, expert[0].weight.detach()) for place, expert in enumerate(experts)]
-
-
-def test_any_to_any(deepspeed_ranks: Pool, tmp_path: Path) -> None:
+def test_experts(deepspeed_ranks: Pool, tmp_path: Path) -> None:
     """From a rank that has all experts to 2 ranks, to 4, and back to one: all bits, each expert by its number."""
     paths = [tmp_path / name for name in ("one", "two", "four")]
-    deepspeed_ranks.run(1, _save, paths[0], 1, 0)
-    for world_size, stage, saved, loaded in ((2, 0, paths[0], paths[1]), (4, 2, paths[1], paths[2])):
-        deepspeed_ranks.run(world_size, _load_and_save, saved, 2, stage, loaded)
-    (expected,), *found = (deepspeed_ranks.run(1, _loaded, path) for path in paths)
-    for (actual,) in found:
-        assert_same(actual, expected)
+    (expected,) = deepspeed_ranks.run(1, _save_experts, paths[0])
     weights = [expected[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in range(EXPERTS)]
     assert not torch.equal(weights[0], weights[-1])
-    for own in deepspeed_ranks.run(2, _own_experts, paths[0]):
-        for number, weight in own:
-            assert torch.equal(weight, weights[number])
+    for world_size, stage, saved, loaded in ((2, 0, paths[0], paths[1]), (4, 2, paths[1], paths[2])):
+        for own in deepspeed_ranks.run(world_size, _load_and_save_experts, saved, stage, loaded):
+            assert all(torch.equal(weight, weights[number]) for number, weight in own)
+    (actual,) = deepspeed_ranks.run(1, _load_experts, paths[2])
+    assert_same(actual, expected)

@@ -42,8 +42,6 @@ SUB_GROUPS: dict[str, Any] = {"sub_group_size": 20000}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 ALL_OFFLOAD: dict[str, Any] = {**OFFLOAD, "offload_param": {"device": "cpu"}}
 PINNED: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-#: Every stage, with the options by which its partitions are hardest to follow.
-WORST: dict[int, dict[str, Any]] = {0: {}, 1: ROUND_ROBIN, 2: ROUND_ROBIN, 3: SUB_GROUPS}
 
 
 def import_deepspeed() -> Any:
@@ -92,13 +90,7 @@ def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> d
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], **given: Any) -> Any:
-    """A DeepSpeedEngine of a model.
-
-    Args:
-        model: wrapped in place.
-        settings: the config.
-        **given: other arguments of ``deepspeed.initialize``.
-    """
+    """A DeepSpeedEngine of a model; further arguments are those of ``deepspeed.initialize``."""
     bare = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in model.named_parameters()}
     given.setdefault("model_parameters", model.parameters())
     engine, *_ = import_deepspeed().initialize(model=model, config=settings, **given)
@@ -163,15 +155,7 @@ def step_engine(engine: Any, step: int) -> None:
 def step_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, micro_steps: int = 1, clip: float | None = None
 ) -> None:
-    """Steps as :func:`step_engine` does, without DeepSpeed.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer.
-        step: the step's number.
-        micro_steps: the gradient is the mean of so many.
-        clip: the gradients' norm at most.
-    """
+    """Steps as :func:`step_engine` does, without DeepSpeed: by the mean of so many gradients, clipped to a norm."""
     for place, param in enumerate(model.parameters()):
         numbers = range(step * micro_steps, (step + 1) * micro_steps)
         mean = sum(gradient_of(tuple(param.shape), place, number) for number in numbers) / micro_steps
@@ -193,13 +177,8 @@ def stepped_engine(
 ) -> Any:
     """An engine that took some steps with given gradients.
 
-    Args:
-        settings: the config.
-        steps: the number of steps.
-        model: by default the tests' model, in the dtype of the tensors that DeepSpeed steps.
-        seed: of the default model's weights.
-        grouped: whether the param groups are those of :func:`groups_of`.
-        **given: other arguments of ``deepspeed.initialize``.
+    By default of the tests' model, in the dtype of the tensors that DeepSpeed steps; ``grouped`` asks for the param
+    groups of :func:`groups_of`. Further arguments are those of ``deepspeed.initialize``.
     """
     model = taking_gradients(make_net(_stepped_dtype(settings), seed) if model is None else model)
     if grouped:
@@ -219,10 +198,7 @@ def make_whole(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Model and optimizer that a config describes, without DeepSpeed; parameters are the masters.
 
-    Args:
-        settings: the config.
-        model: by default the tests' model; rounded to the dtype that the config's engine computes in.
-        grouped: whether the param groups are those of :func:`groups_of`.
+    Weights are rounded to the dtype that the config's engine computes in.
     """
     model = make_net() if model is None else model
     if settings.get("bf16", {}).get("enabled"):
@@ -284,31 +260,25 @@ def goes_on_as_whole(engine: Any, of: Twins, more: int = 2) -> None:
     assert_as_whole(engine, model, optimizer)
 
 
-def save_own(path: Path, of: Twins) -> None:
-    """Saves DeepSpeed's own checkpoint after ``STEPS`` steps."""
-    of.engine(STEPS).save_checkpoint(str(path), client_state={"epoch": 7})
+def save(path: Path, of: Twins, own: bool) -> None:
+    """Saves DeepSpeed's own checkpoint, or a portable one, after ``STEPS`` steps."""
+    if own:
+        of.engine(STEPS).save_checkpoint(str(path), client_state={"epoch": 7})
+    else:
+        shardopt.checkpoint.save(path, of.engine(STEPS), epoch=7)
 
 
-def load_own(path: Path, of: Twins, steps: int = 2) -> None:
-    """Loads what :func:`save_own` saved into an engine of other weights that took some steps, and goes on."""
+def load(path: Path, of: Twins, own: bool, steps: int = 1) -> None:
+    """Loads what :func:`save` saved into an engine of other weights that took some steps, and goes on."""
     engine = of.engine(steps, seed=1)
-    tag, client_state = engine.load_checkpoint(str(path))
-    assert tag is not None
-    assert client_state["epoch"] == 7
-    goes_on_as_whole(engine, of)
-
-
-def save_portable(path: Path, of: Twins) -> None:
-    """Saves a portable checkpoint after ``STEPS`` steps."""
-    shardopt.checkpoint.save(path, of.engine(STEPS), epoch=7)
-
-
-def load_portable(path: Path, of: Twins, steps: int = 1) -> None:
-    """Loads what :func:`save_portable` saved into an engine of other weights that took some steps, and goes on."""
-    engine = of.engine(steps, seed=1)
-    loaded = shardopt.checkpoint.load(path, engine)
-    assert loaded.extra == {"epoch": 7}
-    assert loaded.converted == {}
+    if own:
+        tag, extra = engine.load_checkpoint(str(path))
+        assert tag is not None
+    else:
+        loaded = shardopt.checkpoint.load(path, engine)
+        extra = loaded.extra
+        assert loaded.converted == {}
+    assert extra["epoch"] == 7
     goes_on_as_whole(engine, of)
 
 

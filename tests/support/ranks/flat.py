@@ -200,11 +200,6 @@ def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | QuantizedState
     return inner
 
 
-def blocks_of(piece: Piece, block_size: int) -> list[int]:
-    """The numbers in the grid of the blocks that a piece has elements of."""
-    return _blocks(piece.shape, piece.start, piece.numel, block_size)
-
-
 def _states(
     optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any] | None, piece: Piece
 ) -> dict[int | None, StateDict]:
@@ -224,17 +219,6 @@ def block_numbers(shape: Shape, block_size: int) -> Tensor:
     elements = torch.arange(torch.Size(shape).numel())
     per_row = -(-row_numel // block_size)
     return elements // row_numel * per_row + elements % row_numel // block_size
-
-
-def shared_blocks(model: nn.Module, block_size: int) -> dict[str, list[int]]:
-    """The blocks of each parameter that several ranks have elements of; all ranks must call this."""
-    owned = {piece.name: blocks_of(piece, block_size) for piece in pieces(model)}
-    found: dict[str, list[int]] = {}
-    everyone = from_all_ranks(owned)
-    for name in model.bare_shapes:
-        numbers = [number for own in everyone for number in own[name]]
-        found[name] = sorted({number for number in numbers if numbers.count(number) > 1})
-    return found
 
 
 def _blocks(shape: Shape, start: int, numel: int, block_size: int) -> list[int]:

@@ -71,14 +71,9 @@ class Odds(nn.Module):
         self.units = nn.ModuleList(_Holder(shapes, seed) for seed, shapes in enumerate(units))
         self.own = _Holder(own, len(units))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in (*self.units, self.own):
-            x = x + unit(x)
-        return x
-
 
 class Tied(nn.Module):
-    """A layer that is used twice, and a weight that two layers share."""
+    """A weight that two layers share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +81,6 @@ class Tied(nn.Module):
         self.mix = nn.Linear(40, 40)
         self.head = nn.Linear(40, 97, bias=False)
         self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.mix(self.embed(tokens))))
 
 
 class Matrices(nn.Module):
@@ -113,9 +105,6 @@ class _Holder(nn.Module):
         super().__init__()
         for index, shape in enumerate(shapes):
             self.register_parameter(f"weight{index}", nn.Parameter(values(shape, 1000 * seed + index)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((x * param.float()).mean() for param in self.parameters())
 
 
 def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
@@ -217,9 +206,9 @@ def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: obje
     return remember_bare(wrap(model), bare)
 
 
-def make_odds(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:
+def make_odds(**options: Any) -> tuple[nn.Module, nn.Module]:
     """The model of odd shapes, whole and under FSDP1."""
-    return Odds().to(dtype), _odds(Odds().to(dtype), **options)
+    return Odds(), _odds(Odds(), **options)
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
@@ -253,7 +242,9 @@ _FLAT = {"use_orig_params": False}
 FSDP1_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1": fsdp1,
     "fsdp1 flat": partial(fsdp1, **_FLAT),
-    "fsdp1 grad": partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp1 grad": lambda model: fsdp1(
+        model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, device_mesh=mesh_of((dist.get_world_size(),))
+    ),
     "fsdp1 grad flat": partial(fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **_FLAT),
     "fsdp1 none": partial(fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
     "fsdp1 none flat": partial(fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD, **_FLAT),

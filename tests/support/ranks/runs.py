@@ -135,7 +135,7 @@ class Run:
         self.optimizer.zero_grad()
         self.number += 1
 
-    def backward(self, batches: int = 1, same_on_all: bool = False) -> None:
+    def backward(self, batches: int = 1) -> None:
         """Gradients of own batches, summed before ranks share them out; a single run takes those of all ranks."""
         if self.is_single:
             for name, param in self.model.named_parameters():
@@ -146,7 +146,7 @@ class Run:
             if hasattr(self.model, "set_requires_gradient_sync"):
                 self.model.set_requires_gradient_sync(is_last)
             with nullcontext() if is_last or not hasattr(self.model, "no_sync") else self.model.no_sync():
-                rank = 0 if same_on_all or "tp" in self.way else dist.get_rank()
+                rank = 0 if "tp" in self.way else dist.get_rank()
                 loss_of(self.model, make_batch(10 * self.number + batch, rank)).backward()
 
     def keep_gradients(self) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -93,23 +92,9 @@ def _elements(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placem
     return distribute(numbers, mesh, placements).to_local()
 
 
-def assert_shards_of(got: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-    """Demands that :func:`entries` on this rank are the bits that torch cuts out of the whole ones."""
-    shapes = {name: (tuple(x.shape), tuple(whole[name].shape)) for name, x in got.items() if name in whole}
-    assert not (wrong := {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}), f"global shapes: {wrong}"
-    expected = {name: _part(x, got[name]) if name in got else x for name, x in whole.items()}
-    assert_same({name: local(x) for name, x in got.items()}, expected)
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor; the tensor itself where it is no DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return whole
-    return whole.reshape(-1)[elements_of(like)]
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -117,12 +102,6 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
     assert list(got) == list(expected), f"got {list(got)}, expected {list(expected)}"
     wrong = [f"{name}: {_difference(got[name], x)}" for name, x in expected.items() if not _same(got[name], x)]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ:\n" + "\n".join(wrong[:20])
-
-
-def assert_same_on_rank_0(got: Snapshot, expected: Callable[[], Snapshot]) -> None:
-    """Gathers on all ranks, and compares on one, as all gather the same."""
-    if dist.get_rank() == 0:
-        assert_same(got, expected())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-import cuda_emulated
 import cuda_interpreted
 from kernel_problem import gradients, start
 from weight_formats import BF16
@@ -104,7 +103,7 @@ def notice(kernels: ModuleType) -> list[str]:
     for options in ({}, {"master_weight_bits": 24}, {"block_size": 64}):
         try:
             steps = [gradients(t, BF16, SHAPES) for t in (1, 2, 4, 5, 3)]
-            cuda_emulated.compare(kernels, "adamw", "log8", start(BF16, SHAPES), steps, **options)
+            cuda_interpreted.compare(kernels, "adamw", "log8", start(BF16, SHAPES), steps, **options)
         except (AssertionError, RuntimeError) as error:
             noticed.append(f"{type(error).__name__}: {error}")
     return noticed + kernels.take_reports()
