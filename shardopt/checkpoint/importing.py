@@ -22,6 +22,7 @@ from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name
 from shardopt.state.agreement import agreeing, all_or_none
+from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
@@ -277,9 +278,11 @@ def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], n
         if moment.name in coded:
             check_moment(values[moment.name], moment.name, name, signed=moment.signed)
     in_parts = {k: v if isinstance(v, DTensor) else _sharded(spec.shard, v.float()) for k, v in values.items()}
+    (encoded,) = encode_loaded([spec], [in_parts], [name], ())
+    state = {**(encoded or {}), **taken}
     if first.codec.name != "fp32":
-        return spec.encode(in_parts) | taken, "requantized" if coded else "quantized"
-    return spec.encode(in_parts), "as float32" if coded else "exact"
+        return state, "requantized" if coded else "quantized"
+    return state, "as float32" if coded else "exact"
 
 
 def _check_not_flat(optimizer: ShardedOptimizer) -> None:

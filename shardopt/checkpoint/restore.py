@@ -23,7 +23,7 @@ from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
-from shardopt.state.flat_encoding import encode_flat
+from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
 from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
 from shardopt.wrapper.entries import OF_QUANTIZE_STATE
 from shardopt.wrapper.optimizer import QuantizedState
@@ -86,11 +86,11 @@ class Restoration:
         self._check_steps()
         for item in self._items:
             item.convert_weights()
-        #: Moments of flat shards to encode, which all ranks do together: one that cannot decode raises before.
-        self._flat = [
-            (item, item.moments())
+        #: Moments of blocks that several ranks hold and encode together: a rank that cannot decode raises before.
+        self._shared = [
+            (item, Floats(item.form, item.moments(), item.name))
             for item in self._items
-            if item.converts_state and isinstance(item.form.shard, FlatShard)
+            if item.converts_state and sharing_ranks(item.form) is not None
         ]
 
     def _plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
@@ -153,15 +153,15 @@ class Restoration:
         Raises:
             CheckpointError: the state could not be made.
         """
-        encoded = encode_flat([item.form for item, _ in self._flat], [moments for _, moments in self._flat])
-        of_flat = {id(item): state for (item, _), state in zip(self._flat, encoded, strict=True)}
+        encoded = encode_slices([floats for _, floats in self._shared])
+        of_shared = {id(item): state for (item, _), state in zip(self._shared, encoded, strict=True)}
         for item in self._items:
             if not item.converts_state:
                 continue
             assert item.saved is not None
             state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
-            if id(item) in of_flat:
-                state |= of_flat[id(item)] or {}
+            if id(item) in of_shared:
+                state |= of_shared[id(item)] or {}
             elif (moments := item.moments()) is not None:
                 state |= item.form.encode(moments)
             item.saved, item.state = item.spec, state

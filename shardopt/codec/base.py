@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.numeric import reciprocal, round_fma
+from shardopt.kernels.numeric import bits, float_from_bits, reciprocal, round_fma
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
@@ -88,20 +88,25 @@ class Codec(ABC):
 
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:
         """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
-        largest = x.abs().amax(-1, keepdim=True)
+        return self.scales_for(self.extremes(x, signed=signed), signed=signed)
+
+    def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
+        """Maxima over the elements of blocks ``x``, from which scales follow: int32, ``(..., 2)``, >= 0."""
+        largest = bits(x.abs().amax(-1))
+        return torch.stack([largest, torch.zeros_like(largest)], dim=-1)
+
+    def scales_for(self, extremes: Tensor, *, signed: bool) -> Tensor:
+        """The scales of blocks with these :meth:`extremes`."""
+        largest = float_from_bits(extremes[..., :1])
         least = LEAST_SCALE if signed or not self.root else self.least_root_scale
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 
     @abstractmethod
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``."""
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
+        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``.
 
-    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
-        """The codes of blocks, given random bits (:func:`shardopt.kernels.weights.noise`, int64 of the blocks' shape).
-
-        A codec that rounds to nearest gives the codes of :meth:`encode`.
+        A codec that rounds at random takes random bits (int64 of the blocks' shape), if there are any.
         """
-        return self.encode(x, scales, signed=signed)
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -14,7 +14,7 @@ class Companded16(Codec):
     code_dtype = torch.int16
     least_root_scale = 2.0**-58
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         if signed:
             y = x * units_in(1, scales)
             return round_fma(65534 * y, reciprocal(y.abs() + 1)).to(torch.int16)

@@ -20,7 +20,7 @@ class Companded8(Codec):
         t = divide(torch.arange(129, dtype=torch.float32, device="cpu").clamp(max=127), 127)
         return t / (2 - t)
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         if signed:
             return int8_codes(x * units_in(254, scales), reciprocal(fma(x.abs(), units_in(1, scales), float32(1))))
         q = round_fma(x, units_in(255, scales))

@@ -103,7 +103,7 @@ class Dynamic8(Codec):
         """The signed map's part, then the unsigned one's."""
         return torch.cat([_table(signed=True), _table(signed=False)])
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         line = Lines(*(values.to(x.device) for values in self._maps[signed][1]))
         y = x.abs() * units_in(1, scales)
         part = torch.bucketize(y, line.starts)

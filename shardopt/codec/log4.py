@@ -63,11 +63,9 @@ class Log4(Logarithmic):
         y = c / (2 * _MAGNITUDES - c)
         return torch.from_numpy(np.concatenate([y, -y[:0:-1], [0.0]]).astype(np.float32))
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The part of the byte that stands for the moment, with ``h = 1 / 2``."""
-        return self.encode_at_random(x, scales, torch.full_like(x, _HALF, dtype=torch.int64), signed=signed)
-
-    def encode_at_random(self, x: Tensor, scales: Tensor, random: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
+        """The part of the byte that stands for the moment, with ``h = 1 / 2`` if there are no random bits."""
+        random = torch.full_like(x, _HALF, dtype=torch.int64) if random is None else random
         return self._encode_signed(x, scales, random) if signed else self._encode_root(x, scales, random)
 
     def _encode_signed(self, x: Tensor, scales: Tensor, random: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Log8(Logarithmic):
         y[127:] = 1.0
         return torch.from_numpy(y.astype(np.float32))
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         if signed:
             y = x * units_in(1, scales)
             return int8_codes(y, fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))

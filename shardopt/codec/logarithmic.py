@@ -20,14 +20,19 @@ class Logarithmic(Codec):
     steps: int
     most: int
 
-    def measure(self, x: Tensor, *, signed: bool) -> Tensor:
+    def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
+        """Signed: the largest magnitude. Unsigned: the largest root, and how far the smallest one is below infinity."""
+        if signed:
+            return super().extremes(x, signed=True)
+        b = bits(x)
+        return torch.stack([b.amax(-1), torch.where(b > 0, INFINITY_BITS - b, 0).amax(-1)], dim=-1)
+
+    def scales_for(self, extremes: Tensor, *, signed: bool) -> Tensor:
         """Signed: the largest magnitude. Unsigned: ``M`` and ``step``."""
         if signed:
-            return super().measure(x, signed=True)
-        b = bits(x)
-        high = b.amax(-1)
-        low = torch.where(b > 0, b, INFINITY_BITS).amin(-1)
-        span = (high - low).clamp(max=self.most)
+            return super().scales_for(extremes, signed=True)
+        high, depth = extremes.unbind(-1)
+        span = (high - (INFINITY_BITS - depth)).clamp(max=self.most)
         step = ((span + self.steps - 1) // self.steps).clamp(min=1)
         return torch.stack([float_from_bits(high), step.float()], dim=-1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeVar
 
@@ -79,6 +79,7 @@ def encode_moments(
     values: Sequence[Tensor],
     roots: Sequence[Tensor] | None = None,
     random: Tensor | None = None,
+    agree: Callable[[Moment, Tensor], Tensor] | None = None,
 ) -> list[Coded]:
     """Codes the moments of one parameter.
 
@@ -88,6 +89,7 @@ def encode_moments(
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
         random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: rounds to nearest.
+        agree: replaces the extremes of a moment's blocks, of which other ranks may hold parts.
 
     Returns:
         One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code have equal
@@ -102,11 +104,12 @@ def encode_moments(
             x = square_root(x) if roots is None else next(known)
         elif stored_root is not None and moment.is_relative(codec):
             x = torch.where(stored_root > 0, x * reciprocal(stored_root), 0.0)
-        scales = moment_codec.measure(x, signed=moment.signed) if moment_codec.blockwise else x
-        if random is None:
-            codes = moment_codec.encode(x, scales, signed=moment.signed)
-        else:
-            codes = moment_codec.encode_at_random(x, scales, random, signed=moment.signed)
+        scales = x
+        if moment_codec.blockwise:
+            extremes = moment_codec.extremes(x, signed=moment.signed)
+            extremes = extremes if agree is None else agree(moment, extremes)
+            scales = moment_codec.scales_for(extremes, signed=moment.signed)
+        codes = moment_codec.encode(x, scales, random, signed=moment.signed)
         if codec.relative and not moment.signed and stored_root is None:
             stored_root = codec.decode(codes, scales, signed=False)
         coded[moment.name] = Coded(codes, scales if moment_codec.blockwise else None)

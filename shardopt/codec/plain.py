@@ -24,7 +24,7 @@ class Float32(_Plain):
     name = "fp32"
     code_dtype = torch.float32
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         return x.clone()
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
@@ -37,7 +37,7 @@ class BFloat16(_Plain):
     name = "bf16"
     code_dtype = torch.bfloat16
 
-    def encode(self, x: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         codes = to_bf16(x)
         if signed:
             return codes

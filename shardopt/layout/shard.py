@@ -18,7 +18,7 @@ from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Division, Exchange, Region
 from shardopt.layout.partition import UNCUT, GridPartition, Placed
-from shardopt.layout.ranges import Ranges, boxes, count, flattened
+from shardopt.layout.ranges import Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="Shard")
@@ -285,19 +285,6 @@ class Shard:
         ``local`` may have dimensions behind the parameter's.
         """
         return local
-
-    def whole(self, local: Tensor) -> Tensor:
-        """The global tensor, float32, whose part here is ``local``. All ranks must call this."""
-        ranks = self.part_owners
-        if ranks is None:
-            return local.float()
-        local = ranks.within_reach(local)
-        whole = torch.zeros(self.global_shape, device=local.device)
-        for corner, inside in boxes(self.indices):
-            part = local[inside]
-            whole[tuple(slice(at, at + size) for at, size in zip(corner, part.shape, strict=True))] = part
-        ranks.all_reduce_sum(whole.view(torch.int32))  # sums of floats would lose the sign of zeros
-        return whole
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a global tensor of the parameter's shape, maybe with dimensions behind."""

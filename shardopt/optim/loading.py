@@ -20,7 +20,7 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.removed import OPTIONS
 from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
-from shardopt.state.flat_encoding import encode_flat_moments
+from shardopt.state.encoding import encode_loaded
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
 from shardopt.state.packed import unpack_loaded
@@ -87,10 +87,9 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
     all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
-    encoded = encode_flat_moments(specs, [item.entries for item in loaded], exchanges)
+    encoded = encode_loaded(specs, [item.entries for item in loaded], names, exchanges)
     loaded = [item._replace(entries=entries) for item, entries in zip(loaded, encoded, strict=True)]
-    loaded, failure = _encode_cut_columns(loaded)
-    state = all_or_none(exchanges, lambda: _adopted(internals, loaded, failure))
+    state = all_or_none(exchanges, lambda: _adopted(internals, loaded))
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -169,62 +168,8 @@ def _check_entries(loaded: Sequence[_Loaded], *, of_torch: bool) -> None:
                 item.spec.check_loaded(item.entries, item.name, of_torch=of_torch)
 
 
-def _encode_cut_columns(loaded: Sequence[_Loaded]) -> tuple[list[_Loaded], Exception | None]:
-    """Codes float moments whose blocks are cut by column shards; all ranks gather them, one parameter at a time.
-
-    A rank that fails to code its part goes on gathering, as the others wait for it.
-
-    Returns:
-        The parameters, and the error of this rank.
-    """
-    _demand_alike(loaded)
-    failure: Exception | None = None
-    encoded = []
-    for item in loaded:
-        if not _is_gathered(item):
-            encoded.append(item)
-            continue
-        assert item.entries is not None
-        ((column_slice, moments),) = zip(item.spec.slices, item.spec.split_moments(item.entries), strict=True)
-        whole = column_slice.spec.gather(moments)
-        try:
-            kept = {key: item.entries[key] for key in item.entries.keys() - {m.name for m in item.spec.moments}}
-            codes = item.spec.join([column_slice.spec.encode_whole(whole)])
-            encoded.append(item._replace(entries={**kept, **codes}))
-        except Exception as error:  # the other ranks, which gather, must not wait for this one
-            failure = error
-    return encoded, failure
-
-
-def _demand_alike(loaded: Sequence[_Loaded]) -> None:
-    """Raises on all ranks if only some of them were given float moments that all would gather."""
-    by_exchange: dict[Exchange, list[_Loaded]] = {}
-    for item in loaded:
-        holders = item.spec.shard.holders
-        if holders is not None and item.spec.exchanges_columns:
-            by_exchange.setdefault(holders, []).append(item)
-    for exchange, cut in by_exchange.items():
-        seen = torch.tensor(
-            [[_is_gathered(item), not _is_gathered(item)] for item in cut], dtype=torch.int32, device="cpu"
-        )
-        exchange.all_reduce_max(seen)
-        names = [item.name for item, both in zip(cut, seen.all(1).tolist(), strict=True) if both]
-        if names:
-            raise ValueError(
-                f"{names[0]}: got float moments on some ranks only, expected them on all or on none; load what all "
-                "ranks saved together"
-            )
-
-
-def _is_gathered(item: _Loaded) -> bool:
-    """Whether a parameter has float moments to be coded in blocks that column shards cut."""
-    return item.entries is not None and item.spec.exchanges_columns and item.spec.has_floats(item.entries)
-
-
-def _adopted(internals: Internals, loaded: Sequence[_Loaded], failure: Exception | None) -> dict[Any, Any]:
-    """The state of all parameters, checked, on the device where it is to live; raises ``failure`` if there is one."""
-    if failure is not None:
-        raise failure
+def _adopted(internals: Internals, loaded: Sequence[_Loaded]) -> dict[Any, Any]:
+    """The state of all parameters, checked, on the device where it is to live."""
     state: dict[Any, Any] = {}
     for param, index, name, spec, entries in loaded:
         if entries:

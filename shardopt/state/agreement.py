@@ -60,3 +60,11 @@ def on_any_rank(exchanges: Sequence[Exchange], here: bool, rounds: int = 1) -> b
             exchange.all_reduce_max(flag)
             here |= bool(flag.item())
     return here
+
+
+def reduce_together(all_reduce: Callable[[Tensor], None], tensors: Sequence[Tensor]) -> None:
+    """Reduces tensors of one dtype and device in place, by one collective for all."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    all_reduce(flat)
+    for tensor, new in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(new.view_as(tensor))

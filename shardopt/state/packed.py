@@ -15,7 +15,7 @@ is zeros: FSDP1 demands the same entries of all parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard
-from shardopt.state.agreement import all_or_none, on_any_rank
+from shardopt.state.agreement import all_or_none, on_any_rank, reduce_together
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -49,14 +49,14 @@ def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
     """The state in ``words`` entries of float32, of the local tensor's shape, beside ``step`` and ``packed_exact``."""
     shape = spec.shard.local_shape
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
-    packed = torch.zeros((words, math.prod(shape), _WORD), dtype=torch.uint8, device=device)
+    packed = torch.zeros((math.prod(shape), words * _WORD), dtype=torch.uint8, device=device)
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
         layout = _Layout(slice_.spec)
-        layout.pack(slice_state, packed[:, slice_.offset : slice_.offset + layout.numel])
-    columns = packed.view(torch.float32).view(words, *shape)
+        layout.pack(slice_state, packed[slice_.offset : slice_.offset + layout.numel])
     step = state["step"].clone()
     if not words:
         return {"step": step}
+    columns = packed.view(-1, words, _WORD).transpose(0, 1).contiguous().view(torch.float32).view(words, *shape)
     exact = torch.full_like(step, _EXACT_VALUE, dtype=torch.float32)
     return {"step": step, _EXACT: exact, **{f"{_PREFIX}{word}": column for word, column in enumerate(columns)}}
 
@@ -82,45 +82,21 @@ def unpack_loaded(
     """
     if not on_any_rank(exchanges, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
-    tensors = all_or_none(exchanges, lambda: [_slices(*item) for item in zip(specs, loaded, names, strict=True)])
-    slices = [slice_ for of_tensor in tensors for slice_ in of_tensor]
-    shared = all_or_none(exchanges, lambda: _cut_scales(slices))
-    for exchange, scales in shared.items():
-        exchange.all_reduce_sum(scales)
-    return all_or_none(exchanges, lambda: _completed(specs, loaded, tensors, shared))
-
-
-class _Scales(NamedTuple):
-    """The scales of this rank's blocks, as far as this rank's elements carry them.
-
-    Attributes:
-        bytes: uint8, ``(blocks, bytes of a block's scales)``, with zeros where other ranks have them.
-        known: int32, ``(blocks,)``: how many of them are known here.
-    """
-
-    bytes: Tensor
-    known: Tensor
-
-
-class _Slice(NamedTuple):
-    """A slice on its way out of packed state; ``elements`` and ``scales`` are None without packed state.
-
-    Attributes:
-        layout: where the bytes of the slice's state are.
-        name: the tensor's name in errors.
-        elements: the entries of the parameter's shape.
-        scales: the scales, for each of the layout's blocks.
-    """
-
-    layout: _Layout
-    name: str
-    elements: StateDict | None = None
-    scales: list[_Scales] | None = None
+    tensors = all_or_none(exchanges, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
+    shared: dict[Exchange, list[Tensor]] = {}
+    for slice_ in (slice_ for slices in tensors for slice_ in slices):
+        for scales in slice_.scales:
+            if (exchange := slice_.spec.shard.holders) is not None and len(scales.cut):
+                shared.setdefault(exchange, []).append(scales.cut)
+    for exchange, of_blocks in shared.items():
+        reduce_together(exchange.all_reduce_sum, of_blocks)
+    items = list(zip(specs, loaded, tensors, names, strict=True))
+    return all_or_none(exchanges, lambda: [_completed(*item) for item in items])
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the bytes of a slice's state, described by ``spec``, are in packed state."""
+    """Where the bytes of a slice's state, described by ``spec``, are in packed state: uint8, ``(numel, 4 * words)``."""
 
     spec: SliceSpec
 
@@ -158,28 +134,26 @@ class _Layout:
         return math.prod(self.spec.shard.local_shape)
 
     def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
-        """Writes the slice's state to bytes: uint8, ``(words, numel, 4)``."""
+        """Writes the slice's state to its bytes."""
         at = 0
         for key, width in self.elements.items():
-            for column in _as_bytes(state[key], self.numel, width).unbind(1):
-                packed[at // _WORD, :, at % _WORD] = column
-                at += 1
-        for blocks in self.blocks:
-            first, end = blocks.local
-            scales = torch.cat([_as_bytes(state[key], end - first, w) for key, w in blocks.widths.items()], 1)
-            for index, place in enumerate(blocks.places(packed.device)):
-                packed[place.word, place.elements, place.byte] = scales[place.inside, index]
-
-    def unpack(self, packed: Tensor) -> tuple[StateDict, list[_Scales]]:
-        """Reads the entries of the parameter's shape, and the scales that this rank's elements carry."""
-        elements: StateDict = {}
-        at = 0
-        for key, width in self.elements.items():
-            columns = [packed[i // _WORD, :, i % _WORD] for i in range(at, at + width)]
-            entry = self.spec.entries[key]
-            elements[key] = torch.stack(columns, 1).view(entry.dtype).view(entry.shape)
+            packed[:, at : at + width] = _as_bytes(state[key], self.numel, width)
             at += width
-        return elements, [blocks.unpack(packed) for blocks in self.blocks]
+        for blocks in self.blocks:
+            elements, inside = blocks.places(packed.device)
+            scales = torch.cat([_as_bytes(state[key], len(inside), w) for key, w in blocks.widths.items()], 1)
+            scales = torch.nn.functional.pad(scales, (0, inside.shape[1] * blocks.beside - scales.shape[1]))
+            packed[elements, blocks.bytes] = scales.view(*inside.shape, blocks.beside)[inside]
+
+    def unpack(self, packed: Tensor) -> StateDict:
+        """Reads the entries of the parameter's shape."""
+        state: StateDict = {}
+        at = 0
+        for key, width in self.elements.items():
+            entry = self.spec.entries[key]
+            state[key] = packed[:, at : at + width].contiguous().view(entry.dtype).view(entry.shape)
+            at += width
+        return state
 
 
 @dataclass(frozen=True)
@@ -216,65 +190,93 @@ class _Blocks:
         shard = self.spec.shard
         return shard.cut_blocks(self.grid) if isinstance(shard, FlatShard) and shard.exchange is not None else []
 
-    def unpack(self, packed: Tensor) -> _Scales:
-        """Reads the scales that this rank's elements carry."""
-        first, end = self.local
-        scales = packed.new_zeros((end - first, sum(self.widths.values())))
-        known = torch.zeros(end - first, dtype=torch.int32, device=packed.device)
-        for index, place in enumerate(self.places(packed.device)):
-            scales[place.inside, index] = packed[place.word, place.elements, place.byte]
-            known += place.inside
-        return _Scales(scales, known)
+    @property
+    def bytes(self) -> slice:
+        """The bytes of an element that are of its block's scales."""
+        return slice(self.first, self.first + self.beside)
 
-    def entries(self, scales: Tensor) -> StateDict:
-        """The entries of the scales, from the bytes of all scales by block."""
-        parts = torch.split(scales, list(self.widths.values()), 1)
-        shapes = [self.spec.entries[key].shape for key in self.widths]
-        return {
-            key: part.contiguous().view(torch.float32).view(shape)
-            for key, part, shape in zip(self.widths, parts, shapes, strict=True)
-        }
-
-    def places(self, device: torch.device) -> Iterator[_Place]:
-        """The place of each byte of a block's scales, in the scales' order."""
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The elements here that carry scales, and per block whether each of the elements that do is here."""
         grid, shard = self.grid, self.spec.shard
-        blocks = torch.arange(*self.local, device=device)
-        start = shard.start if isinstance(shard, FlatShard) else 0
-        begins = blocks // grid.blocks_per_row * grid.row_numel + blocks % grid.blocks_per_row * grid.block_size - start
-        for index in range(sum(self.widths.values())):
-            element, (word, byte) = begins + index // self.beside, divmod(self.first + index % self.beside, _WORD)
-            inside = (element >= 0) & (element < math.prod(shard.local_shape))
-            yield _Place(word, byte, inside, element[inside])
+        numbers, start = torch.arange(*self.local, device=device), getattr(shard, "start", 0)
+        begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
+        count = -(-sum(self.widths.values()) // self.beside)
+        elements = begins[:, None] + torch.arange(count, device=device) - start
+        inside = (elements >= 0) & (elements < math.prod(shard.local_shape))
+        return elements[inside], inside
+
+    def unpack(self, packed: Tensor | None) -> _Scales:
+        """Reads the scales that this rank's elements carry, if there are any."""
+        width, (first, end) = sum(self.widths.values()), self.local
+        cut = torch.zeros((len(self.cut), width + 1), dtype=torch.int32, device="cpu")
+        if packed is None:
+            return _Scales(self, None, cut)
+        elements, inside = self.places(packed.device)
+        carried = packed.new_zeros((*inside.shape, self.beside))
+        carried[inside] = packed[elements, self.bytes]
+        scales = carried.flatten(1)[:, :width].contiguous()
+        known = inside[..., None].expand_as(carried).flatten(1)[:, :width].sum(1)
+        for row, number in zip(cut, self.cut, strict=True):
+            if first <= number < end:
+                row[:-1], row[-1] = scales[number - first], known[number - first]
+        return _Scales(self, scales, cut)
 
 
-class _Place(NamedTuple):
-    """Where one byte of all blocks' scales is in packed state.
+class _Scales(NamedTuple):
+    """The bytes of the scales of this rank's blocks, with zeros where other ranks have them.
 
     Attributes:
-        word: the entry.
-        byte: the byte in the entry's elements.
-        inside: bool, ``(blocks,)``: whether a block's byte is on this rank.
-        elements: int64: the element with the byte, for each block whose byte is on this rank.
+        blocks: the blocks.
+        scales: uint8, ``(blocks, bytes of a block's scales)``; None without packed state.
+        cut: the same of all cut blocks, and how many of the bytes are known: int32, on the CPU.
     """
 
-    word: int
-    byte: int
-    inside: Tensor
-    elements: Tensor
+    blocks: _Blocks
+    scales: Tensor | None
+    cut: Tensor
+
+    def entries(self, name: str) -> StateDict:
+        """The entries of the scales, after the ranks have put together the bytes of cut blocks.
+
+        Raises:
+            ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
+        """
+        assert self.scales is not None
+        first, end = self.blocks.local
+        for row, number in zip(self.cut, self.blocks.cut, strict=True):
+            if first <= number < end:
+                if row[-1] != len(row) - 1:
+                    raise ValueError(
+                        f"{name}: got packed state with {int(row[-1])} bytes of the scales of block {number}, expected "
+                        f"{len(row) - 1}; load on all ranks what torch's optim_state_dict_to_load gives"
+                    )
+                self.scales[number - first] = row[:-1].to(self.scales)
+        widths, spec = self.blocks.widths, self.blocks.spec
+        parts = zip(widths, torch.split(self.scales, list(widths.values()), 1), strict=True)
+        return {key: part.contiguous().view(torch.float32).view(spec.entries[key].shape) for key, part in parts}
+
+
+class _Slice(NamedTuple):
+    """A slice on its way out of packed state: its entries of the parameter's shape, if any, and its scales."""
+
+    spec: SliceSpec
+    elements: StateDict | None
+    scales: list[_Scales]
 
 
 def _as_bytes(entry: Tensor, count: int, width: int) -> Tensor:
     return entry.detach().reshape(-1).view(torch.uint8).view(count, width)
 
 
-def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[_Slice]:
+def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[_Slice]:
     """The slices of a tensor, with what this rank's part of its packed state has of theirs.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
     """
     if entries is None or not is_packed(entries):
-        return [_Slice(_Layout(slice_.spec), name) for slice_ in spec.slices]
+        layouts = [_Layout(slice_.spec) for slice_ in spec.slices]
+        return [_Slice(layout.spec, None, [blocks.unpack(None) for blocks in layout.blocks]) for layout in layouts]
     if not (isinstance(spec.shard, FlatBuffer | FlatShard) or type(spec.shard) is Shard):
         raise ValueError(
             f"{name}: got state that torch's optim_state_dict of FSDP1 gathered, expected a parameter of FSDP1, not a "
@@ -300,80 +302,23 @@ def _slices(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> 
             f"{name}: got {_EXACT} {float(entries[_EXACT])!r}, expected {_EXACT_VALUE!r}: packed state was converted, "
             "as to half precision and back, and its bytes are lost; carry it as it was saved"
         )
-    packed = torch.stack([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys])
+    packed = torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
     slices = []
     for slice_ in spec.slices:
         layout = _Layout(slice_.spec)
-        of_slice = packed[:, slice_.offset : slice_.offset + layout.numel]
-        slices.append(_Slice(layout, name, *layout.unpack(of_slice)))
+        part = packed[slice_.offset : slice_.offset + layout.numel]
+        slices.append(_Slice(slice_.spec, layout.unpack(part), [blocks.unpack(part) for blocks in layout.blocks]))
     return slices
 
 
-def _cut_scales(slices: Sequence[_Slice]) -> dict[Exchange, Tensor]:
-    """This rank's bytes of the scales of cut blocks, each block's with their number behind them: int32, on the CPU."""
-    shared: dict[Exchange, list[Tensor]] = {}
-    for layout, _, _, all_scales in slices:
-        for index, blocks in enumerate(layout.blocks):
-            cut, scales = blocks.cut, None if all_scales is None else all_scales[index]
-            if not cut:
-                continue
-            rows = torch.zeros((len(cut), sum(blocks.widths.values()) + 1), dtype=torch.int32, device="cpu")
-            first, end = blocks.local
-            for row, number in zip(rows, cut, strict=True):
-                if scales is not None and first <= number < end:
-                    row[:-1] = scales.bytes[number - first]
-                    row[-1] = scales.known[number - first]
-            exchange = layout.spec.shard.holders
-            assert exchange is not None
-            shared.setdefault(exchange, []).append(rows.view(-1))
-    return {exchange: torch.cat(rows) for exchange, rows in shared.items()}
-
-
 def _completed(
-    specs: Sequence[TensorState],
-    loaded: Sequence[Mapping[str, Any] | None],
-    tensors: Sequence[Sequence[_Slice]],
-    shared: Mapping[Exchange, Tensor],
-) -> list[Mapping[str, Any] | None]:
-    """The state of all tensors, after the ranks have put together the scales of cut blocks."""
-    ends = dict.fromkeys(shared, 0)
-    results: list[Mapping[str, Any] | None] = []
-    for spec, entries, slices in zip(specs, loaded, tensors, strict=True):
-        states: list[StateDict] = []
-        for layout, name, elements, all_scales in slices:
-            state = dict(elements or {})
-            for index, blocks in enumerate(layout.blocks):
-                cut, width = blocks.cut, sum(blocks.widths.values())
-                rows = torch.empty((0, width + 1), device="cpu")
-                if cut:
-                    exchange = layout.spec.shard.holders
-                    assert exchange is not None
-                    begin, ends[exchange] = ends[exchange], ends[exchange] + len(cut) * (width + 1)
-                    rows = shared[exchange][begin : ends[exchange]].view(len(cut), width + 1)
-                if all_scales is not None:
-                    _complete(blocks, all_scales[index], dict(zip(cut, rows, strict=True)), name)
-                    state |= blocks.entries(all_scales[index].bytes)
-            if elements is not None:
-                states.append(state)
-        if entries is None or not states:
-            results.append(entries)
-        else:
-            results.append({"step": entries["step"], **spec.join(states)})
-    return results
-
-
-def _complete(blocks: _Blocks, scales: _Scales, rows: Mapping[int, Tensor], name: str) -> None:
-    """Puts the bytes from all ranks in place.
-
-    Raises:
-        ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
-    """
-    first, end = blocks.local
-    for number, row in rows.items():
-        if first <= number < end:
-            if row[-1] != len(row) - 1:
-                raise ValueError(
-                    f"{name}: got packed state with {int(row[-1])} bytes of the scales of block {number}, expected "
-                    f"{len(row) - 1}; load on all ranks what torch's optim_state_dict_to_load gives"
-                )
-            scales.bytes[number - first] = row[:-1].to(scales.bytes)
+    spec: TensorState, entries: Mapping[str, Any] | None, slices: Sequence[_Slice], name: str
+) -> Mapping[str, Any] | None:
+    """The state of a tensor, after the ranks have put together the scales of cut blocks."""
+    states = []
+    for _, elements, of_blocks in slices:
+        if elements is not None:
+            states.append(dict(elements))
+            for scales in of_blocks:
+                states[-1].update(scales.entries(name))
+    return entries if entries is None or not states else {"step": entries["step"], **spec.join(states)}

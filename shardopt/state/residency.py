@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,17 +20,16 @@ from shardopt.kernels.streamed import (
     Moves,
     Transfers,
 )
-from shardopt.kernels.transfers import HostTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
 from shardopt.state.host_memory import Entry, demand_memory, make_homes
-from shardopt.state.host_threads import warn_of_one_thread
 from shardopt.state.names import named
 from shardopt.state.options import bytes_of
 from shardopt.state.sleep import Sleep, Stateful
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
+from shardopt.state.warn import warn_user
 
 Offload = Literal["state", "step"] | None
 
@@ -38,8 +38,8 @@ MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 #: Bytes that are copied at a time, and size of a slot.
 CHUNK_BYTES = 32 << 20
 
-#: Whether to offload from the CPU to the CPU, which is for tests only.
-FROM_CPU = False
+#: Makes copies from the CPU to the CPU in slots of so many bytes, for tests; None: parameters there are not offloaded.
+FROM_CPU: Callable[[int], Transfers] | None = None
 
 _CPU = torch.device("cpu")
 
@@ -232,12 +232,13 @@ class StateResidency:
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
-                self._transfers[key] = HostTransfers(CHUNK_BYTES)
+                assert FROM_CPU is not None
+                self._transfers[key] = FROM_CPU(CHUNK_BYTES)
             else:
                 from shardopt.kernels.transfers_cuda import CudaTransfers
 
                 if offload == "step":
-                    warn_of_one_thread(ranks_here())
+                    warn_of_one_thread()
                 self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
         return self._transfers[key]
 
@@ -384,8 +385,22 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+@cache  # once in a process
+def warn_of_one_thread() -> None:
+    """Warns if the CPU steps in one thread, to which torchrun sets it, though this rank's share of cores is larger."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = cores // ranks_here()
+    if torch.get_num_threads() == 1 and share > 1:
+        warn_user(
+            f"offload='step': got 1 thread for the CPU's steps, expected up to {share}, this rank's share of the "
+            f"cores. torchrun sets OMP_NUM_THREADS=1 where it is not set: set it, or call "
+            f"torch.set_num_threads({share}) before the first step, and leave some cores to data loaders",
+            RuntimeWarning,
+        )
+
+
 def _can_offload(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU)
+    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU is not None)
 
 
 def _local_entries(spec: TensorState) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -176,70 +176,77 @@ class SliceSpec:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
         return {key: entry.new(device) for key, entry in self.entries.items()}
 
-    def encode(self, values: Sequence[Tensor]) -> StateDict:
-        """The state entries for float moments.
-
-        Gathers the moments if column shards cut blocks: all ranks must then call this. For flat shards with cut blocks
-        see :func:`shardopt.state.flat_encoding.encode_flat`.
-        """
-        return self.encode_whole(self.gather(values)) if self.exchanges_columns else self.encode_local(values)
-
-    def encode_local(
-        self, values: Sequence[Tensor], cut_blocks: Mapping[int, Sequence[Tensor]] | None = None
-    ) -> StateDict:
+    def encode(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor] | None = None) -> StateDict:
         """The state entries for float moments, without communication.
 
         Args:
             values: one tensor of the slice's shape per moment.
-            cut_blocks: all elements of the cut blocks, by number in the grid: per moment float32, ``(block_size,)``.
+            agreed: :meth:`extremes` over all ranks, 0 for blocks that this rank holds alone; see
+                :func:`shardopt.state.encoding.encode_slices`.
         """
-        local = [x.float() for x in values]
+        local, agreed = [x.float() for x in values], agreed or {}
         if not self.codec.blockwise:
             return self.coded_entries(encode_moments(self.codec, self.moments, local))
-        size, shape = self.grid.block_size, self.shard.local_shape
-        codes = [
-            torch.empty(x.numel(), dtype=m.codec(self.codec).code_dtype, device=x.device)
-            for m, x in zip(self.moments, local, strict=True)
-        ]
-        scales = [
-            torch.zeros(self._scales_shape(m), dtype=torch.float32, device=x.device) if self.has_scales(m) else None
-            for m, x in zip(self.moments, local, strict=True)
-        ]
+        new: list[Coded] = []
+        for moment, x in zip(self.moments, local, strict=True):
+            codec, scales = moment.codec(self.codec), None
+            if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
+                scales = codec.scales_for(agreed[moment.name], signed=moment.signed).view(self._scales_shape(moment))
+            elif self.has_scales(moment):
+                scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
+            new.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
+        for rectangle, coded in self._encoded(local, agreed):
+            end = rectangle.first_col % self.grid.block_size + rectangle.cols
+            for entries, (codes, scales) in zip(new, coded, strict=True):
+                _matrix(entries.codes.view(-1), rectangle).copy_(from_blocks(codes, end)[:, end - rectangle.cols :])
+                if entries.scales is not None and scales is not None:
+                    _per_block(entries.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
+        return self.coded_entries(new)
+
+    def extremes(
+        self, values: Sequence[Tensor], agreed: Mapping[str, Tensor], among: Collection[int] | None
+    ) -> dict[str, Tensor]:
+        """The extremes of this rank's parts of blocks, by moment: int32, ``(blocks, 2)``, in the order of the scales.
+
+        A moment in units of another's root needs the other's in ``agreed``.
+
+        Args:
+            values: as for :meth:`encode`.
+            agreed: as for :meth:`encode`.
+            among: indices of the blocks that matter; None: all.
+        """
+        count = math.prod(self.shard.scales(self.grid).local_shape)
+        found = {m.name: torch.zeros((count, 2), dtype=torch.int32, device=values[0].device) for m in self.moments}
+        for _ in self._encoded([x.float() for x in values], agreed, found, among):
+            pass
+        return found
+
+    def _encoded(
+        self,
+        values: Sequence[Tensor],
+        agreed: Mapping[str, Tensor],
+        found: Mapping[str, Tensor] | None = None,
+        among: Collection[int] | None = None,
+    ) -> Iterator[tuple[Rectangle, list[Coded]]]:
+        """Encoded blocks ``(rows, blocks, block_size)``, by rectangles, noting their extremes in ``found``."""
+        size = self.grid.block_size
         for rectangle in self._rectangles():
-            lead = rectangle.first_col % size
-            if rectangle.rows * rectangle.cols == 0:
+            lead, first = rectangle.first_col % size, rectangle.block
+            count = -(-(lead + rectangle.cols) // size)
+            end = first + (rectangle.rows - 1) * rectangle.blocks_stride + count
+            if rectangle.rows * rectangle.cols == 0 or not (among is None or any(first <= i < end for i in among)):
                 continue
-            blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in local]
-            if cut_blocks and rectangle.rows == 1:
-                first = self.grid.block_of(rectangle.first)
-                for number in range(blocks[0].shape[1]):
-                    for x, whole in zip(blocks, cut_blocks.get(first + number, ()), strict=False):
-                        x[0, number] = whole
-            covered = slice(rectangle.block, rectangle.block + rectangle.rows * blocks[0].shape[1])
-            for k, coded in enumerate(encode_moments(self.codec, self.moments, blocks)):
-                _matrix(codes[k], rectangle).copy_(from_blocks(coded.codes, lead + rectangle.cols)[:, lead:])
-                new = scales[k]
-                if new is not None and coded.scales is not None:
-                    flat = new.view(-1, coded.scales.shape[-1])
-                    flat[covered] = coded.scales.reshape(-1, coded.scales.shape[-1])
-        return self.coded_entries([Coded(c.view(shape), s) for c, s in zip(codes, scales, strict=True)])
 
-    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The whole float moments, for :meth:`encode_whole`. All ranks must call this."""
-        return [self.shard.whole(x) for x in values]
+            def agree(moment: Moment, extremes: Tensor, rectangle: Rectangle = rectangle, count: int = count) -> Tensor:
+                if moment.name in agreed:
+                    extremes = torch.maximum(extremes, _per_block(agreed[moment.name], 2, rectangle, count))
+                if found is not None:
+                    seen = _per_block(found[moment.name], 2, rectangle, count)
+                    seen.copy_(torch.maximum(seen, extremes))
+                return extremes
 
-    def encode_whole(self, whole: Sequence[Tensor]) -> StateDict:
-        """:meth:`encode` for column shards that cut blocks: every rank encodes whole rows and keeps its part."""
-        parts: list[Coded] = []
-        blocks = [to_blocks(x.flatten(1), self.grid.block_size) for x in whole]
-        for x, coded in zip(whole, encode_moments(self.codec, self.moments, blocks), strict=True):
-            codes = self.shard.part(from_blocks(coded.codes, math.prod(x.shape[1:])).reshape(x.shape)).contiguous()
-            scales = coded.scales
-            if scales is not None:
-                scales = scales.flatten(2) if scales.shape[-1] > 1 else scales[..., 0]
-                scales = self.shard.scales(self.grid).part(scales).contiguous()
-            parts.append(Coded(codes, scales))
-        return self.coded_entries(parts)
+            blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in values]
+            yield rectangle, encode_moments(self.codec, self.moments, blocks, agree=agree)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The moments as float32."""
@@ -362,11 +369,8 @@ class SliceSpec:
                 if scales is None:
                     coded.append(Coded(blocks, None))
                     continue
-                stride, count = rectangle.blocks_stride if rectangle.rows > 1 else blocks.shape[1], blocks.shape[1]
                 width = codec.scales(signed=moment.signed)
-                rows = scales.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
-                per_block = rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
-                coded.append(Coded(blocks, per_block))
+                coded.append(Coded(blocks, _per_block(scales, width, rectangle, blocks.shape[1])))
             yield rectangle, coded
 
 
@@ -401,6 +405,13 @@ def _matrix(flat: Tensor, rectangle: Rectangle) -> Tensor:
     """The elements of a rectangle in the flattened slice: a view."""
     begin = flat.storage_offset() + rectangle.element
     return flat.as_strided((rectangle.rows, rectangle.cols), (rectangle.row_stride, 1), begin)
+
+
+def _per_block(entry: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
+    """A rectangle's part of an entry with ``width`` numbers per block: a view, ``(rows, count, width)``."""
+    stride = rectangle.blocks_stride if rectangle.rows > 1 else count
+    rows = entry.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
+    return rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
 
 
 def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:

@@ -175,7 +175,7 @@ class TensorState:
         return [[slice_.of(x) for x in local] for slice_ in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
-        """The state entries for float moments by name, sharded like the tensor; see :meth:`SliceSpec.encode`."""
+        """The state entries for float moments by name, sharded like the tensor, of which no rank shares blocks."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
         return self.join([slice_.spec.encode(slice_moments) for slice_, slice_moments in moments])
 
@@ -254,17 +254,13 @@ class TensorState:
         checked_step(loaded, name)
 
     def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
-        """The state for entries that passed :meth:`check_loaded`: codes and scales copied, floats encoded.
-
-        All ranks must call this if column shards cut blocks and moments are floats.
-        """
-        entries = {**loaded, **self.encode(loaded)} if self.has_floats(loaded) else loaded
+        """Copies of entries that passed :meth:`check_loaded`, and whose floats are encoded."""
         state: StateDict = {}
         for key, entry in self.entries.items():
             if key == "step":
                 state[key] = step_on(device, checked_step(loaded, name))
             else:  # torch.optim's state has neither low bits nor second moments of rows
-                state[key] = copy_to(entries[key], device) if key in entries else self.like(key, entry.new(device))
+                state[key] = copy_to(loaded[key], device) if key in loaded else self.like(key, entry.new(device))
         return state
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:

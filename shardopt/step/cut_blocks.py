@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.layout import Exchange, FlatShard, Shard
-from shardopt.state.flat_encoding import shared_blocks
+from shardopt.state.agreement import reduce_together
+from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import order_of
 
@@ -179,7 +180,7 @@ class CutBlocks:
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
-            _all_reduce_max(exchange, [extremes[0] for extremes in every])
+            reduce_together(exchange.all_reduce_max, [extremes[0] for extremes in every])
             for extremes in every:
                 extremes[1:] = extremes[0]
 
@@ -190,12 +191,4 @@ class CutBlocks:
                 for scales in cut.scales:
                     scales.index_fill_(1, cut.others, 0)
             # Scales are not negative: the order of their bits as integers is their order as floats.
-            _all_reduce_max(exchange, [s.view(torch.int32) for cut in cuts for s in cut.scales])
-
-
-def _all_reduce_max(exchange: Exchange, tensors: list[Tensor]) -> None:
-    """One collective for all tensors, in place."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    exchange.all_reduce_max(flat)
-    for tensor, new in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(new.view_as(tensor))
+            reduce_together(exchange.all_reduce_max, [s.view(torch.int32) for cut in cuts for s in cut.scales])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardopt.layout import Exchange, FlatBuffer, FlatShard
-from shardopt.state.flat_encoding import shared_blocks
+from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.tensor_state import Slice

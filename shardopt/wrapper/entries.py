@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
+from shardopt.state.encoding import encode_loaded
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import EntryFormat, KeptEntry, SliceSpec
@@ -261,7 +262,8 @@ class Entries:
             if key + DTYPE in kept:
                 _check_dtype(key + DTYPE, kept[key + DTYPE])
         form.check_loaded(mine, name, of_torch=True)
-        state = form.adopt(mine, param.device, name)
+        (encoded,) = encode_loaded([form], [mine], [name], ())
+        state = form.adopt(encoded or {}, param.device, name)
         form.check_local(state, name)
         return {**kept, **state}
 

@@ -21,9 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardopt
 from ranks.layered import Layers, batch
-from ranks.offload import before_steps, offload_from_cpu, slow_steps
+from ranks.offload import HostTransfers, before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
-from shardopt.kernels.transfers import HostTransfers
 from test_held_gradients import STEPS, Loop, compare
 
 

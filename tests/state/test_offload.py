@@ -23,10 +23,9 @@ from torch import nn
 import shardopt
 from helpers import CODEC_NAMES, RULES, everything, through_a_file
 from ranks.models import loss_of, make_batch, make_net
-from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
+from ranks.offload import HostTransfers, LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt import _C
-from shardopt.kernels.transfers import HostTransfers
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory, residency
 from shardopt.state.options import bytes_of
@@ -307,7 +306,7 @@ def test_memory_report() -> None:
 
 
 def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "FROM_CPU", False)
+    monkeypatch.setattr(residency, "FROM_CPU", None)
     model, optimizer = make("state")
     run(model, optimizer, steps=1)
     assert all(optimizer._internals.residency.of(param).offload is None for param in model.parameters())

@@ -10,28 +10,56 @@ from typing import Any
 
 import torch
 
-from shardopt.kernels.streamed import Copies, Slot
-from shardopt.kernels.transfers import HostTransfers
+from shardopt.kernels.streamed import SLOTS, Copies, Slot, Transfers
 from shardopt.release.deferred import DeferredSteps
 from shardopt.state import residency
 
 
+class HostTransfers(Transfers):
+    """Copies within the CPU's memory, which block. See :class:`shardopt.kernels.streamed.Transfers`."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__([Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOTS)])
+
+    def begin(self) -> None:
+        pass
+
+    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+        for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(slot.address + offset, home, nbytes)
+
+    def arrived(self, slot: Slot) -> None:
+        pass
+
+    def give_back(self, slot: Slot, copies: Copies) -> object:
+        for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(home, slot.address + offset, nbytes)
+        return None
+
+    def end(self) -> None:
+        pass
+
+    def follow(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 @contextmanager
-def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] | None = None) -> Iterator[None]:
+def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] = HostTransfers) -> Iterator[None]:
     """Inside, the option ``offload`` counts for parameters on the CPU.
 
     Args:
         chunk_bytes: what is copied at a time.
-        transfers: copies in another way.
+        transfers: how to copy.
     """
-    saved = (residency.FROM_CPU, residency.CHUNK_BYTES, residency.HostTransfers)
-    residency.FROM_CPU, residency.CHUNK_BYTES = True, chunk_bytes
-    if transfers is not None:
-        residency.HostTransfers = transfers
+    saved = (residency.FROM_CPU, residency.CHUNK_BYTES)
+    residency.FROM_CPU, residency.CHUNK_BYTES = transfers, chunk_bytes
     try:
         yield
     finally:
-        residency.FROM_CPU, residency.CHUNK_BYTES, residency.HostTransfers = saved
+        residency.FROM_CPU, residency.CHUNK_BYTES = saved
 
 
 class LateTransfers(HostTransfers):

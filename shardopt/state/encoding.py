@@ -1,0 +1,164 @@
+"""Encoding of float moments: ranks that hold parts of a block first agree on its extremes, as they do in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.layout import Exchange, FlatShard
+from shardopt.state.agreement import all_or_none, on_any_rank, reduce_together
+from shardopt.state.slice_spec import SliceSpec, StateDict
+from shardopt.state.tensor_state import TensorState
+
+
+def shared_blocks(spec: SliceSpec) -> list[int]:
+    """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
+    shard = spec.shard
+    if not isinstance(shard, FlatShard) or shard.exchange is None:
+        return []
+    return shard.cut_blocks(spec.grid) if spec.codec.blockwise else []
+
+
+def sharing_ranks(spec: SliceSpec) -> Exchange | None:
+    """The ranks that hold parts of the same blocks of a parameter; None if no block is cut."""
+    if shared_blocks(spec):
+        return spec.shard.holders
+    return spec.shard.block_owners(spec.grid) if spec.exchanges_columns else None
+
+
+class Floats(NamedTuple):
+    """Float moments of a slice, to be encoded.
+
+    Attributes:
+        spec: describes the slice's state.
+        values: this rank's part of each moment; None if this rank has none to encode.
+        name: the parameter's name in errors.
+    """
+
+    spec: SliceSpec
+    values: Sequence[Tensor] | None
+    name: str
+
+
+def encode_slices(slices: Sequence[Floats], exchanges: Sequence[Exchange] = ()) -> list[StateDict | None]:
+    """The state entries for float moments, in scales that all holders of a block agree on.
+
+    All ranks that share blocks must call this with the same slices in the same order.
+
+    Args:
+        slices: the moments.
+        exchanges: the ranks that raise together if one of them cannot encode its part, as for lack of memory.
+
+    Raises:
+        ValueError: only some of the ranks with column shards of a parameter have moments of it.
+    """
+    agreed: list[dict[str, Tensor]] = [{} for _ in slices]
+    for relative in (False, True):  # moments in units of another's root follow the root
+        messages = all_or_none(exchanges, partial(_messages, slices, agreed, relative=relative))
+        for exchange, parts in messages.items():
+            reduce_together(exchange.all_reduce_max, list(parts.values()))
+        all_or_none(exchanges, partial(_take, messages, slices, agreed))
+    encoded = zip(slices, agreed, strict=True)
+    return all_or_none(
+        exchanges, lambda: [None if x.values is None else x.spec.encode(x.values, known) for x, known in encoded]
+    )
+
+
+def encode_loaded(
+    specs: Sequence[TensorState],
+    loaded: Sequence[Mapping[str, Any] | None],
+    names: Sequence[str],
+    exchanges: Sequence[Exchange],
+) -> list[Mapping[str, Any] | None]:
+    """Replaces float moments (torch.optim's state) by the state's own entries; leaves other entries alone.
+
+    All ranks that share parameters must call this with the same tensors, in the same order.
+
+    Args:
+        specs: describe the state of each tensor.
+        loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
+        names: the tensors' names in errors.
+        exchanges: the ranks that raise together if one of them cannot encode its part; see :func:`agreeing`.
+
+    Raises:
+        ValueError: see :func:`encode_slices`.
+    """
+    slices: list[Floats] = []
+    for spec, entries, name in zip(specs, loaded, names, strict=True):
+        values: Sequence[Sequence[Tensor] | None] = [None] * len(spec.slices)
+        if entries and spec.has_floats(entries):
+            values = spec.split_moments(entries)
+        slices += [Floats(slice_.spec, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
+    if not on_any_rank(exchanges, any(x.values is not None for x in slices)):
+        return list(loaded)
+    encoded = iter(encode_slices(slices, exchanges))
+    results: list[Mapping[str, Any] | None] = []
+    for spec, entries in zip(specs, loaded, strict=True):
+        states = [state for _ in spec.slices if (state := next(encoded)) is not None]
+        if entries is not None and states:
+            floats = {moment.name for moment in spec.moments}
+            entries = {**{k: v for k, v in entries.items() if k not in floats}, **spec.join(states)}
+        results.append(entries)
+    return results
+
+
+#: The parts of a message, int32 ``(n, 2)`` on the CPU, by slice and moment: extremes of shared blocks. For column
+#: shards the part of no moment says whether a rank has moments to encode, and whether a rank has none.
+_Parts = dict[tuple[int, str], Tensor]
+
+
+def _messages(
+    slices: Sequence[Floats], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
+) -> dict[Exchange, _Parts]:
+    """This rank's extremes of shared blocks, of the moments in units of another's root or of all other moments."""
+    messages: dict[Exchange, _Parts] = {}
+    for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
+        exchange = sharing_ranks(spec)
+        moments = [m for m in spec.moments if spec.has_scales(m)]
+        names = [m.name for m in moments if (spec.relative and m.is_relative(spec.codec)) == relative]
+        if exchange is None or not names:
+            continue
+        parts, (count, sent, local) = messages.setdefault(exchange, {}), _places(spec)
+        among = None if isinstance(local, slice) else local
+        found = {} if values is None else spec.extremes(values, known, among)
+        if not relative and among is None:
+            parts[index, ""] = torch.tensor([[values is not None, values is None]], dtype=torch.int32, device="cpu")
+        for name in names:
+            part = parts[index, name] = torch.zeros((count, 2), dtype=torch.int32, device="cpu")
+            if found:
+                part[sent] = found[name][local].cpu()
+    return messages
+
+
+def _take(messages: Mapping[Exchange, _Parts], slices: Sequence[Floats], agreed: Sequence[dict[str, Tensor]]) -> None:
+    """Reads the answers: the extremes over all ranks."""
+    for (index, moment), part in (item for parts in messages.values() for item in parts.items()):
+        spec, values, name = slices[index]
+        if not moment:
+            if part.all():
+                raise ValueError(
+                    f"{name}: got float moments on some ranks only, expected them on all or on none; load what all "
+                    "ranks saved together"
+                )
+        elif values is not None:
+            (_, sent, local), count = _places(spec), math.prod(spec.shard.scales(spec.grid).local_shape)
+            extremes = agreed[index][moment] = torch.zeros((count, 2), dtype=torch.int32, device=values[0].device)
+            extremes[local] = part[sent].to(extremes.device)
+
+
+def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]:
+    """How many blocks a message has, which of them this rank holds, and their indices in this rank's scales.
+
+    Column shards send the extremes of all blocks of their rows.
+    """
+    shard = spec.shard
+    if not isinstance(shard, FlatShard):
+        return math.prod(shard.scales(spec.grid).local_shape), slice(None), slice(None)
+    numbers, (first, end) = shared_blocks(spec), shard.blocks(spec.grid)
+    sent = [place for place, number in enumerate(numbers) if first <= number < end]
+    return len(numbers), sent, [numbers[place] - first for place in sent]
