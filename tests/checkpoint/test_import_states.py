@@ -51,7 +51,7 @@ from slow_cases import slow
 
 
 def outcome_of(source: str, codec: str, shape: tuple[int, ...]) -> str:
-    """What becomes of the moments of a parameter."""
+    """How an import treats the moments of a parameter."""
     numel, of_torchao = math.prod(shape), source == "torchao"
     if numel < 4096 or (of_torchao and numel % 256):  # float32 there
         return "quantized" if shape in MATRICES and codec != "fp32" else "exact"

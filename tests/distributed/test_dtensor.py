@@ -187,7 +187,7 @@ def _with_local(tensor: Any, change: Callable[[Tensor], Tensor]) -> None:
     tensor._local_tensor = change(tensor._local_tensor)
 
 
-#: What changes inside of DTensors between two steps: of the gradient, or of the parameter and its state.
+#: Changes inside of DTensors between two steps: of the gradient, or of the parameter and its state.
 CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, dict[str, Any]], object]]] = {
     "waiting gradient": (_waiting, lambda param, state: None),
     "spec": (_with_spec, lambda param, state: _with_spec(param)),

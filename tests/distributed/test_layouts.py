@@ -620,7 +620,8 @@ FEATURES: dict[str, Feature] = {
     "dequantized": Feature(partial(dequantized, codec="dynamic8", block_size=16), ZERO),
     "of torch AdamW": Feature(partial(from_torch, rule="adamw", functions=False), ZERO),
     "of torch AdamW by functions": Feature(partial(from_torch, rule="adamw", functions=True, codec="companded8"), ZERO),
-    "of torch SGD": Feature(partial(from_torch, rule="momentum", functions=False, codec="dynamic8"), ZERO),
+    # PyTorch's own SGD rounds an element by its place in a row of memory: not of DTensors that are cut anywhere.
+    "of torch SGD": Feature(partial(from_torch, rule="momentum", functions=False, codec="dynamic8"), ZERO | MATRICES),
     "first state": Feature(partial(first_state, rule="adamw")),
     "first state prodigy": Feature(partial(first_state, rule="prodigy")),
     "first state muon": Feature(partial(first_state, rule="muon"), NOT_MUON),

@@ -187,7 +187,7 @@ def is_right(scenario: Scenario, wanted: Named, kind: str, seed: int) -> bool:
     return True
 
 
-#: What the steps before one of them that must not wait are of, and how many copies to the host it makes: one of the
+#: Options of steps of which the last must not wait, and how many copies to the host that step makes: one of the
 #: count of skipped elements; NorMuon's also of the second moments of the rows of two matrices with a gradient.
 NO_WAITS: dict[str, tuple[dict[str, Any], int]] = {
     "steps": ({}, 1),

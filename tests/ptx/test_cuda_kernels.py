@@ -1,6 +1,6 @@
 """The CUDA kernels, as nvcc compiles them to PTX, and their calling equal the CPU's bit for bit, run by an interpreter.
 
-It does not show what ptxas makes of the PTX, nor whatever else needs a GPU: tests/gpu does.
+The interpreter cannot show errors of ptxas, nor others that need a GPU: tests/gpu does.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_state_that_is_replaced_by_hand(reset: str) -> None:
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 @pytest.mark.parametrize(("before", "after"), [("step", None), ("state", "step"), (None, "state")])
 def test_a_run_turns_it_on_or_off(tmp_path: Path, before: str | None, after: str | None, way: str) -> None:
-    """What is saved has the entries of a run without offload."""
+    """Saved state has the entries of a run without offload."""
     first, second = make(before), make(after)
     run(*first, steps=2)
     run(*second, first=7, steps=1)  # it has state elsewhere already

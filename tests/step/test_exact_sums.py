@@ -1,6 +1,6 @@
 """Sums over whole parameters: exact, whatever the order, the threads and the instruction set.
 
-Those of squares: tests/step/test_gradient_norm.py.
+Sums of squares are in tests/step/test_gradient_norm.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {f"ptx{arch}": (arch, {}) for 
 #: Warps interrupt each other, diverged lanes go on in any order, approximations are as wrong as they may be.
 KINDS["ptx90-adverse"] = ("90", {"turn": 50, "any_path": True, "any_order": True, "approximate": "random"})
 BUILD = ROOT / "build/ptx"
-#: What of ``shardopt._C`` the interpreter takes the place of.
+#: Names in ``shardopt._C`` that the interpreter replaces.
 NAMES = ("cuda_tasks", "step_cuda", "norm_cuda", "cuda_norm_task", "cuda_prepared_bytes", "cuda_launched_gradients")
 # -fno-gnu-unique: each architecture's module has variables of its own.
 FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
@@ -101,7 +101,7 @@ def _digest(paths: Iterable[Path], *settings: str) -> str:
 
 
 def _sources() -> list[Path]:
-    """What the CUDA part is made of: csrc without what only the CPU's kernels include."""
+    """The sources of the CUDA part: csrc without files that only the CPU's kernels include."""
     found = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     return [path for path in found if not path.name.startswith(("cpu", "lanes", "bindings.cpp"))]
 

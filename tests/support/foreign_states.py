@@ -240,7 +240,7 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = STEP) -> None:
 
 
 def moments_of(optimizer: ShardedOptimizer) -> list[dict[str, Tensor]]:
-    """What the state of each parameter stands for."""
+    """The moments of each parameter, decoded."""
     states = optimizer.state_dict(dequantize=True)["state"].values()
     return [{key: x for key, x in state.items() if key != "step"} for state in states]
 
