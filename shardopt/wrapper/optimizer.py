@@ -274,7 +274,7 @@ class QuantizedState(Optimizer):
                 stepped = [(param, name) for param, name in listed if param.grad is not None]
                 options: dict[str, Any] = {}
                 for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
-                    vars(inner).update(numbers)
+                    _restore(inner, numbers)
                     options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
                     names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
                     inner.param_groups = [{**options, "params": [], **names}]
@@ -288,7 +288,7 @@ class QuantizedState(Optimizer):
         finally:
             inner.param_groups = groups
             if not counts:
-                vars(inner).update(numbers)
+                _restore(inner, numbers)
 
     def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
         """Steps one parameter. If that fails, its state is as it was.
@@ -328,6 +328,14 @@ class QuantizedState(Optimizer):
             for key in _COUNTS.keys() & state.keys():
                 old, new = state[key], _COUNTS[key]
                 state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
+
+
+def _restore(inner: Optimizer, numbers: Mapping[str, int | float]) -> None:
+    """Restores the attributes that are numbers; a counter may have begun as an attribute of the class."""
+    attributes = vars(inner)
+    for key in [key for key, x in attributes.items() if type(x) in (int, float) and key not in numbers]:
+        del attributes[key]
+    attributes.update(numbers)
 
 
 def _sharded(shard: Shard, x: Any) -> Any:

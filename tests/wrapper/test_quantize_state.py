@@ -125,7 +125,7 @@ def test_counters_advance_once_per_step() -> None:
     """In the optimizer and its groups, which stay the same objects; a step that fails leaves the state."""
 
     class Counts(torch.optim.AdamW):
-        number: int
+        number = 0
         fails = False
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -140,7 +140,6 @@ def test_counters_advance_once_per_step() -> None:
 
     params, counter = parameters(), torch.zeros(())
     inner = Counts([{"params": params[:2], "tensor": counter}, {"params": params[2:], "tensor": torch.ones(())}])
-    inner.number = 0
     groups = [(id(group), id(group["params"])) for group in inner.param_groups]
     optimizer = trained(quietly(inner), params, range(3))
     assert inner.number == 3
