@@ -153,8 +153,12 @@ class Restoration:
         Raises:
             CheckpointError: the state could not be made.
         """
-        encoded = encode_slices([floats for _, floats in self._shared])
-        of_shared = {id(item): state for (item, _), state in zip(self._shared, encoded, strict=True)}
+        shared, self._shared = self._shared, []
+        exchanges = (sharing_ranks(floats.spec) for _, floats in shared)
+        together = [ranks for ranks in dict.fromkeys(exchanges) if ranks is not None]
+        encoded = encode_slices([floats for _, floats in shared], together)
+        of_shared = {id(item): state for (item, _), state in zip(shared, encoded, strict=True)}
+        del shared
         for item in self._items:
             if not item.converts_state:
                 continue

@@ -69,13 +69,14 @@ class Saving:
             self.check()
             contents = read()
             planning = Planning(contents, ranks)
-            return (contents, planning), self._prepare(ranks.rank) + planning.message
+            return (contents, planning), planning.message
 
         with self._locked:
             try:
                 (contents, planning), messages = ranks.exchange(described)
-                self._token = messages[0][:_TOKEN_BYTES].hex()
-                plan = planning.plan([message[_TOKEN_BYTES:] for message in messages])
+                plan = planning.plan(messages)
+                _, tokens = ranks.exchange(lambda: (None, self._prepare(ranks.rank)))
+                self._token = tokens[0].hex()
                 of_ranks = ranks.gathered_numbers(lambda: self._write(plan, contents, ranks.rank))
                 check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], contents.tensors, ranks)
                 files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
@@ -97,7 +98,7 @@ class Saving:
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot make this folder: {error}; choose another path") from error
         if rank:
-            return bytes(_TOKEN_BYTES)
+            return b""
         try:
             unlock = self._folder.lock(_PATIENCE)
         except OSError as error:

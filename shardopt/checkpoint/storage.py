@@ -218,6 +218,8 @@ class LocalFolder(Folder):
                 with suppress(FileNotFoundError):
                     if not stat.S_ISDIR(path.lstat().st_mode):
                         raise
+                if any(folder.is_symlink() and not folder.exists() for folder in path.parents):
+                    raise
         for folder in missing:
             sync_folder(folder.parent)
 

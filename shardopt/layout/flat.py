@@ -59,6 +59,10 @@ class FlatRange(Shard):
     def range_start(self) -> int:
         return self.start
 
+    def part(self, whole: Tensor) -> Tensor:
+        behind = whole.shape[len(self.global_shape) :]
+        return whole.reshape(math.prod(self.global_shape), *behind)[self.start : self.end]
+
 
 class FlatShard(FlatRange):
     """This rank's range of a parameter, where parameters are flattened into one tensor and ranks have equal ranges.

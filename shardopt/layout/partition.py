@@ -38,8 +38,9 @@ class GridPartition(NamedTuple):
     """Dimensions of a tensor cut into equal parts, as by a DTensor's placements.
 
     Attributes:
-        cuts: applied one after another: a later cut of a dimension cuts the parts of the earlier one. None: one rank
-            holds the whole tensor. Their strides are those of a mesh.
+        cuts: applied one after another: a later cut of a dimension cuts the parts of the earlier one. Without cuts one
+            rank holds the whole tensor. Each stride is a multiple of ``ways * stride`` of every cut with a smaller
+            stride, as in a mesh without gaps.
     """
 
     cuts: tuple[Cut, ...] = ()

@@ -38,7 +38,8 @@ class Shard:
     Args:
         global_shape: shape of the whole parameter.
         cut: how the parameter is cut.
-        offset: this rank's offset in the cut.
+        offset: this rank's number less that of the rank with the first part. Strides of the cut are differences of
+            the ranks' numbers in the job, too.
         exchange: the ranks that hold the parts, one copy of each; None if this rank holds the whole parameter.
     """
 

@@ -141,7 +141,7 @@ class DTensorShard(Shard):
                 return None
             divided.append(Cut(cut.dim, cut.ways, stride))
         ends = sorted((stride, ways) for _, ways, stride, _ in (*cuts, *divided))
-        if any(stride * ways > next_one for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
+        if any(next_one % (stride * ways) for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
             return None
         return Placed(GridPartition((*cuts, *divided)), offset)
 

@@ -80,7 +80,7 @@ def unpack_loaded(
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(exchanges, any(entries is not None and is_packed(entries) for entries in loaded)):
+    if not on_any_rank(exchanges, any(entries is not None and is_packed(entries) for entries in loaded), rounds=2):
         return list(loaded)
     tensors = all_or_none(exchanges, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
     shared: dict[Exchange, list[Tensor]] = {}

@@ -29,8 +29,8 @@ from shardopt.state.agreement import on_any_rank
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
-_HELD_ELSEWHERE = "parameters of which this rank holds no part, or that were changed back"
-_READ_HERE_ONLY = "an option or a gradient of this step, which the other ranks on GPUs have not read"
+_HELD_ELSEWHERE = "parameters of which this rank holds no part"
+_READ_HERE_ONLY = "options or gradients that changed on some ranks only, for which the others wait until they time out"
 #: Places in a check's answers, before those about gradients.
 _AS_AGREED, _CHANGED, _SEVERAL = range(3)
 
@@ -83,6 +83,7 @@ class Plan:
     Attributes:
         digests: by the ranks that must agree. Another dict if a digest has changed.
         checks: this rank's answers in the checks of a step as agreed, in an order that is equal on all ranks.
+        devices: of the messages, by the ranks that must agree.
         single: see above.
     """
 
@@ -95,6 +96,7 @@ class Plan:
         single: bool = False,
     ) -> None:
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
+        self.devices = {ranks: members.device for ranks, members in self._sets.items()}
         self._on_difference, self.single = on_difference, single
         self.digests: dict[Exchange, bytes] = {}
         self.step(stepped)
@@ -129,10 +131,6 @@ class Plan:
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def device_of(self, ranks: Exchange) -> torch.device:
-        """The device of the messages of a set of ranks."""
-        return self._sets[ranks].device if ranks in self._sets else torch.device("cpu")
-
     def refuse(self, differing: Iterable[Exchange], otherwise: str) -> NoReturn:
         """Raises the error that names the first difference.
 
@@ -146,7 +144,7 @@ class Plan:
         raise RuntimeError(
             f"got ranks that differ in {difference}, expected the same on all ranks that step parts of the "
             "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
-            "and gradients to all of them or to none; nothing was changed"
+            "and gradients to all of them or to none; this step changed nothing on this rank"
         )
 
     def _first_difference(self, ranks: Exchange) -> str | None:
@@ -208,6 +206,7 @@ class Agreement:
     def __init__(self, captured: list[object]) -> None:
         self._digests: dict[Exchange, bytes] | None = None
         self._checks: dict[Exchange, Answers] = {}
+        self._devices: dict[Exchange, torch.device] = {}
         self._on_gpus: dict[Exchange, _OnGpu] = {}
         self._captured = captured
 
@@ -227,7 +226,7 @@ class Agreement:
         sets, changed = list(plan.checks), set[Exchange]()
         if now is not self._digests:
             changed = {ranks for ranks in {*agreed, *now} if agreed.get(ranks) != now.get(ranks)}
-            sets = sorted({*sets, *changed}, key=order_of)
+            sets = [x for x in sorted(dict.fromkeys([*now, *agreed]), key=order_of) if x in plan.checks or x in changed]
         differing: list[Exchange] = []
         joined: list[Exchange] = []  # the sets of which one rank belongs to several
         otherwise = _HELD_ELSEWHERE
@@ -235,7 +234,7 @@ class Agreement:
             before = self._checks.get(ranks) if ranks in changed else plan.checks[ranks]
             found = None if before is None else self._found(plan, ranks, before, changed=ranks in changed)
             if found is not None and _differ(found):
-                if plan.device_of(ranks).type == "cuda":
+                if self._device_of(plan, ranks).type == "cuda":
                     otherwise = _READ_HERE_ONLY
                 else:
                     differing.append(ranks)
@@ -251,16 +250,21 @@ class Agreement:
                     differing.append(ranks)
             if found[_SEVERAL]:
                 joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
+        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
+            self._on_gpus.clear()  # the next check is read, too
             plan.refuse(differing, otherwise)
-        self._digests, self._checks = now, plan.checks
+        self._digests, self._checks, self._devices = now, plan.checks, plan.devices
+
+    def _device_of(self, plan: Plan, ranks: Exchange) -> torch.device:
+        """The device of the messages of a set of ranks, which may have left the plan."""
+        return plan.devices[ranks] if ranks in plan.devices else self._devices[ranks]
 
     def _found(self, plan: Plan, ranks: Exchange, answers: Answers, *, changed: bool) -> Answers:
         """The answers of all ranks of a set, joined; zeros on a GPU if this rank's are as in its last check."""
         if changed:
             answers = np.zeros_like(answers)
             answers[_CHANGED] = 1
-        device = plan.device_of(ranks)
+        device = self._device_of(plan, ranks)
         if device.type != "cuda":
             message = torch.from_numpy(answers.copy())
             ranks.all_reduce_max(message)

@@ -58,7 +58,7 @@ def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> dict[Exchange, b
     are_joint: list[tuple[Exchange | None, bool]] = [
         (shard.row_owners, bool(shared_blocks(slice_.spec))),
         (ranks_of_sums(shard, group.rule) if group.rule.sums else None, True),
-        (_division(parameter, slice_, group), parameter.device.type == "cpu"),
+        (_division(parameter, slice_, group), True),
     ]
     found: dict[Exchange, bool] = {}
     for ranks, is_joint in are_joint:

@@ -96,16 +96,16 @@ class Stepper:
             tables = tables if tables.set_groups([group_of(group) for group in param_groups]) else None
         # Collectives have one order with cached and with new tables: gradients, finiteness, plans.
         parts = None if on_host is None else {0: on_host}
-        agreed = None
+        is_agreed = False
         if tables is not None and tables.read(param_groups, state, parts):
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
             groups = [group_of(group) for group in param_groups]
             tables = self._make_tables(param_groups, state, groups, scaling, on_host)
-            agreed = tables.plan.digests
+            is_agreed = True
         self.gradients_changed = tables.update(param_groups, state, scaling)
-        if agreed is not tables.plan.digests:  # cached tables, or column shards without a gradient have left them
+        if not is_agreed:
             self._agreement.agree(tables.plan)
         self.communicates = tables.communicates
         self._checked = checked

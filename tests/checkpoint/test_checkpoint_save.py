@@ -114,6 +114,12 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: Ca
     assert_only(tmp_path, 3)
 
 
+def test_a_folder_below_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"cannot make this folder: .*File exists"):
+        saved(tmp_path / "run" / "step", seed=1)
+
+
 def test_the_commit_is_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it, all data are on the disk and the old checkpoint is whole; after it, the new one, whatever happens."""
     saved(tmp_path, seed=1)
