@@ -30,7 +30,7 @@ from shardopt.state.agreement import on_any_rank
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
 _HELD_ELSEWHERE = "parameters of which this rank holds no part"
-_READ_HERE_ONLY = "options or gradients that changed on some ranks only, for which the others wait until they time out"
+_READ_HERE_ONLY = "options or gradients (ranks on GPUs that changed nothing do not read this, and will time out)"
 #: Places in a check's answers, before those about gradients.
 _AS_AGREED, _CHANGED, _SEVERAL = range(3)
 
