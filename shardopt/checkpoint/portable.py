@@ -29,7 +29,7 @@ from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import Saving
 from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
-from shardopt.kernels.autograd import outside_inference_mode
+from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import engines_of
 
 _ATTEMPTS = 10  # of a load, while other saves replace the checkpoint
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
     converted: dict[str, str]
 
 
-@outside_inference_mode
+@without_autograd
 def save(
     path: PathLike, model: Module, optimizer: Optimizer | None = None, *, keep_last: int | None = None, **extra: Any
 ) -> None:
@@ -84,7 +84,7 @@ def save(
         saving.run(lambda: contents_of(model, optimizer, extra), Ranks())
 
 
-@outside_inference_mode
+@without_autograd
 def async_save(
     path: PathLike,
     model: Module,
@@ -175,7 +175,7 @@ def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None,
         done.set_result(None)
 
 
-@outside_inference_mode
+@without_autograd
 def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, convert: bool = False) -> Loaded:
     """Loads a checkpoint of :func:`save`, under any sharding and number of ranks. All ranks must call this.
 

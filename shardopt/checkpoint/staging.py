@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks
-from shardopt.kernels.copies import copy_tensors
+from shardopt.kernels.memory import copy_tensors
 
 _ALIGNMENT = 64  # bytes
 

@@ -17,7 +17,7 @@ import torch
 
 from shardopt import optim
 from shardopt.estimate.model import Model, ParameterShape, Shape
-from shardopt.kernels.streamed import SLOTS
+from shardopt.kernels.transfers_cuda import SLOTS
 from shardopt.layout import Shard
 from shardopt.layout.partition import UNCUT, Cut, GridPartition
 from shardopt.optim import SGD, ShardedOptimizer

@@ -1,4 +1,4 @@
-"""Decorators of functions that make or change tensors that are kept."""
+"""A decorator of functions that make or change tensors that are kept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Calls the function outside of inference mode.
+def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
+    """Calls the function under ``torch.no_grad``, outside of inference mode.
 
     A tensor that is made in inference mode can never be changed outside of it: state made by a first step there would
     make later steps fail.
@@ -23,18 +23,8 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
-    """Calls the function under ``torch.no_grad``, outside of inference mode."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+                return call(*args, **kwargs)
         with torch.no_grad():
             return function(*args, **kwargs)
 
-    return outside_inference_mode(call)
+    return call

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,20 +67,20 @@ class CudaCall:
         if rows_changed or kernel_rows is None:
             self._gradients = np.ascontiguousarray(self._tables.kernel_rows["gradient"])
             kernel_rows = _without_gradients(self._tables.kernel_rows)
+        head = [groups, self._tables.kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
         if capturing:
-            self._head = self._offsets.captured
-            self._upload_in_graph(groups)
+            self._upload_in_graph(head)
             return
         if self._spare is None:
-            self._spare = _pinned(self._offsets.head_bytes)
+            self._spare = _pinned(self._head_bytes)
         self._head = 0
         if kernel_rows != self._kernel_rows or self._groups is None:
-            self._upload(0, _pinned(self._offsets.head_bytes), *self._head_tables(groups))
+            self._upload(0, *head)
         else:
             if packed != self._groups:
-                self._upload(0, _pinned(len(packed)), groups)
-            if rows_changed and self._offsets.uploads_gradients:
-                self._upload(self._offsets.gradients, _pinned(self._gradients.nbytes), self._gradients)
+                self._upload(0, groups)
+            if rows_changed and self._uploads_gradients:
+                self._upload(self._gradients_at, self._gradients)
         self._groups, self._kernel_rows = packed, kernel_rows
 
     def run(self, phase: _C.Phase) -> None:
@@ -92,8 +93,8 @@ class CudaCall:
                 tensor.record_stream(stream)
         _C.step_cuda(
             groups=head,
-            kernel_rows=head + self._offsets.kernel_rows,
-            gradients=head + self._offsets.gradients if self._offsets.uploads_gradients else _address(self._gradients),
+            kernel_rows=head + self._rows_at,
+            gradients=head + self._gradients_at if self._uploads_gradients else self._gradients.ctypes.data,
             grad_scale=0 if scale is None else scale.data_ptr(),
             factor=0 if coefficient is None else coefficient.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
@@ -103,7 +104,11 @@ class CudaCall:
         )
 
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
-        """Allocates the tables, and uploads the constant ones."""
+        """Allocates the tables, and uploads the constant ones.
+
+        The head comes first, the tables that change: groups, kernel rows, and addresses of gradients unless the launch
+        carries them. A second head follows, for captures; then the constant tables.
+        """
         kernel_rows = self._tables.kernel_rows
         tasks, batches = _C.cuda_tasks(kernel_rows, groups, ALIGNED_KERNELS)
         fixed = {
@@ -112,19 +117,19 @@ class CudaCall:
             "tasks": tasks,
             "prepared": np.zeros(len(kernel_rows) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
         }
-        self._offsets = _Offsets.of(groups, kernel_rows, len(self._tables.steps))
-        begin = end = self._offsets.captured + self._offsets.head_bytes
-        offsets = {}
-        for name, table in fixed.items():
-            offsets[name] = end
-            end += _aligned(table.nbytes)
+        self._rows_at = _aligned(groups.nbytes)
+        self._gradients_at = self._rows_at + _aligned(kernel_rows.nbytes)
+        self._uploads_gradients = max(len(kernel_rows), len(self._tables.steps)) > _C.cuda_launched_gradients
+        self._head_bytes = self._gradients_at + (_aligned(8 * len(kernel_rows)) if self._uploads_gradients else 0)
+        begin = 2 * self._head_bytes
+        *offsets, end = accumulate((_aligned(table.nbytes) for table in fixed.values()), initial=begin)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
         self._stream = torch.cuda.current_stream(self._device)
         self._counter.record_stream(self._stream)
         self._start = self._memory.data_ptr()
-        self._upload(begin, _pinned(end - begin), *fixed.values())
+        self._upload(begin, *fixed.values())
         self._fixed: dict[str, Any] = {
-            **{name: self._start + offset for name, offset in offsets.items()},
+            **{name: self._start + offset for name, offset in zip(fixed, offsets, strict=True)},
             "device": self._memory.device.index or 0,
             "nonfinite": self._counter.data_ptr(),
             "row_count": len(kernel_rows),
@@ -135,28 +140,22 @@ class CudaCall:
         self._spare = None
         self._groups = self._kernel_rows = None
 
-    def _head_tables(self, groups: npt.NDArray[np.void]) -> list[npt.NDArray[Any]]:
-        """The tables that change, in the order of their offsets."""
-        gradients = [self._gradients] if self._offsets.uploads_gradients else []
-        return [groups, self._tables.kernel_rows, *gradients]
-
-    def _upload(self, offset: int, staging: Tensor, *tables: npt.NDArray[np.generic]) -> None:
+    def _upload(self, offset: int, *tables: npt.NDArray[np.generic]) -> None:
         """Copies tables to an offset in the device's memory, one after the other."""
-        _fill(staging, tables)
+        staging = _fill(_pinned(sum(_aligned(table.nbytes) for table in tables)), tables)
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
-    def _upload_in_graph(self, groups: npt.NDArray[np.void]) -> None:
+    def _upload_in_graph(self, head: Sequence[npt.NDArray[np.generic]]) -> None:
         """Captures the upload of the tables that change, from memory that keeps them for all replays."""
-        tables = self._head_tables(groups)
-        wanted = _fill(torch.empty(self._offsets.head_bytes, dtype=torch.uint8, device="cpu"), tables)
+        wanted = _fill(torch.empty(self._head_bytes, dtype=torch.uint8, device="cpu"), head)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
             _demand(self._spare is not None)
             assert self._spare is not None
-            staging = self._spare.copy_(wanted)
+            staging, self._spare = self._spare.copy_(wanted), None
             self._captured.append(staging)
-            self._spare = None
         self._captured_scaling.append(self._scaling)
+        self._head = self._head_bytes
         self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
         self._groups = self._kernel_rows = None  # stale: the capture uploaded to another offset than other steps read
 
@@ -180,32 +179,10 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
     return staging
 
 
-class _Offsets(NamedTuple):
-    """Offsets of the tables that change, in bytes: groups (at 0), kernel rows, gradients, and copies for captures."""
-
-    kernel_rows: int
-    gradients: int
-    head_bytes: int
-    captured: int
-    uploads_gradients: bool  # False: the launch carries the addresses
-
-    @classmethod
-    def of(cls, groups: npt.NDArray[np.void], kernel_rows: npt.NDArray[np.void], steps: int) -> _Offsets:
-        first = _aligned(groups.nbytes)
-        second = first + _aligned(kernel_rows.nbytes)
-        uploads = max(len(kernel_rows), steps) > _C.cuda_launched_gradients
-        end = second + (_aligned(8 * len(kernel_rows)) if uploads else 0)
-        return cls(first, second, end, end, uploads)
-
-
 def _without_gradients(kernel_rows: npt.NDArray[np.void]) -> bytes:
     kernel_rows = kernel_rows.copy()
     kernel_rows["gradient"] = 0
     return kernel_rows.tobytes()
-
-
-def _address(array: npt.NDArray[np.uint64]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _aligned(size: int) -> int:

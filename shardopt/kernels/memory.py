@@ -1,4 +1,4 @@
-"""Checks that a tensor's elements lie in memory, before anything reads its address.
+"""Where tensors' elements lie in memory: checks before anything reads an address, bytes, copies, and overlaps.
 
 An ordinary tensor's storage may have been freed or cut by ``resize_``. A wrapper subclass
 (``torch.Tensor._make_wrapper_subclass``) has its elements in inner tensors, and a zero tensor
@@ -9,10 +9,16 @@ of a negative or conjugate view has other values than the view.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from shardopt import _C
 
 #: Name of the attribute in which a wrapper keeps the name of the inner tensor that has its elements.
 _INNER = "_shardopt_inner"
@@ -44,8 +50,7 @@ def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError
             f"{name}: got a {what} of {_kind(tensor)}, which has no memory of its own, expected an ordinary tensor; "
             "make it of .clone()"
         )
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    needed = tensor.storage_offset() * tensor.itemsize + _span(tensor)
     available = tensor.untyped_storage().nbytes()
     if available < needed:
         raise error(
@@ -127,13 +132,55 @@ def memoryview_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors on any device to others in host memory, past the CPU's caches.
+
+    PyTorch's threads meet after each tensor, and wait for each other when other programs run. Threads of this copy meet
+    once.
+
+    Args:
+        targets: on the CPU, contiguous; none may overlap another target or a source.
+        sources: as many, with the targets' shapes and dtypes.
+    """
+    near: list[tuple[Tensor, Tensor]] = []
+    far: list[tuple[Tensor, Tensor]] = []
+    for pair in zip(targets, sources, strict=True):
+        (near if _is_memory(pair[1]) else far).append(pair)
+    _C.copy_ranges(
+        np.array([target.data_ptr() for target, _ in near], np.uint64),
+        np.array([source.data_ptr() for _, source in near], np.uint64),
+        np.array([source.nbytes for _, source in near], np.int64),
+        torch.get_num_threads(),
+    )
+    if far:
+        torch._foreach_copy_([target for target, _ in far], [source for _, source in far])
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The indices, ascending, of two strided tensors that have a byte in common; None if no two have.
+
+    If a step changed both, its result would depend on threads.
+    """
+    begins = np.array([tensor.data_ptr() for tensor in tensors], np.int64)  # 0 without elements
+    ends = begins + np.array([_span(tensor) for tensor in tensors], np.int64)
+    order = np.argsort(begins, kind="stable")
+    if not np.any(begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]):
+        return None
+    reaching: list[int] = []  # tensors that begin before this one and may end after its beginning
+    for index in order.tolist():
+        reaching = [other for other in reaching if ends[other] > begins[index]]
+        for other in reaching:  # views of one tensor may be interleaved, and share nothing
+            if np.shares_memory(_memory(tensors[other]), _memory(tensors[index])):
+                return min(other, index), max(other, index)
+        if tensors[index].numel():
+            reaching.append(index)
+    return None
+
+
 def _fits(inner: object, tensor: Tensor) -> bool:
     """Whether a wrapper's inner tensor may have its elements."""
-    return isinstance(inner, Tensor) and (inner.shape, inner.dtype, inner.device) == (
-        tensor.shape,
-        tensor.dtype,
-        tensor.device,
-    )
+    same = ("shape", "dtype", "device")
+    return isinstance(inner, Tensor) and all(getattr(inner, name) == getattr(tensor, name) for name in same)
 
 
 def _has_elements(inner: Tensor, tensor: Tensor) -> bool:
@@ -144,3 +191,30 @@ def _has_elements(inner: Tensor, tensor: Tensor) -> bool:
 
 def _kind(tensor: Tensor) -> str:
     return "a zero tensor" if tensor._is_zerotensor() else type(tensor).__name__
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in host memory, unmodified and contiguous."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+        return False
+    return has_memory(tensor) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _memory(tensor: Tensor) -> npt.NDArray[np.void]:
+    """An array at the tensor's place, on any device: its elements must not be read."""
+    interface = {
+        "version": 3,
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+        "typestr": f"|V{tensor.itemsize}",
+        "data": (tensor.data_ptr(), False),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

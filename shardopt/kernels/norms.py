@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,8 +12,11 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, cpu_target
 
 
-class NormCall(Protocol):
-    """Passes over gradients on one device, by rows of ``_C.kernel_row`` (csrc/norm/norm.h names the columns)."""
+class _CpuNormCall:
+    """Passes over gradients, by rows of ``_C.kernel_row`` (csrc/norm/norm.h names the columns)."""
+
+    def __init__(self, kernel_rows: npt.NDArray[np.void]) -> None:
+        self._kernel_rows = kernel_rows
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         """Takes a pass.
@@ -25,18 +26,6 @@ class NormCall(Protocol):
             rows: number of leading rows to take. Their addresses may differ from pass to pass.
             factor: the coefficient of the pass ``scale``: float32, 0-d.
         """
-
-
-def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> NormCall:
-    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
-    return _CpuNormCall(kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows)
-
-
-class _CpuNormCall:
-    def __init__(self, kernel_rows: npt.NDArray[np.void]) -> None:
-        self._kernel_rows = kernel_rows
-
-    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
         by = 1.0 if factor is None else float(factor)
         _C.norm(self._kernel_rows[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
 
@@ -63,7 +52,7 @@ class CudaNormCall:
         self._uploaded: bytes | None = None  # addresses
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
-        """Takes a pass; see :class:`NormCall`.
+        """Takes a pass; see :meth:`_CpuNormCall.run`.
 
         Raises:
             RuntimeError: a CUDA graph captures the pass.
@@ -84,6 +73,11 @@ class CudaNormCall:
             self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
             0 if factor is None else factor.data_ptr(), *_where(self._device),
         )  # fmt: skip
+
+
+def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> _CpuNormCall | CudaNormCall:
+    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
+    return _CpuNormCall(kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows)
 
 
 def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:

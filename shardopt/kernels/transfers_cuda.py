@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +13,36 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.streamed import SLOTS, Addresses, Copies, Slot, Transfers
+
+Addresses = npt.NDArray[np.uint64]
+
+#: Slots that take turns: one is stepped, one is filled and one is emptied.
+SLOTS = 3
 
 
-class CudaSlot(Slot):
-    """Memory of a chunk, and events of its last filling and emptying."""
+class Copies(NamedTuple):
+    """Ranges of memory that are copied together: home addresses, offsets in a slot, and bytes."""
+
+    home: Addresses
+    offset: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+
+class Slot:
+    """Staging memory on the kernels' device that chunks use in turn: uint8. Events of its last filling and emptying."""
 
     filled: torch.cuda.Event | None = None
     emptied: torch.cuda.Event | None = None
 
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.address = memory, memory.data_ptr()
 
-class CudaTransfers(Transfers):
-    """See :class:`shardopt.kernels.streamed.Transfers`. Two streams copy, one in each direction.
+
+class CudaTransfers:
+    """The slots, and the copies to and from them, by two streams, one in each direction.
+
+    A chunk is fetched into a slot, used after :meth:`arrived` has returned, and given back. Copies of a slot wait for
+    each other, and so do copies of a chunk from step to step.
 
     Args:
         device: where the parameters are.
@@ -36,23 +55,39 @@ class CudaTransfers(Transfers):
         _refuse_capture()
         where = torch.device("cpu") if to_host else device
         empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)
-        super().__init__([CudaSlot(empty()) for _ in range(SLOTS)])
-        self._device = device
-        self._to_host = to_host
+        self._slots, self._next = [Slot(empty()) for _ in range(SLOTS)], 0
+        self._device, self._to_host = device, to_host
         self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._there.wait_stream(torch.cuda.current_stream(device))  # it may still use the memory's previous contents
         memory = [slot.memory for slot in self._slots]
         _finalize(self, partial(_drain, memory, self._there, self._back))
 
+    def slots(self, count: int) -> list[Slot]:
+        """The slots for ``count`` chunks, in turn."""
+        begin, self._next = self._next, self._next + count
+        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
     def begin(self) -> None:
+        """Comes before the first fetch: copies must see all that was computed before."""
         _refuse_capture()
         _finish_finalizers()
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
-        assert isinstance(slot, CudaSlot)
+        """Begins to copy to a slot.
+
+        Args:
+            slot: the target.
+            copies: the ranges to copy.
+            after: wait for this result of :meth:`give_back` for the chunk. None: wait for all that was given back.
+        """
         if after is None:
             self._there.wait_stream(self._back)
         for event in (slot.emptied, after):
@@ -63,7 +98,7 @@ class CudaTransfers(Transfers):
         slot.filled = self._there.record_event(waits_asleep)
 
     def arrived(self, slot: Slot) -> None:
-        assert isinstance(slot, CudaSlot)
+        """Has later kernels wait for the slot's contents."""
         assert slot.filled is not None
         if self._to_host:
             slot.filled.synchronize()
@@ -71,7 +106,7 @@ class CudaTransfers(Transfers):
             torch.cuda.current_stream(self._device).wait_event(slot.filled)
 
     def give_back(self, slot: Slot, copies: Copies) -> object:
-        assert isinstance(slot, CudaSlot)
+        """Begins to copy from a slot, after earlier kernels are done."""
         if not self._to_host:
             self.follow()
         self._copy(copies.home, _places(slot, copies), copies.nbytes, self._back)
@@ -79,13 +114,16 @@ class CudaTransfers(Transfers):
         return slot.emptied
 
     def end(self) -> None:
+        """Comes after the last copy: later computations must see what came back."""
         if self._to_host:
             torch.cuda.current_stream(self._device).wait_stream(self._back)
 
     def follow(self) -> None:
+        """Has :meth:`synchronize` wait for all that was begun before, too, such as PyTorch's copies to the host."""
         self._back.wait_stream(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
+        """Waits until all copies are done."""
         self._back.synchronize()
 
     def _copy(self, to: Addresses, source: Addresses, nbytes: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> None:

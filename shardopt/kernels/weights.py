@@ -12,7 +12,6 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits, to_bf16
 
-_WORD = 2**32 - 1
 _TWO_WORDS = 2**64 - 1
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
@@ -91,23 +90,19 @@ class WeightFormat:
 
     def load(self, stored: StoredWeights) -> Tensor:
         """The weights that a step begins with: float32, the parameter's shape."""
-        if stored.low_bits is None:
+        low = stored.low_bits
+        if low is None:
             return stored.param.float()
-        return join_weight(stored.param, _to_integers(stored.low_bits, self.low_bits), self.low_bits)
+        if self.low_bits == 16:
+            low = low.contiguous().view(torch.int16).squeeze(-1)
+        return join_weight(stored.param, low, self.low_bits)
 
-    def store(self, x: Tensor, noise: Tensor | None = None) -> StoredWeights:
-        """Rounds new weights as a step does.
-
-        Args:
-            x: float32.
-            noise: :func:`noise` of the shape of ``x``, for stochastic rounding.
-        """
+    def store(self, x: Tensor) -> StoredWeights:
+        """Rounds float32 weights as a step does, those of a stochastic format to the nearest."""
         if self.low_bits:
             high, low = split_weight(x, self.low_bits, self.dtype)
-            return StoredWeights(high, _to_bytes(low, self.low_bits))
-        if self.stochastic:
-            assert noise is not None
-            return StoredWeights(bf16_at_random(x, noise), None)
+            as_bytes = low.to(torch.int8) if self.low_bits == 8 else low.short().unsqueeze(-1).view(torch.int8)
+            return StoredWeights(high, as_bytes)
         return StoredWeights(to_bf16(x) if self.dtype == torch.bfloat16 else x.to(self.dtype), None)
 
 
@@ -158,7 +153,7 @@ def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
     if high.dtype == torch.bfloat16:
         magnitude = word << (16 - low_bits)
     else:
-        wide = _shifted_down(word, low_bits - 13)
+        wide = word << 5 if low_bits == 8 else word >> 3  # drops bits that a split weight never has
         subnormal = bits((word.double() * 2.0 ** -(24 + low_bits)).float()).long()
         finite = torch.where(word < 0x400 << low_bits, subnormal, wide + _FLOAT16_BEGIN)
         magnitude = torch.where(word < _INFINITY[torch.float16] << low_bits, finite, wide | INFINITY_BITS)
@@ -172,24 +167,6 @@ def _shifted(magnitude: Tensor, by: int) -> Tensor:
     return (magnitude + (1 << (-by - 1)) - 1 + ((magnitude >> -by) & 1)) >> -by
 
 
-def _shifted_down(word: Tensor, by: int) -> Tensor:
-    """Integers times ``2^-by``; drops bits beyond a float32's, which a split weight never has."""
-    return word >> by if by >= 0 else word << -by
-
-
-def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
-    """The next bfloat16 below or above in magnitude; above with the probability that makes the mean exact.
-
-    Args:
-        x: float32.
-        random: integers of which the lower 16 bits are uniform, the same shape.
-    """
-    b = bits(x).long()
-    rounded = ((b >> 16) & 0xFFFF) + (((b & 0xFFFF) + (random & 0xFFFF)) >> 16)
-    at_random = _from_words(rounded, torch.bfloat16)
-    return torch.where((b & 0x7FFFFFFF) >= INFINITY_BITS, to_bf16(x), at_random)
-
-
 def noise_key(seed: int, parameter: int) -> int:
     """Key of a parameter's noise, which differs from other parameters' keys: 64 bits.
 
@@ -197,33 +174,10 @@ def noise_key(seed: int, parameter: int) -> int:
         seed: the option ``stochastic_rounding_seed``.
         parameter: the parameter's number.
     """
-    return (_mix(seed) + parameter) & _TWO_WORDS
-
-
-def noise(key: int, step: int, elements: Tensor) -> Tensor:
-    """Random bits by counter: 32 per element, int64.
-
-    Args:
-        key: :func:`noise_key`.
-        step: the parameter's step, from 1.
-        elements: int64, indices in the flattened global parameter.
-    """
-    mixed = _mix(_mix(key) + step)
-    x = (elements + (mixed & _WORD)) & _WORD
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _WORD
-    x = x ^ (mixed >> 32)
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
-
-
-def _mix(x: int) -> int:
-    """The finalizer of splitmix64."""
-    x = (x + 0x9E3779B97F4A7C15) & _TWO_WORDS
+    x = (seed + 0x9E3779B97F4A7C15) & _TWO_WORDS  # the finalizer of splitmix64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _TWO_WORDS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _TWO_WORDS
-    return x ^ (x >> 31)
+    return ((x ^ (x >> 31)) + parameter) & _TWO_WORDS
 
 
 def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,11 +188,3 @@ def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
 def _words(x: Tensor) -> Tensor:
     """The bits of 16-bit floats: int64 in [0, 2^16)."""
     return x.contiguous().view(torch.int16).long() & 0xFFFF
-
-
-def _to_bytes(low: Tensor, low_bits: int) -> Tensor:
-    return low.to(torch.int8) if low_bits == 8 else low.to(torch.int16).unsqueeze(-1).view(torch.int8)
-
-
-def _to_integers(low: Tensor, low_bits: int) -> Tensor:
-    return low if low_bits == 8 else low.contiguous().view(torch.int16).squeeze(-1)

@@ -4,7 +4,7 @@ from shardopt.layout.block_grid import BlockGrid, is_quantized
 from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
 from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, read_model, register, shard_of
-from shardopt.layout.numbers import number_of, number_parameters, use_numbers
+from shardopt.layout.names import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rectangle import Rectangle
@@ -17,42 +17,3 @@ from shardopt.layout.shard import (
     keep_float32_state,
     keeps_float32_state,
 )
-
-__all__ = [
-    "WHOLE",
-    "BlockGrid",
-    "Copies",
-    "Counted",
-    "Division",
-    "Engines",
-    "Exchange",
-    "FlatBuffer",
-    "FlatShard",
-    "GridPartition",
-    "Kind",
-    "Notes",
-    "Partition",
-    "Placed",
-    "RangePartition",
-    "Ranges",
-    "Rectangle",
-    "Region",
-    "Segment",
-    "Shard",
-    "UnknownShardError",
-    "assign",
-    "assign_later",
-    "assigned",
-    "boxes",
-    "copies_in",
-    "engines_of",
-    "is_quantized",
-    "keep_float32_state",
-    "keeps_float32_state",
-    "number_of",
-    "number_parameters",
-    "read_model",
-    "register",
-    "shard_of",
-    "use_numbers",
-]

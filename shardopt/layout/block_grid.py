@@ -56,8 +56,3 @@ class BlockGrid:
         """The index in the flattened parameter of the first element of a block."""
         row, index = divmod(block, self.blocks_per_row)
         return row * self.row_numel + index * self.block_size
-
-    def scales_shape(self, scales_per_block: int) -> tuple[int, ...]:
-        """``(rows, blocks_per_row)``, with a last dimension where there are several scales per block."""
-        shape = (self.rows, self.blocks_per_row)
-        return shape if scales_per_block == 1 else (*shape, scales_per_block)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Exchange, Region
-from shardopt.layout.partition import WHOLE, Placed, RangePartition, ends_of_range, even_steps, rectangles_of_range
+from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps, rectangles_of_range
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 
@@ -41,23 +41,9 @@ class FlatRange(Shard):
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__((end - start,), exchange=exchange)
-        self.global_shape = tuple(global_shape)
-        self.start, self.end = start, end
+        self.global_shape, self.partition = tuple(global_shape), placed
+        self.start, self.end, self.numel, self.range_start = start, end, end - start, start
         self.cuts_rows = True
-        self._placed = placed
-
-    @property
-    def partition(self) -> Placed | None:
-        return self._placed
-
-    @property
-    def numel(self) -> int:
-        """Elements on this rank."""
-        return self.end - self.start
-
-    @property
-    def range_start(self) -> int:
-        return self.start
 
     def part(self, whole: Tensor) -> Tensor:
         behind = whole.shape[len(self.global_shape) :]
@@ -84,17 +70,18 @@ class FlatShard(FlatRange):
         self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, exchange: Exchange | None = None
     ) -> None:
         numel = math.prod(global_shape)
-        self._first, self._size = first, numel if size is None else size
         rank, numbers = (0, (0,)) if exchange is None else (exchange.rank, exchange.numbers)
-        start, end = ends_of_range(rank, self._size, first, numel)
+        #: The rule of the ranges, by the places of the ranks among these.
+        self._ranges = RangePartition(len(numbers), 1, first, numel if size is None else size, len(global_shape))
+        start, end = self._ranges.ends(rank, numel)
         placed, stride = None, even_steps(numbers)
         if exchange is None and end - start == numel:
             placed = WHOLE
         elif exchange is not None and stride is not None and size:
-            placed = Placed(RangePartition(len(numbers), stride, first, size, len(global_shape)), rank * stride)
+            placed = Placed(self._ranges._replace(stride=stride), rank * stride)
         super().__init__(global_shape, start, end, placed, exchange)
         #: Index of the first element in this rank's range of the flattened tensor.
-        self.place = start + first - rank * self._size if end > start else 0
+        self.place = start + first - rank * self._ranges.size if end > start else 0
         self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
         self._cut_blocks: dict[int, list[int]] = {}
 
@@ -111,7 +98,7 @@ class FlatShard(FlatRange):
 
     def _region(self, offset: int) -> Region:
         numel = math.prod(self.global_shape)
-        start, end = ends_of_range(offset, self._size, self._first, numel)
+        start, end = self._ranges.ends(offset, numel)
         return Region((numel,), (start,), (end - start,))
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
@@ -122,12 +109,7 @@ class FlatShard(FlatRange):
             rectangles.append(Rectangle(first - self.start, first, rows, cols, cols, width, block, per_row))
         return rectangles
 
-    def scales(self, grid: BlockGrid) -> Shard:
-        if grid.block_size not in self._scales:
-            self._scales[grid.block_size] = self._range_of_blocks(grid)
-        return self._scales[grid.block_size]
-
-    def _range_of_blocks(self, grid: BlockGrid) -> FlatRange:
+    def _matrix_of_blocks(self, grid: BlockGrid) -> FlatRange:
         placed = self.partition
         if placed is not None and isinstance(placed.partition, RangePartition):
             rule = placed.partition._replace(dims=2, block=(grid.row_numel, grid.block_size))
@@ -136,12 +118,10 @@ class FlatShard(FlatRange):
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
         """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""
-        blocks = self._cut_blocks.get(grid.block_size)
-        if blocks is None:
+        if grid.block_size not in self._cut_blocks:
             inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
-            blocks = sorted({grid.block_of(cut) for cut in inside})
-            self._cut_blocks[grid.block_size] = blocks
-        return blocks
+            self._cut_blocks[grid.block_size] = sorted({grid.block_of(cut) for cut in inside})
+        return self._cut_blocks[grid.block_size]
 
     def first_written_block(self, grid: BlockGrid) -> int:
         """The first block whose first element is on this rank: the holder of a cut block's first element writes it."""

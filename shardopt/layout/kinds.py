@@ -64,19 +64,11 @@ def shard_of(param: Tensor) -> Shard:
     Raises:
         UnknownShardError: ``param`` is a part of a parameter, and nothing says which part of which.
     """
-    shard = _shard_of(param)
-    return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-def _shard_of(param: Tensor) -> Shard:
     shard = assigned(param)
-    if shard is not None:
-        return shard
     for kind in _kinds:
-        shard = kind.shard_of(param)
-        if shard is not None:
-            return shard
-    return _whole(tuple(param.shape))
+        shard = shard or kind.shard_of(param)
+    shard = shard or _whole(tuple(param.shape))
+    return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
 @lru_cache(8192)

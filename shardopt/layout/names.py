@@ -1,17 +1,22 @@
-"""The names of a model's parameters: those of the bare model, whatever wrappers stand around it."""
+"""The names of a model's parameters in the bare model, and their numbers, on which stochastic rounding depends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 
 from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardopt.layout.flat import FlatBuffer
+from shardopt.layout.shard import assigned
+
 #: Submodules that stand for the module around them: FSDP1, activation checkpointing, torch.compile.
 _TRANSPARENT = frozenset(["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"])
 #: Name of the attribute in which modules keep other names of their submodules.
 _CHILD_NAMES = "_shardopt_child_names"
+_STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of parameters: their numbers
 
 
 def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
@@ -52,14 +57,7 @@ def name_children(module: Module, names: Mapping[str, str]) -> None:
 
 def parameter_names(model: Module) -> dict[str, Tensor]:
     """The parameters by their fully qualified names in the bare model, in its order; a shared one by its first name."""
-    by_name: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in canonical_modules(model):
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                by_name[prefix + name] = param
-    return by_name
+    return {names[0]: param for param, names in all_parameter_names(model).items()}
 
 
 def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
@@ -82,3 +80,40 @@ def buffer_names(model: Module) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 by_name[prefix + name] = buffer
     return by_name
+
+
+def number_parameters(model: Module) -> None:
+    """Stores with each parameter its index among all of the bare model's; a flat buffer's segments have theirs already.
+
+    Steps use the indices after :func:`use_numbers` only: a table of param groups that one rank prints must not change
+    the noise of an optimizer there.
+
+    Args:
+        model: the model, which :func:`shardopt.layout.read_model` must have read.
+    """
+    params = parameter_names(model).values()
+    flat = [buffer for param in params if isinstance(buffer := assigned(param), FlatBuffer)]
+    taken = {segment.number for buffer in flat for segment in buffer.segments}
+    free = (number for number in count() if number not in taken)
+    for param in params:
+        if not isinstance(assigned(param), FlatBuffer):
+            setattr(param, _STORED, next(free))
+
+
+def use_numbers(params: Iterable[Tensor]) -> None:
+    """Has steps of these parameters use the indices that were stored last, if any."""
+    for param in params:
+        if hasattr(param, _STORED):
+            setattr(param, _USED, getattr(param, _STORED))
+
+
+def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
+    """Has steps of these parameters use these indices: copies take those of the optimizer they were copied from."""
+    for param, number in zip(params, numbers, strict=True):
+        if number is not None:
+            setattr(param, _USED, number)
+
+
+def number_of(param: Tensor) -> int | None:
+    """The index that steps use; None if none is in use."""
+    return getattr(param, _USED, None)

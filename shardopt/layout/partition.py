@@ -124,7 +124,7 @@ class RangePartition(NamedTuple):
             return []
         counted, behind = tuple(shape[: self.dims]), tuple(shape[self.dims :])
         numel = math.prod(counted)
-        start, end = (self._elements_before((index + i) * self.size - self.first, numel) for i in range(2))
+        start, end = self.ends(index, numel)
         if index == self.ways - 1:
             end = numel  # includes the step count of an empty parameter
         zeros = (0,) * len(behind)
@@ -150,6 +150,11 @@ class RangePartition(NamedTuple):
             row, block = divmod(element, -(-row_numel // block_size))
             element = row * row_numel + block * block_size
         return min((element + self.first) // self.size, self.ways - 1)
+
+    def ends(self, index: int, numel: int) -> tuple[int, int]:
+        """The elements ``[start, end)`` in a range, of the flattened tensor of ``numel`` elements."""
+        begin = index * self.size - self.first
+        return self._elements_before(begin, numel), self._elements_before(begin + self.size, numel)
 
     def _elements_before(self, position: int, numel: int) -> int:
         """How many of the tensor's elements are before a position of the flattened parameter."""
@@ -187,11 +192,6 @@ def even_steps(numbers: tuple[int, ...]) -> int | None:
     """The difference between each number and the next, 1 for a single number; None if the differences are unequal."""
     stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     return stride if stride > 0 and all(b - a == stride for a, b in itertools.pairwise(numbers)) else None
-
-
-def ends_of_range(index: int, size: int, first: int, numel: int) -> tuple[int, int]:
-    """Where a range of ``size`` elements begins and ends in a parameter that begins at ``first`` of what is cut."""
-    return min(max(index * size - first, 0), numel), min(max((index + 1) * size - first, 0), numel)
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:

@@ -59,17 +59,17 @@ class Rectangle(NamedTuple):
             for row in range(0, self.rows, some):
                 yield self.rows_from(row, min(some, self.rows - row))
             return
-        width, begin = max(limit // block_size, 1) * block_size, self.first_col
+        width, end = max(limit // block_size, 1) * block_size, self.first_col + self.cols
         for row in range(self.rows):
-            whole, col = self.rows_from(row, 1), begin
-            while col < begin + self.cols:
-                stop = min(col // block_size * block_size + width, begin + self.cols)
-                yield whole.columns(begin, col, stop, block_size)._replace(row_stride=stop - col)
+            whole, col = self.rows_from(row, 1), self.first_col
+            while col < end:
+                stop = min(col // block_size * block_size + width, end)
+                yield whole.columns(col, stop, block_size)._replace(row_stride=stop - col)
                 col = stop
 
-    def columns(self, begin: int, col: int, stop: int, block_size: int) -> Rectangle:
-        """The columns ``[col, stop)`` of a rectangle whose first column is ``begin``."""
-        skipped, block = col - begin, self.block + col // block_size - begin // block_size
+    def columns(self, col: int, stop: int, block_size: int) -> Rectangle:
+        """The columns ``[col, stop)`` of the whole rows, which are among the rectangle's."""
+        skipped, block = col - self.first_col, self.block + col // block_size - self.first_col // block_size
         return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
 
     def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
@@ -94,13 +94,12 @@ class Rectangle(NamedTuple):
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
         """The rectangle's columns of whole blocks, and each cut block by itself."""
-        size, begin = grid.block_size, self.first_col
-        end, col = begin + self.cols, begin
+        size, col, end = grid.block_size, self.first_col, self.first_col + self.cols
         while col < end:
             block_end = min((col // size + 1) * size, grid.row_numel)
             whole = col % size == 0 and end >= block_end
             stop = min(end, block_end)
             if whole:
                 stop = end if grid.is_boundary(end) else end // size * size
-            yield self.columns(begin, col, stop, size)._replace(cut=not whole)
+            yield self.columns(col, stop, size)._replace(cut=not whole)
             col = stop

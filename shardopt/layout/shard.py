@@ -21,19 +21,29 @@ from shardopt.layout.partition import UNCUT, GridPartition, Placed
 from shardopt.layout.ranges import Ranges, count, flattened
 from shardopt.layout.rectangle import Rectangle
 
-_S = TypeVar("_S", bound="Shard")
+_S = TypeVar("_S", bound="_OfThisProcess")
 
 
 class UnknownShardError(RuntimeError):
     """A parameter is a part of another, and nothing says which part, or says so in a way that is not known here."""
 
 
-class Shard:
+class _OfThisProcess:
+    """Pickles as None, because it refers to process groups or functions, and is its own copy."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self: _S, memo: Any) -> _S:
+        return self
+
+
+class Shard(_OfThisProcess):
     """The part of one parameter on this rank: some indices of each dimension.
 
     A kind of shard says how the parameter is cut and among which ranks; all else follows. Kinds whose tensors are no
     ordinary ones define :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows and columns are those of
-    the parameter seen as the matrix ``(shape[0], row_numel)``. Shards pickle as None, as process groups do not pickle.
+    the parameter seen as the matrix ``(shape[0], row_numel)``.
 
     Args:
         global_shape: shape of the whole parameter.
@@ -77,12 +87,6 @@ class Shard:
         self.cuts_rows = any(each.dim > 0 for each in cut.cuts)
         self._scales: dict[int, Shard] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> Shard:
-        return self
-
     @property
     def rows(self) -> int:
         """Rows of which this rank holds elements."""
@@ -103,7 +107,7 @@ class Shard:
         """The columns of each row that this rank holds."""
         return flattened(self.global_shape[1:], self.indices[1:])
 
-    @property
+    @cached_property
     def range_start(self) -> int | None:
         """Index in the flattened parameter of this rank's first element; None if the elements are no range of it."""
         if self.cols != self.row_numel or (self.indices and len(self.indices[0]) > 1):
@@ -132,14 +136,13 @@ class Shard:
 
     def scales(self, grid: BlockGrid) -> Shard:
         """The shard of a matrix with one number per block. Codecs with several scales per block add a dimension."""
-        scales = self._scales.get(grid.block_size)
-        if scales is None:
-            scales = self._scales[grid.block_size] = self._matrix_of_blocks(grid, alike=self._is_aligned(grid))
-        return scales
+        if grid.block_size not in self._scales:
+            self._scales[grid.block_size] = self._matrix_of_blocks(grid)
+        return self._scales[grid.block_size]
 
-    def _matrix_of_blocks(self, grid: BlockGrid, *, alike: bool) -> Shard:
+    def _matrix_of_blocks(self, grid: BlockGrid) -> Shard:
         """A matrix of the grid's blocks that is cut alike, or whose rows alone are."""
-        cut, offset = (self.cut, self.offset) if alike else self.cut.along_rows(self.offset)
+        cut, offset = (self.cut, self.offset) if self._is_aligned(grid) else self.cut.along_rows(self.offset)
         return Shard((grid.rows, grid.blocks_per_row), cut, offset, self.exchange)
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
@@ -165,13 +168,10 @@ class Shard:
 
     def with_float32_state(self: _S) -> _S:
         """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
-        if self.float32_state:
-            return self
-        twin: _S | None = self.__dict__.get("_float32_twin")
+        twin: _S | None = self if self.__dict__.get("float32_state") else self.__dict__.get("_float32_twin")
         if twin is None:
-            twin = object.__new__(type(self))
-            twin.__dict__.update(self.__dict__, float32_state=True)
-            self.__dict__["_float32_twin"] = twin
+            twin = self.__dict__["_float32_twin"] = object.__new__(type(self))
+            twin.__dict__.update(self.__dict__, float32_state=True, _float32_twin=None)
         return twin
 
     @property
@@ -257,7 +257,7 @@ class Shard:
     def _cut_in_words(self) -> str:
         return f"cut by {self.cut.cuts}"
 
-    @property
+    @cached_property
     def partition(self) -> Placed | None:
         """The rule that says which ranks hold which parts of the parameter, and this rank's offset in it.
 
@@ -307,20 +307,11 @@ def assign(param: Tensor, shard: Shard) -> None:
     setattr(param, ASSIGNED, shard)
 
 
-class _Unread:
-    """Placeholder for a parameter's shard until the shard is asked for.
-
-    Pickles as None, because its function belongs to this process.
-    """
+class _Unread(_OfThisProcess):
+    """Placeholder for a parameter's shard until the shard is asked for."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         self.read = read
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, memo: Any) -> _Unread:
-        return self
 
 
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
-from shardopt.layout.numbers import give_numbers, number_of
+from shardopt.layout.names import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements

@@ -65,7 +65,8 @@ class DTensorShard(Shard):
         if not self.is_here:  # torch makes an empty local tensor
             self.indices, self.local_shape = ((),) * len(global_shape), (0,)
 
-    def _matrix_of_blocks(self, grid: BlockGrid, *, alike: bool) -> DTensorShard:
+    def _matrix_of_blocks(self, grid: BlockGrid) -> DTensorShard:
+        alike = self._is_aligned(grid)
         placements = [p if alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements]
         return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, tuple(placements), self._device)
 
@@ -117,7 +118,7 @@ class DTensorShard(Shard):
         return f"with placements {self._placements}"
 
     @cached_property
-    def partition(self) -> Placed | None:  # type: ignore[override]
+    def partition(self) -> Placed | None:
         """By the ranks' numbers; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
         if self._coordinate is None:
             return None

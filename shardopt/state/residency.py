@@ -12,14 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt.kernels.memory import check_sign, check_storage
-from shardopt.kernels.streamed import (
-    MAX_GRADIENT_BYTES,
-    STATE_MOVES,
-    STEP_MOVES,
-    UNIT_OVERHEAD,
-    Moves,
-    Transfers,
-)
+from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
+from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
@@ -39,7 +33,7 @@ MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 CHUNK_BYTES = 32 << 20
 
 #: Makes copies from the CPU to the CPU in slots of so many bytes, for tests; None: parameters there are not offloaded.
-FROM_CPU: Callable[[int], Transfers] | None = None
+FROM_CPU: Callable[[int], CudaTransfers] | None = None
 
 _CPU = torch.device("cpu")
 
@@ -148,7 +142,7 @@ class StateResidency:
         self._taken = 0  # of the budget
         # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
         self._foreseen, self._taken_then = 0, 0
-        self._transfers: dict[tuple[torch.device, str], Transfers] = {}
+        self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self._sleep = Sleep()
         self.settled = True
 
@@ -227,7 +221,7 @@ class StateResidency:
                     home.copy_(local)
                     state[key] = spec.like(key, home)
 
-    def transfers(self, device: torch.device, offload: str) -> Transfers:
+    def transfers(self, device: torch.device, offload: str) -> CudaTransfers:
         """The copies of operands that are offloaded from a device."""
         key = (device, offload)
         if key not in self._transfers:
@@ -235,8 +229,6 @@ class StateResidency:
                 assert FROM_CPU is not None
                 self._transfers[key] = FROM_CPU(CHUNK_BYTES)
             else:
-                from shardopt.kernels.transfers_cuda import CudaTransfers
-
                 if offload == "step":
                     warn_of_one_thread()
                 self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")

@@ -342,8 +342,8 @@ class SliceSpec:
             yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
-        shape = self.grid.scales_shape(moment.codec(self.codec).scales(signed=moment.signed))
-        return (*self.shard.scales(self.grid).local_shape, *shape[2:])
+        width = moment.codec(self.codec).scales(signed=moment.signed)
+        return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
     def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
         """The state entries with the codes and scales of all moments."""

@@ -16,7 +16,7 @@ from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
 from shardopt.kernels.dispatch import Call, LossScaling, Tables
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall, StreamedTables
+from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload, StateResidency
@@ -105,11 +105,11 @@ class Batch:
         else:
             new_unit = np.diff(self.tensors, prepend=-1) != 0
             new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
-            streamed = StreamedTables(self.tables, self._rows["extent"], np.cumsum(new_unit))
+            extents, units = self._rows["extent"], np.cumsum(new_unit)
             transfers = self._context.residency.transfers(self._device, self._offload)
             assert self._moves is not None
             make = partial(make_call, self.kernels, skipped=skipped)
-            call = StreamedCall(streamed, self._moves, transfers, residencies.CHUNK_BYTES, make)
+            call = StreamedCall(self.tables, extents, units, self._moves, transfers, residencies.CHUNK_BYTES, make)
         return call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
-from shardopt.kernels.memory import check_sign, check_storage
-from shardopt.kernels.overlap import sharing_memory
+from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
 from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, assigned, number_of, use_numbers
 from shardopt.state.agreement import on_any_rank
 from shardopt.state.names import listed_name, named

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardopt.unit import multipliers
-from shardopt.unit.products import product
-from shardopt.unit.scale import scale_bwd, scale_fwd
+from shardopt.unit.scaled import product, scale_bwd, scale_fwd
 
 
 def linear(

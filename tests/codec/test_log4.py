@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import with_gradient
+from reference import noise
 from shardopt.codec import CODECS, Moment, decode_moments, encode_moments
 from shardopt.codec.log4 import Log4
 from shardopt.kernels.numeric import bits
-from shardopt.kernels.weights import noise
 from weight_formats import BF16
 
 LOG4 = CODECS["log4"]

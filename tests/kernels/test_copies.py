@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardopt.kernels.copies import copy_tensors
+from shardopt.kernels.memory import copy_tensors
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 1000, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 5]
 

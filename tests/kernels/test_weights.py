@@ -15,7 +15,8 @@ from helpers import CODEC_NAMES, RULES, USUAL_RULES, ReferenceOptimizer, everyth
 from kernel_problem import FEW_SHAPES, SHAPES, STEPS, TARGETS, compare, gradients, make, start, using
 from ranks.layouts import values
 from ranks.snapshot import assert_same, snapshot
-from shardopt.kernels.weights import join_weight, noise, noise_key, split_weight
+from reference import noise
+from shardopt.kernels.weights import join_weight, noise_key, split_weight
 from slow_cases import slow
 from weight_formats import (
     BF16,

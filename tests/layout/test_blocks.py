@@ -80,8 +80,7 @@ def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
     grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
     assert [grid.block_of(element) for element in range(len(numbers))] == numbers
     assert [grid.first_element(number) for number in range(numbers[-1] + 1)] == list(map(numbers.index, {*numbers}))
-    assert grid.scales_shape(1) == (shape[0], (numbers[-1] + 1) // shape[0])
-    assert grid.scales_shape(2) == (*grid.scales_shape(1), 2)
+    assert Shard(shape).scales(grid).global_shape == (shape[0], (numbers[-1] + 1) // shape[0])
     row = [-1, *numbers[: grid.row_numel], -1]
     assert [grid.is_boundary(col) for col in range(grid.row_numel + 1)] == [a != b for a, b in itertools.pairwise(row)]
 

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import RULES
-from shardopt.kernels import transfers_cuda
 from shardopt.state.residency import warn_of_one_thread
 
 ROWS, COLS = 64, 1024
@@ -107,7 +106,7 @@ def test_shared_storage_counts_once() -> None:
 @pytest.mark.parametrize("offload", ["step", "state"])
 def test_the_first_step_of_a_cpu_in_one_thread_warns(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
     """Where a GPU's step is offloaded to it."""
-    monkeypatch.setattr(transfers_cuda, "CudaTransfers", lambda *args, **options: None)
+    monkeypatch.setattr("shardopt.state.residency.CudaTransfers", lambda *args, **options: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(12))
     monkeypatch.setattr("shardopt.state.residency.FROM_CPU", lambda nbytes: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from reference_rules import ELEMENT_RULES, REPAID, Scalars, Updated
 from reference_sums import SUM_RULES, TERMS, Sums, Terms
-from shardopt.kernels.numeric import float32, from_blocks, reciprocal, to_blocks
-from shardopt.kernels.weights import StoredWeights, WeightFormat, noise
+from shardopt.kernels.numeric import bits, float32, float_from_bits, from_blocks, reciprocal, to_bf16, to_blocks
+from shardopt.kernels.weights import StoredWeights, WeightFormat
+from shardopt.kernels.weights import noise_key as key_of_noise
 
 RULES = {**ELEMENT_RULES, **SUM_RULES}
 
@@ -48,6 +49,26 @@ def lost(rule: str, hyper: Scalars, p: Tensor, g: Tensor, new: Updated) -> Tenso
     for moment in new.moments:
         finite &= torch.isfinite(moment)
     return large & (~finite if gain is None else torch.ones_like(large))
+
+
+def noise(key: int, step: int, elements: Tensor) -> Tensor:
+    """The random bits of elements, given by their indices in the flattened parameter: 32 each, int64 (csrc/core)."""
+    word = 2**32 - 1
+    mixed = key_of_noise(key_of_noise(key, step), 0)
+    x = (elements + (mixed & word)) & word
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & word
+    x = x ^ (mixed >> 32)
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & word
+    return x ^ (x >> 16)
+
+
+def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
+    """The next bfloat16 below or above in magnitude; above with the probability that makes the mean exact."""
+    b = bits(x).long()
+    rounded = (b & 0xFFFFFFFF) + (random & 0xFFFF) & 0xFFFF0000
+    return torch.where(x.isfinite(), float_from_bits(rounded.int()).bfloat16(), to_bf16(x))
 
 
 def products_of(rule: str, hyper: Scalars, terms: Terms, p: Tensor, g: Tensor, nonfinite: str) -> list[list[float]]:
@@ -157,7 +178,9 @@ def step(
         in_units = torch.where(unit > 0, m * reciprocal(unit), 0.0)
         error = (in_units - codec.decode(coded_m.codes, coded_m.scales, signed=True)) * unit
         p = REPAID[rule](p, error, unit, hyper, step)
-    stored_weights = weights.store(flat(p), noise(noise_key, step, elements) if weights.stochastic else None)
+    stored_weights = weights.store(flat(p))
+    if weights.stochastic:
+        stored_weights = StoredWeights(bf16_at_random(flat(p), noise(noise_key, step, elements)), None)
     return Stepped(
         *stored_weights,
         [

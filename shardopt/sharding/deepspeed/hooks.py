@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.layout.numbers import number_parameters, use_numbers
+from shardopt.layout.names import number_parameters, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
 from shardopt.sharding.deepspeed.engine import own, refuse_single_states
 from shardopt.sharding.deepspeed.masters import share_copies

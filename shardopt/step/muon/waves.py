@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.dispatch import Call, LossScaling
-from shardopt.kernels.streamed import Transfers
+from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatShard
 from shardopt.step.batch import StepContext, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
@@ -152,7 +152,7 @@ class WaveStep:
         self._row_moments: RowMoments = {}
         self._found_inf: Tensor | None = None
         self._device, self._residency = device, context.residency
-        self._transfers: Transfers | None = None  # of the second moments of rows, where they are offloaded
+        self._transfers: CudaTransfers | None = None  # of the second moments of rows, where they are offloaded
         self._directions = Directions(wave, device)
         self.cuts = cuts
         self.ranks = None if wave.division is None else wave.division.ranks

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from shardopt.kernels.streamed import SLOTS, Copies, Slot, Transfers
+from shardopt.kernels.transfers_cuda import SLOTS, Copies, CudaTransfers, Slot
 from shardopt.release.deferred import DeferredSteps
 from shardopt.state import residency
 
 
-class HostTransfers(Transfers):
-    """Copies within the CPU's memory, which block. See :class:`shardopt.kernels.streamed.Transfers`."""
+class HostTransfers(CudaTransfers):
+    """Copies within the CPU's memory, which block."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__([Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOTS)])
+        self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOTS)]
+        self._next = 0
 
     def begin(self) -> None:
         pass

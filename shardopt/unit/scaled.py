@@ -1,4 +1,4 @@
-"""The three matrix products of a linear layer, with a factor per product, in the tensors' precision or in FP8."""
+"""Autograd functions with a factor for each pass, forward and backward: scaling, and the products of a linear layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,42 @@ from torch import Tensor
 #: Forward operands have more bits of mantissa, gradients more range (arXiv 2209.05433).
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _FORMATS = (_FORWARD, _GRADIENT)
+
+
+class _Scale(torch.autograd.Function):
+    """``y = forward x``, and the gradient of x is ``backward`` times the gradient of y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float | Tensor, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x.view_as(x) if isinstance(forward, float) and forward == 1.0 else x * forward
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return (gradient if ctx.factor == 1.0 else gradient * ctx.factor), None, None
+
+
+def scale_fwd(x: Tensor, factor: float | Tensor) -> Tensor:
+    """``factor * x``, with the gradient of x as if the factor were 1.
+
+    Args:
+        x: floating, any shape.
+        factor: a number, or a tensor of one element that needs no gradient.
+    """
+    scaled: Tensor = _Scale.apply(x, factor, 1.0)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def scale_bwd(x: Tensor, factor: float) -> Tensor:
+    """A view of ``x``, whose gradient is multiplied by ``factor``.
+
+    Args:
+        x: floating, any shape.
+        factor: a number.
+    """
+    view: Tensor = _Scale.apply(x, 1.0, factor)  # type: ignore[no-untyped-call]
+    return view
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
