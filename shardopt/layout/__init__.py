@@ -1,12 +1,14 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Copies, Counted, Division, Exchange, Notes, Region
+from shardopt.layout.division import Copies, Counted, Division, Notes, Region
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
-from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, read_model, register, shard_of
+from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, loading_groups, read_model, register, shard_of
 from shardopt.layout.numbers import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
+from shardopt.layout.rank_group import RankGroup, all_or_none, on_any_rank, reduce_together
+from shardopt.layout.rank_group import RankGroup as Exchange
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Shard,
@@ -35,11 +37,13 @@ __all__ = [
     "Placed",
     "RangePartition",
     "Ranges",
+    "RankGroup",
     "Rectangle",
     "Region",
     "Segment",
     "Shard",
     "UnknownShardError",
+    "all_or_none",
     "assign",
     "assign_later",
     "assigned",
@@ -49,9 +53,12 @@ __all__ = [
     "is_quantized",
     "keep_float32_state",
     "keeps_float32_state",
+    "loading_groups",
     "number_of",
     "number_parameters",
+    "on_any_rank",
     "read_model",
+    "reduce_together",
     "register",
     "shard_of",
     "use_numbers",
