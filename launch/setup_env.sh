@@ -15,7 +15,6 @@ die() {
 
 has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 
-# Whether setup.py finds nvcc.
 has_nvcc() { if [ -n "${CUDA_HOME:-}" ]; then [ -x "$CUDA_HOME/bin/nvcc" ]; else command -v nvcc >/dev/null; fi; }
 
 # Runs a command without its output, which is shown if it fails.
@@ -90,7 +89,7 @@ once() {
 }
 
 setup_env() {
-    local extra=$1 requirements="$venv/requirements.txt" objects="$venv/objects" digest
+    local extra=$1 requirements="$venv/requirements.txt" objects="$venv/objects" settings sources
     # Without a GPU the PTX of one architecture is enough to see that the CUDA kernels compile, and tests/ptx runs it.
     if ! has_gpu; then
         export SHARDOPT_CUDA_ARCHS=${SHARDOPT_CUDA_ARCHS:-90-virtual}
@@ -100,11 +99,13 @@ setup_env() {
     sed "s/^torch==.*/torch==$torch/" "$pins" >"$requirements"
     check_compiler "$venv/bin/python"
     install_torch
-    # The kernels' objects are kept: tests/ptx links those of nvcc with an interpreter.
-    digest=$(digest_of setup.py pyproject.toml MANIFEST.in README.md csrc shardopt "$requirements")
-    digest+=$(env | grep -E '^(CXX|CXXFLAGS|CUDA_HOME|SHARDOPT_CUDA|SHARDOPT_CUDA_ARCHS)=' | sort || true)
-    if [ "$(cat "$venv/.done-package" 2>/dev/null)" != "$digest" ]; then rm -rf "$objects"; fi
-    once package "$digest" "shardopt" env SHARDOPT_KERNEL_OBJECTS="$objects" "$venv/bin/pip" install -c "$requirements" .
+    # The kernels' objects are kept while no source of theirs changes; tests/ptx links those of nvcc with an interpreter.
+    settings=$(env | grep -E '^(CXX|CXXFLAGS|CUDA_HOME|SHARDOPT_CUDA|SHARDOPT_CUDA_ARCHS)=' | sort || true)
+    sources=$(digest_of setup.py csrc "$requirements")$settings
+    if [ "$(cat "$objects/sources" 2>/dev/null)" != "$sources" ]; then rm -rf "$objects" "$venv/.done-package"; fi
+    once package "$(digest_of setup.py pyproject.toml MANIFEST.in README.md csrc shardopt "$requirements")$settings" \
+        "shardopt" env SHARDOPT_KERNEL_OBJECTS="$objects" "$venv/bin/pip" install -c "$requirements" .
+    echo "$sources" >"$objects/sources"
     once "$extra" "$(digest_of pyproject.toml "$requirements")" "what the extra '$extra' names" \
         "$venv/bin/pip" install -c "$requirements" "shardopt[$extra]"
 }

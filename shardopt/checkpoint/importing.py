@@ -18,10 +18,9 @@ from shardopt.checkpoint.peers.coded import CodedMoment
 from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.kernels.autograd import without_autograd
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, all_or_none, loading_groups, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name
-from shardopt.state.agreement import agreeing, all_or_none
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
@@ -107,7 +106,7 @@ def import_state(
             hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
     _check_not_flat(optimizer)
-    exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
+    exchanges = loading_groups(param for group in optimizer.param_groups for param in group["params"])
     package, groups, imported, ignored = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names or {}))
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}

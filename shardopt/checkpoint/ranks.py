@@ -9,12 +9,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import line
-from shardopt.sharding.exchange import device_of
+from shardopt.sharding.exchange import RanksExchange, device_of
 
 T = TypeVar("T")
 
@@ -31,10 +30,10 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        is_alone = not dist.is_initialized()
-        self.rank = 0 if is_alone else dist.get_rank(group)
-        self.size = 1 if is_alone else dist.get_world_size(group)
+        group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        self._group = None if group is None else RanksExchange((group,), device_of(group))
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
 
     def exchange(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
         """Calls a function that returns a result and a message; returns the own result and each rank's message.
@@ -46,7 +45,7 @@ class Ranks:
             CheckpointError: the function raised on another rank only. The message has the first such rank's error.
             BaseException: the function's own error, on each rank where it raised.
         """
-        if self.size == 1:
+        if self._group is None:
             result, message = work()
             return result, [message]
         error: BaseException | None = None
@@ -55,11 +54,9 @@ class Ranks:
         except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
             error, message = raised, f"{type(raised).__name__}: {raised}".encode(errors="replace")
         outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
-        outcomes, lengths = self._all_gathered(_numbers(outcome, len(message))).T.tolist()
-        sent = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else sent[:0]
-        received = self._all_gathered(sent).numpy() if sent.numel() else sent.expand(self.size, 0).numpy()
-        messages = [row[:size].tobytes() for row, size in zip(received, lengths, strict=True)]
+        with _lost_ranks():
+            received = list(self._group.gathered(bytes([outcome]) + message).values())
+        outcomes, messages = [each[0] for each in received], [each[1:] for each in received]
         if any(outcomes):
             kind = CheckpointError if _FAILED in outcomes else ReplacedError
             if error is not None:
@@ -84,34 +81,18 @@ class Ranks:
 
     def from_rank(self, source: int, message: bytes) -> bytes:
         """The message of one rank, to which other ranks pass anything. All ranks must call this."""
-        if self.size == 1:
+        if self._group is None:
             return message
-        sent = torch.zeros(int(self._broadcast(_numbers(len(message)), source)), dtype=torch.uint8, device="cpu")
-        if not sent.numel():
-            return b""
-        if self.rank == source:
-            sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        return self._broadcast(sent, source).numpy().tobytes()
-
-    def _all_gathered(self, tensor: Tensor) -> Tensor:
-        """A tensor of each rank, stacked; on the host, as the given one."""
-        sent = tensor.to(device_of(self._group))
-        received = sent.new_empty((self.size, *sent.shape))
+        length = torch.tensor([len(message)], dtype=torch.int64, device=self._group.device)
         with _lost_ranks():
-            dist.all_gather(list(received), sent, group=self._group)
-            return received.cpu()
-
-    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """One rank's tensor; on the host, as the given one."""
-        source = source if self._group is None else dist.get_global_rank(self._group, source)
-        sent = tensor.to(device_of(self._group))
-        with _lost_ranks():
-            dist.broadcast(sent, source, self._group)
-            return sent.cpu()
-
-
-def _numbers(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+            self._group.broadcast(length, source)()
+            sent = torch.zeros(int(length), dtype=torch.uint8, device=self._group.device)
+            if not sent.numel():
+                return b""
+            if self.rank == source:
+                sent.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+            self._group.broadcast(sent, source)()
+            return sent.cpu().numpy().tobytes()
 
 
 @contextmanager

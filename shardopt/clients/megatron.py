@@ -12,6 +12,7 @@ such a parameter gets an empty tensor here.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -307,9 +308,8 @@ def stepped_by_group(
     """
     numbers = {param: number for number, param in enumerate(shards)}
     known = {numbers[param]: index for index, params in enumerate(held) for param in params}
-    of_ranks: list[dict[int, int]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, known, group=group)
-    index_of = {number: index for of_rank in of_ranks for number, index in of_rank.items()}
+    of_ranks = exchange_among(group).gathered(json.dumps(list(known.items())).encode()).values()
+    index_of = {number: index for of_rank in of_ranks for number, index in json.loads(of_rank)}
     stepped: list[dict[Tensor, Tensor]] = [{} for _ in held]
     for param, shard in shards.items():
         if numbers[param] not in index_of:  # the parameter of another optimizer of the same buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from shardopt.comm.progress import Progress, progress_of
 from shardopt.comm.reduction import PlainReducer
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
+from shardopt.sharding.exchange import RanksExchange, device_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -57,7 +59,8 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
             )
     sharded, replicas = _wrapped(model)
     ranks, groups = _ranks_of(model, sharded, replicas)
-    _check_agreement(groups, micro_batches, wire)
+    if groups:
+        _check_agreement(groups, micro_batches, wire)
     if micro_batches < 1 or micro_batches % ranks:
         raise ValueError(
             f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}, as all ranks take "
@@ -166,12 +169,10 @@ def _place_in(mesh: Sequence[ProcessGroup]) -> tuple[int, int]:
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:
     settings = {"micro_batches": micro_batches, "wire": wire}
-    for group in groups:
-        every: list[object] = [None] * group.size()
-        dist.all_gather_object(every, settings, group=group)
-        for rank, other in enumerate(every):
-            if other != settings:
-                raise ValueError(
-                    f"got {settings} here and {other} on rank {rank} of the group, expected one for all ranks; call "
-                    "ordered_gradients with the same arguments everywhere"
-                )
+    of_ranks = RanksExchange(tuple(groups), device_of(groups[0])).gathered(json.dumps(settings).encode())
+    for rank, message in of_ranks.items():
+        if (other := json.loads(message)) != settings:
+            raise ValueError(
+                f"got {settings} here and {other} on rank {rank}, expected one for all ranks; call ordered_gradients "
+                "with the same arguments everywhere"
+            )

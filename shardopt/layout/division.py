@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from shardopt.layout.rank_group import RankGroup as Exchange
 
 
 class Region(NamedTuple):
@@ -46,60 +47,6 @@ class Region(NamedTuple):
         starts = (self.starts[0] - start // math.prod(self.whole[1:]), *self.starts[1:])
         inside = tuple(slice(at, at + size) for at, size in zip(starts, self.shape, strict=True))
         return part.view(-1, *self.whole[1:])[inside]
-
-
-class Exchange(Protocol):
-    """Ranks that hold parts of the same rows, or of the same parameter, and their collectives.
-
-    All of its ranks must call a collective. Along several dimensions of a mesh an exchange has several groups: it then
-    reduces and gathers only.
-    """
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replaces an int32 tensor by its elementwise maximum over the ranks."""
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replaces a float32, int32 or int64 tensor by its elementwise sum over the ranks."""
-
-    @property
-    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
-        """The global rank numbers of the members of each of its groups."""
-
-    def gathered(self, message: bytes) -> dict[int, bytes]:
-        """The ranks' messages by global rank number."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among the ranks."""
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The ranks' numbers among all ranks of the job."""
-
-    def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy on a device whose tensors the ranks can pass around."""
-
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> Callable[[], object]:
-        """Begins to send a part of ``sent`` to each rank. All ranks must call this.
-
-        Args:
-            received: 1-D, filled with the elements from all ranks, in the order of the ranks.
-            sent: 1-D, elements for all ranks, in the order of the ranks.
-            received_sizes: number of elements from each rank.
-            sent_sizes: number of elements for each rank.
-
-        Returns:
-            A function that waits until ``received`` is filled.
-        """
-
-    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send a contiguous tensor of the rank ``source`` to all. All ranks must call this.
-
-        Returns:
-            A function that waits until the tensor has arrived.
-        """
 
 
 class Notes(Protocol):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Exchange, Region
+from shardopt.layout.division import Counted, Region
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps, rectangles_of_range
+from shardopt.layout.rank_group import RankGroup as Exchange
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 

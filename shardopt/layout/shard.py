@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division, Exchange, Region
+from shardopt.layout.division import Counted, Division, Region
 from shardopt.layout.partition import UNCUT, GridPartition, Placed
 from shardopt.layout.ranges import Ranges, count, flattened
+from shardopt.layout.rank_group import RankGroup as Exchange
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="_OfThisProcess")

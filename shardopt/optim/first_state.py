@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatShard, UnknownShardError, shard_of
-from shardopt.state.agreement import on_any_rank
+from shardopt.layout import Exchange, FlatShard, UnknownShardError, on_any_rank, shard_of
 
 
 def only_makes_state(

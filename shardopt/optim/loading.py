@@ -14,12 +14,20 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatBuffer, FlatShard, UnknownShardError, assigned
+from shardopt.layout import (
+    Exchange,
+    FlatBuffer,
+    FlatShard,
+    UnknownShardError,
+    all_or_none,
+    assigned,
+    loading_groups,
+    on_any_rank,
+)
 from shardopt.layout.names import bare_name
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.removed import OPTIONS
-from shardopt.state.agreement import agreeing, all_or_none, on_any_rank
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
@@ -72,7 +80,7 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     """
     optimizer = internals.optimizer
     try:
-        exchanges = agreeing(param for group in optimizer.param_groups for param in group["params"])
+        exchanges = loading_groups(param for group in optimizer.param_groups for param in group["params"])
     except UnknownShardError:
         saved, states = checked_containers(state_dict)
         if states:

@@ -32,6 +32,8 @@ from torch.distributed.distributed_c10d import (
     new_group,
 )
 
+from shardopt.layout import RankGroup
+
 #: Ranks to which a rank sends at a time in an all-to-all.
 MOST_PEERS = 32
 
@@ -167,7 +169,7 @@ class StoreNotes:
 
 
 @dataclass(frozen=True)
-class RanksExchange:
+class RanksExchange(RankGroup):
     """Exchange among ranks. Equal exchanges share one collective.
 
     Attributes:
@@ -185,50 +187,52 @@ class RanksExchange:
         self._all_reduce(tensor, ReduceOp.SUM)
 
     @property
-    def rank(self) -> int:
-        """This rank's place in the only group."""
-        (only,) = self.groups
-        return get_rank(only)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The global numbers of the ranks in the only group."""
-        (only,) = self.groups
-        return tuple(get_process_group_ranks(only))
+    def number(self) -> int:
+        """See :class:`shardopt.layout.RankGroup`."""
+        return get_rank()
 
     @property
     def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
-        """See :class:`shardopt.layout.Exchange`."""
+        """See :class:`shardopt.layout.RankGroup`."""
         # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )
 
     def gathered(self, message: bytes) -> dict[int, bytes]:
-        """See :class:`shardopt.layout.Exchange`."""
+        """See :class:`shardopt.layout.RankGroup`."""
         messages = {get_rank(): message}
-        for group in self.groups:
+        for group, numbers in zip(self.groups, self.numbers_in_world, strict=True):
+            if len(messages) == 1:
+                messages = dict(zip(numbers, self._all_gathered(group, message), strict=True))
+                continue
             text = json.dumps({rank: known.hex() for rank, known in messages.items()}).encode()
-            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-            lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
-            all_gather(lengths, length, group=group)
-            sent = torch.zeros(int(torch.cat(lengths).max()), dtype=torch.uint8, device=self.device)
-            sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            texts = [torch.empty_like(sent) for _ in lengths]
-            all_gather(texts, sent, group=group)
-            for size, data in zip(lengths, texts, strict=True):
-                of_rank = json.loads(data[: int(size)].cpu().numpy().tobytes())
+            for of_rank in map(json.loads, self._all_gathered(group, text)):
                 messages.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
         return messages
 
+    def _all_gathered(self, group: ProcessGroup, message: bytes) -> list[bytes]:
+        length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
+        all_gather(lengths, length, group=group)
+        sizes = torch.cat(lengths).tolist()
+        if not any(sizes):
+            return [b"" for _ in sizes]
+        sent = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        if message:
+            sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in sizes]
+        all_gather(received, sent, group=group)
+        return [data[:size].cpu().numpy().tobytes() for size, data in zip(sizes, received, strict=True)]
+
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.Exchange`."""
+        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.RankGroup`."""
         return moved_to(self.device, tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.Exchange`."""
+        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.RankGroup`."""
         (only,) = self.groups
         bytes_received, bytes_sent = (
             [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
@@ -241,7 +245,7 @@ class RanksExchange:
         return wait
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.Exchange`."""
+        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.RankGroup`."""
         (only,) = self.groups
         work = broadcast(tensor, get_global_rank(only, source), group=only, async_op=True)
         assert work is not None
@@ -256,7 +260,9 @@ class RanksExchange:
             tensor.copy_(there)
 
 
-def exchange_among(group: ProcessGroup) -> RanksExchange:
-    """The exchange among a group's ranks, of tensors on the GPU unless the back end is gloo."""
+def exchange_among(group: ProcessGroup | None) -> RanksExchange:
+    """The exchange among the ranks of a group, of all ranks by default: of tensors on the GPU unless it is gloo's."""
+    group = GroupMember.WORLD if group is None else group
+    assert group is not None
     on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()
     return RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))

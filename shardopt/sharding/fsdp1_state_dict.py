@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardopt.layout import on_any_rank
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
+from shardopt.sharding.exchange import exchange_among
 from shardopt.state.options import is_own
 from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
@@ -193,10 +194,11 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
-    is_refused = [_is_ours(state_dict) and not _is_carried(state_dict)]
+    is_refused = _is_ours(state_dict) and not _is_carried(state_dict)
     if rank0_only:  # other ranks would wait for rank 0
-        dist.broadcast_object_list(is_refused, group=group(), group_src=0)
-    if is_refused[0]:
+        ranks = exchange_among(group())
+        is_refused = on_any_rank([ranks], ranks.rank == 0 and is_refused)
+    if is_refused:
         raise RuntimeError(
             "got shardopt's state in codes and scales for torch's optim_state_dict_to_load of FSDP1, which cuts state "
             "of the parameters' shapes only, expected what optim_state_dict gave under FSDP1, not flattened, or "

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatShard
-from shardopt.state.agreement import all_or_none, on_any_rank, reduce_together
+from shardopt.layout import Exchange, FlatShard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
@@ -83,7 +82,7 @@ def encode_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
         names: the tensors' names in errors.
-        exchanges: the ranks that raise together if one of them cannot encode its part; see :func:`agreeing`.
+        exchanges: the ranks that raise together if one of them cannot encode its part; see :func:`loading_groups`.
 
     Raises:
         ValueError: see :func:`encode_slices`.

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard
-from shardopt.state.agreement import all_or_none, on_any_rank, reduce_together
+from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -75,7 +74,7 @@ def unpack_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries; None for a tensor without state.
         names: the tensors' names in errors.
-        exchanges: the ranks that raise together if one of them cannot unpack its part; see :func:`agreeing`.
+        exchanges: the ranks that raise together if one of them cannot unpack its part; see :func:`loading_groups`.
 
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.

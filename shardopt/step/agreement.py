@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.devices import use_in_current_stream
-from shardopt.layout import Exchange
-from shardopt.state.agreement import on_any_rank
+from shardopt.layout import Exchange, on_any_rank
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient

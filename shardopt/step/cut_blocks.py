@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange, FlatShard, Shard
-from shardopt.state.agreement import reduce_together
+from shardopt.layout import Exchange, FlatShard, Shard, reduce_together
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import order_of

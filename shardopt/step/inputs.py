@@ -11,8 +11,17 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
-from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, UnknownShardError, assigned, number_of, use_numbers
-from shardopt.state.agreement import on_any_rank
+from shardopt.layout import (
+    Copies,
+    Exchange,
+    FlatBuffer,
+    Shard,
+    UnknownShardError,
+    assigned,
+    number_of,
+    on_any_rank,
+    use_numbers,
+)
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import StateResidency
 from shardopt.state.tensor_state import TensorState, tensor_state_of

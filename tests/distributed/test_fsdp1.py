@@ -367,7 +367,7 @@ def _damage(saved: dict[str, Any], what: str) -> None:
 DAMAGES = {
     "dtype": "got packed_0 of torch.float64, expected torch.float32",
     "float16": "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted",
-    "missing": "expected step, packed_exact, packed_0, packed_1; was|got state that another rank refused",
+    "missing": "expected step, packed_exact, packed_0, packed_1; was",
     "options": "got state saved with block_size=64, expected 128",
     "values": "that stands for NaN or Inf|NaN, Inf or numbers below zero",
 }
@@ -386,7 +386,9 @@ def test_damaged_state_is_refused(orig: bool) -> None:
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(loaded)
     loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
-    message = "bytes of the scales of block" if dist.get_rank() == 1 else "got state that another rank refused"
+    message = "bytes of the scales of block"
+    if dist.get_rank() == 0:
+        message = f"got an error on rank 1: ValueError: .*{message}"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(loaded if dist.get_rank() == 1 else {**loaded, "state": {}})
     assert_unchanged(optimizer, before)

@@ -1,0 +1,133 @@
+"""Groups of ranks: their collectives, and how they agree on success or failure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class RankGroup(ABC):
+    """Ranks that hold parts of the same rows, or of the same parameter, or that save together, and their collectives.
+
+    All of its ranks must call a collective. Along several dimensions of a mesh a group has several process groups: it
+    then reduces and gathers only.
+    """
+
+    @property
+    @abstractmethod
+    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+        """The global rank numbers of the members of each process group."""
+
+    @property
+    @abstractmethod
+    def number(self) -> int:
+        """This rank's number among all ranks of the job."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The global rank numbers of the members of the only process group."""
+        (only,) = self.numbers_in_world
+        return only
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the only process group."""
+        return self.numbers.index(self.number)
+
+    @abstractmethod
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replaces an int32 tensor by its elementwise maximum over the ranks."""
+
+    @abstractmethod
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replaces a float32, int32 or int64 tensor by its elementwise sum over the ranks."""
+
+    @abstractmethod
+    def within_reach(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on a device whose tensors the ranks can pass around."""
+
+    @abstractmethod
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> Callable[[], object]:
+        """Begins to send a part of ``sent`` to each rank.
+
+        Args:
+            received: 1-D, filled with the elements from all ranks, in the order of the ranks.
+            sent: 1-D, elements for all ranks, in the order of the ranks.
+            received_sizes: number of elements from each rank.
+            sent_sizes: number of elements for each rank.
+
+        Returns:
+            A function that waits until ``received`` is filled.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        """Begins to send a contiguous tensor of the rank at the place ``source`` to all.
+
+        Returns:
+            A function that waits until the tensor has arrived.
+        """
+
+    @abstractmethod
+    def gathered(self, message: bytes) -> dict[int, bytes]:
+        """The ranks' messages by global rank number, in the order of the ranks."""
+
+
+def on_any_rank(groups: Sequence[RankGroup], here: bool, rounds: int = 1) -> bool:
+    """Whether a condition holds on any rank of some groups. All of their ranks must call this.
+
+    Args:
+        groups: those that this rank belongs to.
+        here: whether the condition holds on this rank.
+        rounds: 2 to hear from ranks that share no group with this rank, but one with a rank that does.
+    """
+    for _ in range(rounds):
+        for group in groups:
+            flag = torch.tensor([here], dtype=torch.int32, device="cpu")
+            group.all_reduce_max(flag)
+            here |= bool(flag.item())
+    return here
+
+
+def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
+    """Calls a function without collectives, and raises on all ranks of some groups if it raised on any of them.
+
+    Args:
+        groups: those that this rank belongs to.
+        work: the function.
+
+    Raises:
+        ValueError: the function raised on another rank; says which, and its error. If the function raised on this
+            rank, its own error is raised.
+    """
+    error: Exception | None = None
+    said = b""
+    try:
+        result = work()
+    except Exception as raised:  # any kind of error: other ranks must not wait for this rank
+        error = raised
+        said = f"on rank {groups[0].number if groups else 0}: {type(error).__name__}: {error}".encode(errors="replace")
+    for group in groups:
+        if on_any_rank([group], bool(said)):
+            said = next(filter(None, group.gathered(said).values()))
+    if error is not None:
+        raise error
+    if said:
+        raise ValueError(f"expected state that all ranks can load, nothing was changed; got an error {said.decode()}")
+    return result
+
+
+def reduce_together(all_reduce: Callable[[Tensor], None], tensors: Sequence[Tensor]) -> None:
+    """Reduces tensors of one dtype and device in place, by one collective for all."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    all_reduce(flat)
+    for tensor, new in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(new.view_as(tensor))
