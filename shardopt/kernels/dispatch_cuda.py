@@ -16,8 +16,6 @@ from shardopt.kernels.dispatch import LossScaling, Tables, addresses
 from shardopt.kernels.skipped import SkippedElements
 
 _ALIGNMENT = 16  # bytes
-#: Whether special kernels step blocks of usual formats; bits are the same. Benchmarks compare both.
-ALIGNED_KERNELS = True
 
 
 class CudaCall:
@@ -65,8 +63,10 @@ class CudaCall:
             self._rules = rules
         kernel_rows = self._kernel_rows
         if rows_changed or kernel_rows is None:
-            self._gradients = np.ascontiguousarray(self._tables.kernel_rows["gradient"])
-            kernel_rows = _without_gradients(self._tables.kernel_rows)
+            self._gradients = self._tables.kernel_rows["gradient"].copy()
+            without_gradients = self._tables.kernel_rows.copy()
+            without_gradients["gradient"] = 0
+            kernel_rows = without_gradients.tobytes()
         head = [groups, self._tables.kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
         if capturing:
             self._upload_in_graph(head)
@@ -110,7 +110,7 @@ class CudaCall:
         carries them. A second head follows, for captures; then the constant tables.
         """
         kernel_rows = self._tables.kernel_rows
-        tasks, batches = _C.cuda_tasks(kernel_rows, groups, ALIGNED_KERNELS)
+        tasks, batches = _C.cuda_tasks(kernel_rows, groups)
         fixed = {
             "steps": self._tables.steps,
             "tables": addresses(self._codec_tables),
@@ -177,12 +177,6 @@ def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
         target[at + table.nbytes : at + _aligned(table.nbytes)] = 0
         at += _aligned(table.nbytes)
     return staging
-
-
-def _without_gradients(kernel_rows: npt.NDArray[np.void]) -> bytes:
-    kernel_rows = kernel_rows.copy()
-    kernel_rows["gradient"] = 0
-    return kernel_rows.tobytes()
 
 
 def _aligned(size: int) -> int:

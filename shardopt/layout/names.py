@@ -19,12 +19,11 @@ _CHILD_NAMES = "_shardopt_child_names"
 _STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of parameters: their numbers
 
 
-def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
+def canonical_modules(model: Module, *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
     """All modules, outer ones first, with the prefix of their parameters' names ("" or "layers.0.").
 
     Args:
         model: the model.
-        prefix: the prefix of all names.
         all_names: whether to give a shared module under each of its names, not under its first one only.
     """
     seen: set[int] = set()
@@ -41,7 +40,7 @@ def canonical_modules(model: Module, prefix: str = "", *, all_names: bool = Fals
                 transparent = name in _TRANSPARENT or (wraps and name == "module")
                 yield from walk(child, prefix if transparent else f"{prefix}{names.get(name, name)}.")
 
-    return walk(model, prefix)
+    return walk(model, "")
 
 
 def bare_name(name: str) -> str:

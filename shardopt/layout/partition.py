@@ -202,18 +202,17 @@ def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterato
         yield (), ()
         return
     inner = math.prod(shape[1:])
-    first, skipped = divmod(start, inner)
-    last, rest = divmod(end, inner)
-    if first == last:  # within one row
-        yield from (((first, *o), (1, *e)) for o, e in rectangles_of_range(shape[1:], skipped, rest))
-        return
-    if skipped:
-        yield from (((first, *o), (1, *e)) for o, e in rectangles_of_range(shape[1:], skipped, inner))
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if rest:
-        yield from (((last, *o), (1, *e)) for o, e in rectangles_of_range(shape[1:], 0, rest))
+    row = start // inner
+    while start < end:
+        begin, rows = row * inner, end // inner - row
+        if start == begin and rows > 0:
+            yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+        else:  # a part of a row
+            rows = 1
+            parts = rectangles_of_range(shape[1:], start - begin, min(end - begin, inner))
+            yield from (((row, *offsets), (1, *extents)) for offsets, extents in parts)
+        row += rows
+        start = row * inner
 
 
 def _overlapping(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:

@@ -5,81 +5,31 @@ so that FP16 needs no loss scale and FP8 no scales at all. ``docs/unit_scaling.m
 ``shardopt.param_groups(model, rule="u-mup", lr=...)`` has the learning rates.
 """
 
-from shardopt.unit.functional import (
-    add as add,
-)
-from shardopt.unit.functional import (
-    attention as attention,
-)
-from shardopt.unit.functional import (
-    cross_entropy as cross_entropy,
-)
-from shardopt.unit.functional import (
-    dropout as dropout,
-)
-from shardopt.unit.functional import (
-    embedding as embedding,
-)
-from shardopt.unit.functional import (
-    gelu as gelu,
-)
-from shardopt.unit.functional import (
-    layer_norm as layer_norm,
-)
-from shardopt.unit.functional import (
-    linear as linear,
-)
-from shardopt.unit.functional import (
-    matmul as matmul,
-)
-from shardopt.unit.functional import (
-    mse_loss as mse_loss,
-)
-from shardopt.unit.functional import (
-    readout as readout,
-)
-from shardopt.unit.functional import (
-    residual_add as residual_add,
-)
-from shardopt.unit.functional import (
-    residual_split as residual_split,
-)
-from shardopt.unit.functional import (
-    rms_norm as rms_norm,
-)
-from shardopt.unit.functional import (
-    silu as silu,
-)
-from shardopt.unit.functional import (
-    softmax as softmax,
-)
-from shardopt.unit.functional import (
-    swiglu as swiglu,
-)
-from shardopt.unit.modules import (
-    Attention as Attention,
-)
-from shardopt.unit.modules import (
-    Embedding as Embedding,
-)
-from shardopt.unit.modules import (
-    Linear as Linear,
-)
-from shardopt.unit.modules import (
-    Readout as Readout,
-)
-from shardopt.unit.modules import (
-    RMSNorm as RMSNorm,
-)
-from shardopt.unit.modules import (
-    Stack as Stack,
-)
-from shardopt.unit.modules import (
-    SwiGLU as SwiGLU,
-)
-from shardopt.unit.modules import (
-    set_split as set_split,
-)
+from shardopt.unit.functional import add as add
+from shardopt.unit.functional import attention as attention
+from shardopt.unit.functional import cross_entropy as cross_entropy
+from shardopt.unit.functional import dropout as dropout
+from shardopt.unit.functional import embedding as embedding
+from shardopt.unit.functional import gelu as gelu
+from shardopt.unit.functional import layer_norm as layer_norm
+from shardopt.unit.functional import linear as linear
+from shardopt.unit.functional import matmul as matmul
+from shardopt.unit.functional import mse_loss as mse_loss
+from shardopt.unit.functional import readout as readout
+from shardopt.unit.functional import residual_add as residual_add
+from shardopt.unit.functional import residual_split as residual_split
+from shardopt.unit.functional import rms_norm as rms_norm
+from shardopt.unit.functional import silu as silu
+from shardopt.unit.functional import softmax as softmax
+from shardopt.unit.functional import swiglu as swiglu
+from shardopt.unit.modules import Attention as Attention
+from shardopt.unit.modules import Embedding as Embedding
+from shardopt.unit.modules import Linear as Linear
+from shardopt.unit.modules import Readout as Readout
+from shardopt.unit.modules import RMSNorm as RMSNorm
+from shardopt.unit.modules import Stack as Stack
+from shardopt.unit.modules import SwiGLU as SwiGLU
+from shardopt.unit.modules import set_split as set_split
 from shardopt.unit.multipliers import residual_weights as residual_weights
 from shardopt.unit.scaled import product as product
 from shardopt.unit.scaled import scale_bwd as scale_bwd
