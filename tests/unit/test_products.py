@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardopt import unit
-from shardopt.unit import products as unit_products
+from shardopt.unit import scaled
 from versions import needs_scaled_mm_on_the_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -71,7 +71,7 @@ def test_scaled_mm_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = products(*problem(24, 32, 48), True)
     calls = []
     scaled_mm = torch._scaled_mm
-    monkeypatch.setattr(unit_products, "_multiplies_fp8", lambda left, right: True)
+    monkeypatch.setattr(scaled, "_multiplies_fp8", lambda left, right: True)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(args) or scaled_mm(*args, **options))
     actual = products(*problem(24, 32, 48), True)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
