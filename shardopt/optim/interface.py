@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import Moment, get_codec
@@ -77,21 +76,30 @@ class OptimizerInterface(Optimizer, ABC):
             ValueError: this optimizer cannot step one of the parameters.
         """
 
-    def begin_step(self, group: dict[str, Any]) -> None:
-        """Called before a step of some of a param group's parameters, which may change the group."""
+    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Called before a step of parameters of these param groups, which it checks together, or changes."""
 
     def reset_group(self, group: dict[str, Any]) -> None:
         """Sets what steps change in a param group to what it begins with; options stay."""
 
-    def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-        """Reads back the entries that :meth:`derived_state` makes.
 
-        Args:
-            group: the options of the parameter's param group after the load; may be changed.
-            saved: the param group in the state dict.
-            entries: the parameter's loaded entries.
-        """
+def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters among the arguments of an optimizer's constructor, which gives its ``locals()``."""
+    return {key: x for key, x in arguments.items() if key not in ("self", "params", "options", "__class__")}
 
-    def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
-        """Entries of torch.optim's state that follow from a parameter's step count, and are not kept here."""
-        return {}
+
+def hyper_of(group: Mapping[str, Any], *names: str, decoupled: bool | None = None) -> dict[str, float]:
+    """Hyper-parameters by the names in csrc/rules: ``lr``, ``betas`` as ``beta1``, ``beta2``, ..., and the named ones.
+
+    Args:
+        group: the param group.
+        names: further numbers and flags in the param group.
+        decoupled: whether ``weight_decay`` is apart from the gradient (``decoupled_decay``) or part of it
+            (``coupled_decay``); None for rules with neither.
+    """
+    hyper = {name: float(group[name]) for name in ("lr", *names)}
+    hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
+    if decoupled is not None:
+        decay = float(group["weight_decay"])
+        hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if decoupled else (decay, 0.0)
+    return hyper

@@ -16,8 +16,8 @@ from shardopt import _C
 from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, assigned, number_of, use_numbers
-from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
+from shardopt.layout import Copies, Exchange, FlatBuffer, FlatShard, Shard, assigned, number_of, shard_of, use_numbers
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
 from shardopt.state.full_precision import fit_low_bits
@@ -37,33 +37,18 @@ _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Parameters that are stepped one by one, during the backward pass or the next forward pass."""
+    """Released parameters as their optimizer sees them: ``ReleasedParameters`` in shardopt/release has the docstrings."""
 
     @property
-    def overlaps_forward(self) -> bool:
-        """Whether they are stepped during the next forward pass: whether gradients are held until ``step()``."""
-
+    def overlaps_forward(self) -> bool: ...
     @property
-    def params(self) -> Collection[Tensor]:
-        """The parameters."""
-
-    def wait(self) -> None:
-        """Waits for all steps that run in another thread."""
-
-    def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Raises RuntimeError if ``step()`` gets a closure or a loss scale, which come too late for released steps."""
-
-    def next_step(self) -> None:
-        """Lets each parameter be stepped once more."""
-
-    def discard(self) -> None:
-        """Lets each parameter be stepped once more, without a ``step()`` in between."""
-
-    def forget(self, *, anew: bool) -> None:
-        """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
-
-    def end(self) -> None:
-        """Ends the release."""
+    def params(self) -> Collection[Tensor]: ...
+    def wait(self) -> None: ...
+    def check_step(self, closure: object, scaling: LossScaling) -> None: ...
+    def next_step(self) -> None: ...
+    def discard(self) -> None: ...
+    def forget(self, *, anew: bool) -> None: ...
+    def end(self) -> None: ...
 
 
 #: All releases that have begun and not ended.
@@ -117,6 +102,11 @@ class Internals:
     def held_release(self) -> Any:
         """The release, if it holds gradients until ``step()``: :class:`shardopt.release.held.HeldParameters`."""
         return self.released if self.released is not None and self.released.overlaps_forward else None
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the param groups."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
@@ -186,8 +176,7 @@ class Internals:
 
     def check_numbers(self) -> None:
         """Notes whether parameters have numbers in the model; warns if others were assigned in place of all of them."""
-        groups = self.optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
+        groups, params = self.optimizer.param_groups, self.params
         is_numbered = any(number_of(param) is not None for param in params)
         if self.is_numbered and not is_numbered:
             params = [param for param in params if not isinstance(assigned(param), FlatBuffer)]
@@ -257,11 +246,12 @@ class Internals:
 
         is_plain = self.coefficient is None and all(x is None for x in scaling)
         if is_plain and only_makes_state(groups, has_begun, self.peers):
-            params = [param for group in groups for param in group["params"]]
+            params = self.params
             if self.released is None or any(param.grad is not None for param in params):
                 self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
             for param in params:
-                if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state
+                shard = shard_of(param)
+                if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state
                     state.pop(param, None)
             return True
         self.may_make_state = False
@@ -291,7 +281,7 @@ class Internals:
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
-        params = {param for group in self.optimizer.param_groups for param in group["params"]}
+        params = set(self.params)
         self.copies.clear()
         if not self.model_indices:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
@@ -311,7 +301,7 @@ class Internals:
     def clip(self, coefficient: Tensor) -> None:
         """Has the next step multiply the present gradients by a coefficient."""
         self.coefficient = coefficient
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = self.params
         stride = -(-len(params) // _WATCHED)
         spread = (param for first in range(stride) for param in params[first::stride])
         some = islice(

@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment, get_codec
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
-from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.interface import hyper_of, hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
 from shardopt.state.options import Options, Unpack, check_flag, check_number, is_whole
@@ -31,22 +31,11 @@ _RULES = {
 }
 
 
-def _original(rows: int, cols: int) -> float:
-    return math.sqrt(max(1.0, rows / max(cols, 1)))
-
-
-def _match_rms_adamw(rows: int, cols: int) -> float:
-    return 0.2 * math.sqrt(max(rows, cols))
-
-
-def _spectral_norm(rows: int, cols: int) -> float:
-    return math.sqrt(rows / max(cols, 1))
-
-
+#: Factors of the learning rate of a matrix, by its rows and columns.
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
-    "original": _original,
-    "match_rms_adamw": _match_rms_adamw,
-    "spectral_norm": _spectral_norm,
+    "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "spectral_norm": lambda rows, cols: math.sqrt(rows / max(cols, 1)),
 }
 
 
@@ -120,21 +109,9 @@ class Muon(ShardedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "algorithm": algorithm,
-            "normalize": self.default_normalize if normalize is None else normalize,
-            "beta2": beta2,
-            "split": split,
-            "betas": betas,
-        }
+        defaults = hyper_parameters(locals())
+        if normalize is None:
+            defaults["normalize"] = self.default_normalize
         super().__init__(params, defaults, options)
         if isinstance(params, ParamGroups):
             self._internals.share(params.copies)
@@ -166,9 +143,8 @@ class Muon(ShardedOptimizer):
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         if group["algorithm"] == "muon":
-            names = ("momentum", "weight_decay")
-            return {"lr": float(group["lr"]), "nesterov": group["nesterov"], **{name: group[name] for name in names}}
-        return adam_hyper(group, decoupled=True)
+            return hyper_of(group, "momentum", "weight_decay", "nesterov")
+        return hyper_of(group, "eps", decoupled=True)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

@@ -124,8 +124,8 @@ IN_LISTS = (
     ),
     (
         "shardopt/optim/__init__.py",
-        "import SGD, SGD8bit\n",
-        "import SGD, SGD8bit\nfrom shardopt.optim.toy import Toy, Toy8bit\n",
+        "import Prodigy, Prodigy8bit\n",
+        "import Prodigy, Prodigy8bit\nfrom shardopt.optim.toy import Toy, Toy8bit\n",
     ),
     ("shardopt/codec/__init__.py", "BFloat16(), Float32())", "BFloat16(), Float32(), ToyCodec())"),
     (

@@ -1,4 +1,4 @@
-"""RMSprop (Tieleman & Hinton, Coursera lecture 6.5, 2012), plain, centered and with momentum, as in torch."""
+"""Rules that divide by averages or sums of squares: Adagrad and RMSprop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,53 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.interface import hyper_of, hyper_parameters
 from shardopt.state.options import Options, Unpack, check_flag, check_number
 from shardopt.state.rule import Rule
+
+
+class Adagrad(ShardedOptimizer):
+    """Adagrad (Duchi et al., JMLR 12, 2011), as in torch: gradients over the root of the sum of all their squares.
+
+    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. Sums end at 2^126.
+    Other arguments and errors as for :class:`shardopt.AdamW`.
+
+    Args:
+        lr_decay: the learning rate is divided by ``1 + lr_decay * (steps before)``.
+        weight_decay: L2 penalty, part of the gradient.
+        initial_accumulator_value: the sum before the first step.
+        eps: added to the root.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        return Rule("adagrad", (Moment("sum", signed=False, initial=float(group["initial_accumulator_value"])),))
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return hyper_of(group, "lr_decay", "eps", decoupled=False)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        check_number(group, "lr_decay")
+        check_number(group, "initial_accumulator_value", most=2.0**126)
+
+
+class Adagrad8bit(Adagrad):
+    """:class:`Adagrad` with the codec log8 unless ``codec`` says otherwise."""
+
+    default_codec = "log8"
+
 
 _SQUARES = Moment("square_avg", signed=False)
 _MEAN = Moment("grad_avg", signed=True)
@@ -26,14 +71,14 @@ _RULES = {
 
 
 class RMSprop(ShardedOptimizer):
-    """RMSprop as in torch: steps by gradients over the root of their mean square, or of their variance.
+    """RMSprop (Tieleman & Hinton, Coursera lecture 6.5, 2012), as in torch, plain, centered and with momentum.
+
+    Steps by gradients over the root of their mean square, or of their variance.
 
     Bytes of state per parameter in blocks of 128: 1.062 with log8, and 1.031 more for each of ``centered`` and
-    ``momentum``; 4 each with ``codec="fp32"``.
+    ``momentum``; 4 each with ``codec="fp32"``. Other arguments and errors as for :class:`shardopt.AdamW`.
 
     Args:
-        params: parameters or param groups, as for torch.optim.
-        lr: learning rate, a float or a 0-d tensor.
         alpha: decay rate of the averages.
         eps: added to the root.
         weight_decay: L2 penalty, part of the gradient.
@@ -41,11 +86,6 @@ class RMSprop(ShardedOptimizer):
         centered: divide by the root of the variance (Graves, arXiv 1308.0850). The variance is the difference of two
             averages, and rounding spoils small differences: unless ``codec="fp32"``, it is at least 2^-10 of the mean
             square.
-        **options: see :class:`shardopt.state.options.Options`.
-
-    Raises:
-        ValueError: a hyper-parameter or option is out of range.
-        TypeError: there is no such option.
     """
 
     optional_moments = (_MEAN, _BUFFER)
@@ -61,28 +101,14 @@ class RMSprop(ShardedOptimizer):
         centered: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, hyper_parameters(locals()), options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _RULES[bool(group["centered"]), group["momentum"] > 0]
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {
-            "lr": float(group["lr"]),
-            "alpha": group["alpha"],
-            "eps": group["eps"],
-            "coupled_decay": group["weight_decay"],
-            "momentum": group["momentum"],
-            "least_variance": 0.0 if group["codec"] == "fp32" else _LEAST_VARIANCE,
-        }
+        least = 0.0 if group["codec"] == "fp32" else _LEAST_VARIANCE
+        return {**hyper_of(group, "alpha", "eps", "momentum", decoupled=False), "least_variance": least}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
