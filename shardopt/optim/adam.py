@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment, get_codec
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
+from shardopt.optim.interface import hyper_parameters
 from shardopt.state.options import Options, Unpack, check_flag, repays
 from shardopt.state.rule import Rule
 
@@ -79,6 +79,8 @@ class AdamW(ShardedOptimizer):
     """
 
     optional_moments = (_LARGEST,)
+    flags = ("amsgrad", *CAUTIOUS)
+    decoupled = True
 
     def __init__(
         self,
@@ -104,8 +106,6 @@ class AdamW(ShardedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        for flag in ("amsgrad", *CAUTIOUS):
-            check_flag(group, flag)
         if group["amsgrad"] and any(flags_of(group)):
             raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
         if group["repay"] is not None:
@@ -115,19 +115,12 @@ class AdamW(ShardedOptimizer):
         if repays(group) and not get_codec(group["codec"]).relative:
             raise ValueError(f"repay: got True with codec {group['codec']!r}, expected 'log4' or 'log8'")
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", *CAUTIOUS, decoupled=True)
-
 
 class AdamKin(ShardedOptimizer, ABC):
     """Base class of rules with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", decoupled=group["decoupled_weight_decay"])
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_flag(group, "decoupled_weight_decay")
+    flags = ("decoupled_weight_decay",)
+    decoupled = "decoupled_weight_decay"
 
 
 class Adam(AdamW):
@@ -135,6 +128,8 @@ class Adam(AdamW):
 
     Arguments, errors and bytes as for :class:`AdamW`, but for ``cautious_weight_decay``.
     """
+
+    decoupled = False
 
     def __init__(
         self,
@@ -150,9 +145,6 @@ class Adam(AdamW):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, cautious=cautious, repay=repay, **options)
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", *CAUTIOUS, decoupled=False)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

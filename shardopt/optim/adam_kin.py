@@ -13,9 +13,9 @@ from shardopt.codec import Moment
 from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.adam import AdamKin
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
+from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.loading import checked_containers, reading
-from shardopt.state.options import Options, Unpack, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
 
@@ -52,9 +52,6 @@ class Adamax(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _ADAMAX
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", decoupled=False)
 
 
 class Adamax8bit(Adamax):
@@ -142,6 +139,8 @@ class StableAdamW(ShardedOptimizer):
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
     """
 
+    decoupled = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -155,9 +154,6 @@ class StableAdamW(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _STABLE_ADAMW
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", decoupled=True)
 
 
 class StableAdamW8bit(StableAdamW):
@@ -194,9 +190,6 @@ class LAMB(ShardedOptimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _LAMB
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", "weight_decay")
-
 
 class LAMB8bit(LAMB):
     """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
@@ -223,6 +216,8 @@ class NAdam(AdamKin):
         momentum_decay: how soon the first decay rate rises.
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
+
+    numbers = (("momentum_decay", LARGEST),)
 
     def __init__(
         self,
@@ -260,7 +255,6 @@ class NAdam(AdamKin):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_number(group, "momentum_decay")
         past = group["past_mu"]
         if not isinstance(past, tuple) or len(past) != 3 or not is_whole(past[0]) or past[0] < 0:
             raise ValueError(

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
-from shardopt.state.options import Options, Unpack, check_flag, check_number, is_whole
+from shardopt.optim.interface import hyper_parameters
+from shardopt.state.options import LARGEST, Options, Unpack, is_whole
 from shardopt.state.rule import Rule
 
 _ADAN_MOMENTS = (
@@ -42,6 +42,7 @@ class Adan(ShardedOptimizer):
     """
 
     beta_count = 3
+    flags = ("no_prox",)
 
     def __init__(
         self,
@@ -57,13 +58,6 @@ class Adan(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _ADAN
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "eps", "weight_decay", "no_prox")
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_flag(group, "no_prox")
 
 
 class Adan8bit(Adan):
@@ -100,6 +94,8 @@ class AdEMAMix(ShardedOptimizer):
     """
 
     beta_count = 3
+    numbers = (("alpha", LARGEST),)
+    decoupled = True
 
     def __init__(
         self,
@@ -119,14 +115,12 @@ class AdEMAMix(ShardedOptimizer):
         return _ADEMAMIX
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        hyper = hyper_of(group, "eps", "alpha", decoupled=True)
-        hyper |= {name: float(group[name] or 0) for name in ("alpha_steps", "beta3_steps")}
+        hyper = super().hyper(group)
         logs = {f"log_{beta}": math.log(hyper[beta]) if hyper[beta] else -math.inf for beta in ("beta1", "beta3")}
         return hyper | logs
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_number(group, "alpha")
         for name in ("alpha_steps", "beta3_steps"):
             steps = group[name]
             if steps is not None and not (is_whole(steps) and 0 <= steps <= MOST_STEPS):

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from shardopt import _C
 from shardopt.codec import Moment, get_codec
-from shardopt.state.options import DEFAULTS, check_hyper
+from shardopt.state.options import DEFAULTS, check_flag, check_hyper, check_number
 from shardopt.state.rule import Rule
 
 
 class OptimizerInterface(Optimizer, ABC):
-    """Base class of ``ShardedOptimizer``: subclasses must define :meth:`rule` and :meth:`hyper`, not the rest."""
+    """Base class of ``ShardedOptimizer``: subclasses must define :meth:`rule`, and may define the rest."""
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any]) -> Rule:
@@ -29,9 +30,28 @@ class OptimizerInterface(Optimizer, ABC):
     #: Moments that only some settings of the hyper-parameters keep. Loading ignores those that these settings do not.
     optional_moments: tuple[Moment, ...] = ()
 
-    @abstractmethod
+    #: Hyper-parameters that are True or False.
+    flags: tuple[str, ...] = ()
+
+    #: Hyper-parameters that are numbers from 0, and up to which; below 1 if that is 1.
+    numbers: tuple[tuple[str, float], ...] = ()
+
+    #: Whether weight decay is apart from the gradient, or the name of the flag that says so.
+    decoupled: bool | str = False
+
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The rule's hyper-parameters, by the names in csrc/rules."""
+        """The rule's hyper-parameters, by the names in csrc/rules.
+
+        By default those in the param group, of which ``betas`` become ``beta1``, ``beta2``, ..., ``weight_decay`` also
+        ``coupled_decay`` or ``decoupled_decay`` (see :attr:`decoupled`), and None becomes 0.
+        """
+        names = ("weight_decay", *_C.rules[self.rule(group).name]["hyper"])
+        hyper = {name: float(group[name] or 0.0) for name in names if name in group}
+        hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
+        is_decoupled = group[self.decoupled] if isinstance(self.decoupled, str) else self.decoupled
+        decay = hyper.get("weight_decay", 0.0)
+        hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if is_decoupled else (decay, 0.0)
+        return hyper
 
     def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
         """The options that the usual param groups of this optimizer give a parameter.
@@ -62,6 +82,10 @@ class OptimizerInterface(Optimizer, ABC):
             ValueError: one is out of range.
         """
         check_hyper(group, self.beta_count)
+        for flag in self.flags:
+            check_flag(group, flag)
+        for name, most in self.numbers:
+            check_number(group, name, most)
         if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
             raise ValueError(
                 f"codec: got {group['codec']!r} for {type(self).__name__} with the rule {self.rule(group).name!r}, "
@@ -86,20 +110,3 @@ class OptimizerInterface(Optimizer, ABC):
 def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters among the arguments of an optimizer's constructor, which gives its ``locals()``."""
     return {key: x for key, x in arguments.items() if key not in ("self", "params", "options", "__class__")}
-
-
-def hyper_of(group: Mapping[str, Any], *names: str, decoupled: bool | None = None) -> dict[str, float]:
-    """Hyper-parameters by the names in csrc/rules: ``lr``, ``betas`` as ``beta1``, ``beta2``, ..., and the named ones.
-
-    Args:
-        group: the param group.
-        names: further numbers and flags in the param group.
-        decoupled: whether ``weight_decay`` is apart from the gradient (``decoupled_decay``) or part of it
-            (``coupled_decay``); None for rules with neither.
-    """
-    hyper = {name: float(group[name]) for name in ("lr", *names)}
-    hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
-    if decoupled is not None:
-        decay = float(group["weight_decay"])
-        hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if decoupled else (decay, 0.0)
-    return hyper

@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Released parameters as their optimizer sees them: ``ReleasedParameters`` in shardopt/release has the docstrings."""
+    """Released parameters as their optimizer sees them: see ``ReleasedParameters`` in shardopt/release."""
 
     @property
     def overlaps_forward(self) -> bool: ...

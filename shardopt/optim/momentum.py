@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment
 from shardopt.optim.adam import CAUTIOUS, cautious_rules, flags_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
-from shardopt.state.options import Options, Unpack, check_flag, check_number
+from shardopt.optim.interface import hyper_parameters
+from shardopt.state.options import LARGEST, Options, Unpack
 from shardopt.state.rule import Rule
 
 _MOMENTUM = Rule("momentum", (Moment("momentum_buffer", signed=True),))
@@ -33,6 +33,7 @@ class SGD(ShardedOptimizer):
     """
 
     optional_moments = _MOMENTUM.moments
+    flags = ("nesterov",)
 
     def __init__(
         self,
@@ -49,12 +50,8 @@ class SGD(ShardedOptimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _MOMENTUM if group["momentum"] else _PLAIN
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "momentum", "dampening", "nesterov", decoupled=False)
-
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_flag(group, "nesterov")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: got momentum={group['momentum']} and dampening={group['dampening']}, expected momentum > 0 "
@@ -91,6 +88,8 @@ class LARS(ShardedOptimizer):
         trust_coefficient: share of a parameter's norm that a gradient moves it by, at ``lr=1``.
     """
 
+    numbers = (("trust_coefficient", LARGEST),)
+
     def __init__(
         self,
         params: ParamsT,
@@ -104,13 +103,6 @@ class LARS(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _LARS
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "momentum", "weight_decay", "trust_coefficient")
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_number(group, "trust_coefficient")
 
 
 class LARS8bit(LARS):
@@ -134,6 +126,9 @@ class Lion(ShardedOptimizer):
         weight_decay: decay per unit of lr, apart from the gradient.
     """
 
+    flags = CAUTIOUS
+    decoupled = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -149,14 +144,6 @@ class Lion(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return _LION[flags_of(group)]
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        for flag in CAUTIOUS:
-            check_flag(group, flag)
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, *CAUTIOUS, decoupled=True)
 
 
 class Lion8bit(Lion):
@@ -180,6 +167,9 @@ class Signum(ShardedOptimizer):
         weight_decay: decay per unit of lr, apart from the gradient.
     """
 
+    numbers = (("momentum", 1.0),)
+    decoupled = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -195,11 +185,7 @@ class Signum(ShardedOptimizer):
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta = float(group["momentum"])
-        return {**hyper_of(group, decoupled=True), "beta1": beta, "beta2": beta}
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_number(group, "momentum", most=1.0)
+        return {**super().hyper(group), "beta1": beta, "beta2": beta}
 
 
 class Signum8bit(Signum):

@@ -14,10 +14,10 @@ from shardopt.codec import Moment, get_codec
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
+from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, check_flag, check_number, is_whole
+from shardopt.state.options import Options, Unpack, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -89,6 +89,9 @@ class Muon(ShardedOptimizer):
     """
 
     default_normalize: Literal["rows"] | None = None
+    flags = ("nesterov",)
+    numbers = (("momentum", 1.0), ("beta2", 1.0))  # averages
+    decoupled = True
 
     def __init__(
         self,
@@ -141,15 +144,8 @@ class Muon(ShardedOptimizer):
             group["beta2"] if group["normalize"] == "rows" else None,
         )
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        if group["algorithm"] == "muon":
-            return hyper_of(group, "momentum", "weight_decay", "nesterov")
-        return hyper_of(group, "eps", decoupled=True)
-
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_number(group, "momentum", most=1.0)  # an average of gradients
-        check_flag(group, "nesterov")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
@@ -169,7 +165,6 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
-        check_number(group, "beta2", most=1.0)
         _triples(group["ns_coefficients"], 1)
         _check_split(group["split"])
         if group["offload"] == "step":

@@ -14,8 +14,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of
-from shardopt.state.options import LARGEST, Options, Unpack, check_flag, check_hyper, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_hyper, check_number, is_whole
 from shardopt.state.rule import Rule
 
 _PRODIGY = Rule(
@@ -68,6 +67,9 @@ class Prodigy(ShardedOptimizer):
         growth_rate: largest factor by which ``d`` may grow in a step, after its first growth.
     """
 
+    flags = ("decouple", "use_bias_correction", "safeguard_warmup")
+    decoupled = "decouple"
+
     def __init__(
         self,
         params: ParamsT,
@@ -116,7 +118,7 @@ class Prodigy(ShardedOptimizer):
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         first = self.param_groups[0]
         return {
-            **hyper_of(group, decoupled=group["decouple"]),
+            **super().hyper(group),
             "beta3": _beta3(group),
             "eps": first["d"] * group["eps"],
             "d": first["d"],
@@ -170,8 +172,6 @@ class Prodigy(ShardedOptimizer):
         super().check_group(group)
         if group["beta3"] is not None:
             check_number(group, "beta3", 1.0)
-        for name in ("decouple", "use_bias_correction", "safeguard_warmup"):
-            check_flag(group, name)
         for name in ("eps", "d0", "d", "d_max", "d_coef"):
             _check(name, group[name], lambda x: 0.0 < x <= LARGEST, "above 0 that float32 can hold")
         _check("growth_rate", group["growth_rate"], lambda x: x >= 1, ">= 1")

@@ -10,8 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.interface import hyper_of, hyper_parameters
-from shardopt.state.options import Options, Unpack, check_flag, check_number
+from shardopt.optim.interface import hyper_parameters
+from shardopt.state.options import LARGEST, Options, Unpack
 from shardopt.state.rule import Rule
 
 
@@ -28,6 +28,8 @@ class Adagrad(ShardedOptimizer):
         eps: added to the root.
     """
 
+    numbers = (("lr_decay", LARGEST), ("initial_accumulator_value", 2.0**126))
+
     def __init__(
         self,
         params: ParamsT,
@@ -42,14 +44,6 @@ class Adagrad(ShardedOptimizer):
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         return Rule("adagrad", (Moment("sum", signed=False, initial=float(group["initial_accumulator_value"])),))
-
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return hyper_of(group, "lr_decay", "eps", decoupled=False)
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_number(group, "lr_decay")
-        check_number(group, "initial_accumulator_value", most=2.0**126)
 
 
 class Adagrad8bit(Adagrad):
@@ -89,6 +83,8 @@ class RMSprop(ShardedOptimizer):
     """
 
     optional_moments = (_MEAN, _BUFFER)
+    flags = ("centered",)
+    numbers = (("alpha", 1.0),)
 
     def __init__(
         self,
@@ -108,12 +104,7 @@ class RMSprop(ShardedOptimizer):
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         least = 0.0 if group["codec"] == "fp32" else _LEAST_VARIANCE
-        return {**hyper_of(group, "alpha", "eps", "momentum", decoupled=False), "least_variance": least}
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_number(group, "alpha", most=1.0)
-        check_flag(group, "centered")
+        return {**super().hyper(group), "least_variance": least}
 
 
 class RMSprop8bit(RMSprop):
