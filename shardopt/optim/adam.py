@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,7 +115,7 @@ class AdamW(ShardedOptimizer):
             raise ValueError(f"repay: got True with codec {group['codec']!r}, expected 'log4' or 'log8'")
 
 
-class AdamKin(ShardedOptimizer, ABC):
+class AdamKin(ShardedOptimizer):
     """Base class of rules with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
 
     flags = ("decoupled_weight_decay",)

@@ -20,12 +20,6 @@ from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
 
 _MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-_ADAMAX = Rule("adamax", (Moment("exp_avg", signed=True), Moment("exp_inf", signed=False, magnitude=True)))
-_RADAM = Rule("radam", _MOMENTS)
-_ADOPT = Rule("adopt", (Moment("exp_avg", signed=True, own_units=True), Moment("exp_avg_sq", signed=False)))
-_STABLE_ADAMW = Rule("stable_adamw", _MOMENTS)
-_LAMB = Rule("lamb", _MOMENTS)
-_NADAM = Rule("nadam", _MOMENTS)
 
 
 class Adamax(ShardedOptimizer):
@@ -39,6 +33,8 @@ class Adamax(ShardedOptimizer):
         weight_decay: L2 penalty, part of the gradient.
     """
 
+    only_rule = Rule("adamax", (Moment("exp_avg", signed=True), Moment("exp_inf", signed=False, magnitude=True)))
+
     def __init__(
         self,
         params: ParamsT,
@@ -49,9 +45,6 @@ class Adamax(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _ADAMAX
 
 
 class Adamax8bit(Adamax):
@@ -70,6 +63,8 @@ class RAdam(AdamKin):
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
 
+    only_rule = Rule("radam", _MOMENTS)
+
     def __init__(
         self,
         params: ParamsT,
@@ -81,9 +76,6 @@ class RAdam(AdamKin):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _RADAM
 
 
 class RAdam8bit(RAdam):
@@ -106,6 +98,8 @@ class ADOPT(AdamKin):
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
 
+    only_rule = Rule("adopt", (Moment("exp_avg", signed=True, own_units=True), Moment("exp_avg_sq", signed=False)))
+
     def __init__(
         self,
         params: ParamsT,
@@ -117,9 +111,6 @@ class ADOPT(AdamKin):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _ADOPT
 
 
 class ADOPT8bit(ADOPT):
@@ -139,6 +130,7 @@ class StableAdamW(ShardedOptimizer):
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
     """
 
+    only_rule = Rule("stable_adamw", _MOMENTS)
     decoupled = True
 
     def __init__(
@@ -151,9 +143,6 @@ class StableAdamW(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _STABLE_ADAMW
 
 
 class StableAdamW8bit(StableAdamW):
@@ -176,6 +165,8 @@ class LAMB(ShardedOptimizer):
         weight_decay: share of the parameter in its direction, before the direction is scaled.
     """
 
+    only_rule = Rule("lamb", _MOMENTS)
+
     def __init__(
         self,
         params: ParamsT,
@@ -186,9 +177,6 @@ class LAMB(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _LAMB
 
 
 class LAMB8bit(LAMB):
@@ -217,6 +205,7 @@ class NAdam(AdamKin):
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
 
+    only_rule = Rule("nadam", _MOMENTS)
     numbers = (("momentum_decay", LARGEST),)
 
     def __init__(
@@ -231,9 +220,6 @@ class NAdam(AdamKin):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, {**hyper_parameters(locals()), "past_mu": _NO_PAST}, options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _NADAM
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         steps, product, _ = group["past_mu"]

@@ -21,7 +21,6 @@ _ADAN_MOMENTS = (
     Moment("exp_avg_sq", signed=False),
     Moment("neg_pre_grad", signed=True),
 )
-_ADAN = Rule("adan", _ADAN_MOMENTS)
 
 
 class Adan(ShardedOptimizer):
@@ -41,6 +40,7 @@ class Adan(ShardedOptimizer):
         no_prox: decay before the step, as AdamW does, not by a proximal step after it.
     """
 
+    only_rule = Rule("adan", _ADAN_MOMENTS)
     beta_count = 3
     flags = ("no_prox",)
 
@@ -56,9 +56,6 @@ class Adan(ShardedOptimizer):
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
 
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _ADAN
-
 
 class Adan8bit(Adan):
     """:class:`Adan` with the codec log8 unless ``codec`` says otherwise."""
@@ -71,7 +68,6 @@ _ADEMAMIX_MOMENTS = (
     Moment("exp_avg_slow", signed=True, wide=True),
     Moment("exp_avg_sq", signed=False),
 )
-_ADEMAMIX = Rule("ademamix", _ADEMAMIX_MOMENTS)
 
 #: The kernels count steps in float32.
 MOST_STEPS = 2**24
@@ -93,6 +89,7 @@ class AdEMAMix(ShardedOptimizer):
         weight_decay: decay per unit of lr, apart from the gradient.
     """
 
+    only_rule = Rule("ademamix", _ADEMAMIX_MOMENTS)
     beta_count = 3
     numbers = (("alpha", LARGEST),)
     decoupled = True
@@ -110,9 +107,6 @@ class AdEMAMix(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _ADEMAMIX
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         hyper = super().hyper(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +13,15 @@ from shardopt.state.options import DEFAULTS, check_flag, check_hyper, check_numb
 from shardopt.state.rule import Rule
 
 
-class OptimizerInterface(Optimizer, ABC):
-    """Base class of ``ShardedOptimizer``: subclasses must define :meth:`rule`, and may define the rest."""
+class OptimizerInterface(Optimizer):
+    """Base class of ``ShardedOptimizer``: subclasses must say what their rule is, and may define the rest."""
 
-    @abstractmethod
+    #: The rule of all param groups, unless :meth:`rule` says otherwise.
+    only_rule: Rule
+
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
+        return self.only_rule
 
     #: The codec where the options name none.
     default_codec = DEFAULTS["codec"]
@@ -52,15 +54,6 @@ class OptimizerInterface(Optimizer, ABC):
         decay = hyper.get("weight_decay", 0.0)
         hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if is_decoupled else (decay, 0.0)
         return hyper
-
-    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        """The options that the usual param groups of this optimizer give a parameter.
-
-        Args:
-            shape: the parameter's shape.
-            is_hidden: whether the parameter is neither an input nor an output embedding.
-        """
-        return {}
 
     def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).

@@ -161,17 +161,17 @@ class Internals:
         """The stepper of these param groups, by their first parameter: DeepSpeed shows its flat buffers by turns."""
         first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
         reference, stepper = self._steppers.get(id(first), (None, None))
-        if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
-            self.check_numbers()
-            context = StepContext(self.residency, self.skipped, self._take_totals)
-            stepper = Stepper(context, self.model_indices, self.copies)
-            if first is None or not isinstance(assigned(first), FlatBuffer):
-                # Another parameter was put in the place of the first one.
-                self._captured += [old.context.captured for _, old in self._steppers.values()]
-                self._steppers.clear()
-            else:
-                self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
-            self._steppers[id(first)] = None if first is None else ref(first), stepper
+        if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
+            return stepper
+        self.check_numbers()
+        context = StepContext(self.residency, self.skipped, self._take_totals)
+        stepper = Stepper(context, self.model_indices, self.copies)
+        if first is not None and isinstance(assigned(first), FlatBuffer):
+            self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
+        else:  # another parameter was put in the place of the first one
+            self._captured += [old.context.captured for _, old in self._steppers.values()]
+            self._steppers.clear()
+        self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
 
     def check_numbers(self) -> None:
@@ -212,10 +212,9 @@ class Internals:
             make_plain(options)
         optimizer.check_group(options)
         lr = options["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            # Not read here: that would wait for the device.
-            return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
-        return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+        on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+        read = options if on_device is None else {**options, "lr": 0.0}  # reading it would wait for the device
+        return Group.of(options, optimizer.rule(options), optimizer.hyper(read), on_device)
 
     def fit_to_changes(self) -> None:
         """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
@@ -309,36 +308,33 @@ class Internals:
         )
         self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
 
-    def _has_clipped_gradients(self) -> bool:
-        """Whether the gradients are those for which :attr:`coefficient` was computed; warns if some were changed."""
-        versions = []  # before and now, of the gradients that are left
-        for param, gradient, version in self._clipped:
-            now = None if (known := param()) is None else known.grad
-            if now is not None:
-                versions.append((version if now is gradient() else None, now._version))
-        unchanged = all(before == now for before, now in versions) and (bool(versions) or not self._clipped)
-        if not unchanged and any(before is not None for before, _ in versions):
+    def clipped(self, scaling: LossScaling) -> LossScaling:
+        """The scaling of a step with :attr:`coefficient`; without, after a warning, if gradients were changed meanwhile.
+
+        Raises:
+            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
+        """
+        if self.coefficient is None:
+            return scaling
+        if scaling.grad_scale is not None:
+            raise RuntimeError(
+                "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
+                "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
+            )
+        versions = [  # before and now, of the gradients that are left
+            (version if param.grad is gradient() else None, param.grad._version)
+            for reference, gradient, version in self._clipped
+            if (param := reference()) is not None and param.grad is not None
+        ]
+        if all(before == now for before, now in versions) and (versions or not self._clipped):
+            return scaling._replace(coefficient=self.coefficient)
+        if any(before is not None for before, _ in versions):
             warn_user(
                 "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "
                 "clips none of them; clip right before step()",
                 RuntimeWarning,
             )
-        return unchanged
-
-    def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`, if the gradients are those it is for.
-
-        Raises:
-            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
-        """
-        if self.coefficient is not None and scaling.grad_scale is not None:
-            raise RuntimeError(
-                "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
-                "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
-            )
-        if self.coefficient is None or not self._has_clipped_gradients():
-            return scaling
-        return scaling._replace(coefficient=self.coefficient)
+        return scaling
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""

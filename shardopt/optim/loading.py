@@ -45,21 +45,13 @@ class Adopted:
 
 
 class _Loaded(NamedTuple):
-    """A parameter of the optimizer with its loaded state.
-
-    Attributes:
-        param: the parameter.
-        index: its number in the state dict.
-        name: how errors name it.
-        spec: describes the state that it is to get.
-        entries: its state in the state dict; None if that has none.
-    """
+    """A parameter of the optimizer with its loaded state."""
 
     param: Tensor
-    index: Any
-    name: str
-    spec: TensorState
-    entries: Mapping[str, Any] | None
+    index: Any  # its number in the state dict
+    name: str  # in errors
+    spec: TensorState  # describes the state that it is to get
+    entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
 
 
 def adopt(internals: Internals, state_dict: StateDict) -> StateDict:

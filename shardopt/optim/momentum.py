@@ -65,9 +65,6 @@ class SGD8bit(SGD):
     default_codec = "log8"
 
 
-_LARS = Rule("lars", (Moment("velocity", signed=True, own_units=True),))
-
-
 class LARS(ShardedOptimizer):
     """LARS (arXiv 1708.03888, algorithm 1): SGD with momentum whose learning rate follows each parameter's norm.
 
@@ -88,6 +85,7 @@ class LARS(ShardedOptimizer):
         trust_coefficient: share of a parameter's norm that a gradient moves it by, at ``lr=1``.
     """
 
+    only_rule = Rule("lars", (Moment("velocity", signed=True, own_units=True),))
     numbers = (("trust_coefficient", LARGEST),)
 
     def __init__(
@@ -100,9 +98,6 @@ class LARS(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _LARS
 
 
 class LARS8bit(LARS):
@@ -152,9 +147,6 @@ class Lion8bit(Lion):
     default_codec = "log8"
 
 
-_SIGNUM = Rule("lion", (Moment("momentum_buffer", signed=True),))  # Lion with one decay rate
-
-
 class Signum(ShardedOptimizer):
     """Signum (arXiv 1802.04434, algorithm 2): steps by the sign of an average of gradients.
 
@@ -167,6 +159,7 @@ class Signum(ShardedOptimizer):
         weight_decay: decay per unit of lr, apart from the gradient.
     """
 
+    only_rule = Rule("lion", (Moment("momentum_buffer", signed=True),))  # Lion with one decay rate
     numbers = (("momentum", 1.0),)
     decoupled = True
 
@@ -179,9 +172,6 @@ class Signum(ShardedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, hyper_parameters(locals()), options)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _SIGNUM
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta = float(group["momentum"])

@@ -130,9 +130,6 @@ class Muon(ShardedOptimizer):
             param_group = {"eps": _ADAMW_EPS, **param_group}
         super().add_param_group(param_group)
 
-    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        return {"algorithm": "muon" if is_hidden and len(shape) > 1 else "adamw"}
-
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["algorithm"] != "muon":
             return _RULES[group["algorithm"]]

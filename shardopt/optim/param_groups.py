@@ -242,7 +242,7 @@ def _comparable(options: _Options) -> _Options:
 
 def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Checks the names of options; the optimizer checks the values."""
-    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)}
+    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)} - {"params", "defaults", "options"}
     for pattern, options in overrides.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"overrides[{pattern!r}]: got {options!r}, expected a dict of options")
@@ -257,8 +257,8 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
     """The hyper-parameters of all optimizers that exist, the user's own included."""
     names: set[str] = set()
     for kind in base.__subclasses__():
-        parameters = () if inspect.isabstract(kind) else inspect.signature(kind).parameters.values()
-        names |= {p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD}
+        parameters = inspect.signature(kind).parameters.values()
+        names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         names |= _hyper_parameters(kind)
     return names
 
@@ -266,19 +266,13 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(_near(pattern, names) or names[:3]) or "those of a model that has parameters"
+            text, likeness = pattern.strip("*."), dict.fromkeys(names, 0.0)
+            for name in names:  # as wholes or in one of their dotted parts
+                parts = (name, *name.split("."))
+                likeness[name] = max(SequenceMatcher(None, text, part).ratio() for part in parts)
+            best = sorted(names, key=lambda name: likeness[name], reverse=True)[:3]
+            near = ", ".join([name for name in best if likeness[name] >= 0.6] or names[:3])
             raise ValueError(
-                f"got pattern {pattern!r}, which matches no parameter, expected one for names such as {near}; correct "
-                "the pattern or leave it out"
+                f"got pattern {pattern!r}, which matches no parameter, expected one for names such as "
+                f"{near or 'those of a model that has parameters'}; correct the pattern or leave it out"
             )
-
-
-def _near(pattern: str, names: Sequence[str]) -> list[str]:
-    """Up to three names that resemble a pattern, as wholes or in one of their dotted parts, best first."""
-    text = pattern.strip("*.")
-
-    def likeness(name: str) -> float:
-        return max(SequenceMatcher(None, text, part).ratio() for part in (name, *name.split(".")))
-
-    ranked = sorted(((likeness(name), -place) for place, name in enumerate(names)), reverse=True)
-    return [names[-place] for ratio, place in ranked[:3] if ratio >= 0.6]

@@ -17,16 +17,6 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.options import LARGEST, Options, Unpack, check_hyper, check_number, is_whole
 from shardopt.state.rule import Rule
 
-_PRODIGY = Rule(
-    "prodigy",
-    (
-        Moment("exp_avg", signed=True),
-        Moment("exp_avg_sq", signed=False),
-        Moment("s", signed=True, wide=True),
-        Moment("p0", signed=True, exact=True),
-    ),
-)
-
 #: Options of the estimate, which all param groups share.
 _OF_ESTIMATE = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
 
@@ -67,6 +57,15 @@ class Prodigy(ShardedOptimizer):
         growth_rate: largest factor by which ``d`` may grow in a step, after its first growth.
     """
 
+    only_rule = Rule(
+        "prodigy",
+        (
+            Moment("exp_avg", signed=True),
+            Moment("exp_avg_sq", signed=False),
+            Moment("s", signed=True, wide=True),
+            Moment("p0", signed=True, exact=True),
+        ),
+    )
     flags = ("decouple", "use_bias_correction", "safeguard_warmup")
     decoupled = "decouple"
 
@@ -111,9 +110,6 @@ class Prodigy(ShardedOptimizer):
             for name in ("d", "d_max"):
                 param_group.setdefault(name, param_group["d0"])
         super().add_param_group(param_group)
-
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _PRODIGY
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         first = self.param_groups[0]

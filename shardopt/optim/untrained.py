@@ -58,7 +58,8 @@ class Untrained:
         without = self._without = {
             param: before[param] + self._steps if param in before else 1
             for param in params
-            if param.grad is None and param.requires_grad and _is_here(param)
+            # A rank without elements of a DTensor never gets a gradient of it.
+            if param.grad is None and param.requires_grad and getattr(param, "_local_tensor", param).numel() > 0
         }
         self._is_first, self._steps = False, 0
         self._due = min((limit - n for limit in _LIMITS for n in without.values() if n < limit), default=math.inf)
@@ -113,11 +114,6 @@ _REPLACED = (
 
 def _warn(found: str, remedy: str) -> None:
     warn_user(f"{found}; expected gradients of backward(): {remedy}", RuntimeWarning)
-
-
-def _is_here(param: Tensor) -> bool:
-    """Whether this rank has elements of a parameter: of a DTensor without any it never gets a gradient."""
-    return getattr(param, "_local_tensor", param).numel() > 0
 
 
 def _in_modules(params: Sequence[Tensor]) -> set[int]:
