@@ -153,25 +153,17 @@ class Adam(AdamW):
             raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
 
 
-class AdamW8bit(AdamW):
+class AdamW8bit(AdamW, codec="log8"):
     """:class:`AdamW` with the codec log8 unless ``codec`` says otherwise."""
 
-    default_codec = "log8"
 
-
-class Adam8bit(Adam):
+class Adam8bit(Adam, codec="log8"):
     """:class:`Adam` with the codec log8 unless ``codec`` says otherwise."""
 
-    default_codec = "log8"
 
-
-class AdamW4bit(AdamW):
+class AdamW4bit(AdamW, codec="log4"):
     """:class:`AdamW` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
 
-    default_codec = "log4"
 
-
-class Adam4bit(Adam):
+class Adam4bit(Adam, codec="log4"):
     """:class:`Adam` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
-
-    default_codec = "log4"

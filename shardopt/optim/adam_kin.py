@@ -47,10 +47,8 @@ class Adamax(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class Adamax8bit(Adamax):
+class Adamax8bit(Adamax, codec="log8"):
     """:class:`Adamax` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class RAdam(AdamKin):
@@ -78,10 +76,8 @@ class RAdam(AdamKin):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class RAdam8bit(RAdam):
+class RAdam8bit(RAdam, codec="log8"):
     """:class:`RAdam` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class ADOPT(AdamKin):
@@ -113,10 +109,8 @@ class ADOPT(AdamKin):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class ADOPT8bit(ADOPT):
+class ADOPT8bit(ADOPT, codec="log8"):
     """:class:`ADOPT` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class StableAdamW(ShardedOptimizer):
@@ -145,10 +139,8 @@ class StableAdamW(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class StableAdamW8bit(StableAdamW):
+class StableAdamW8bit(StableAdamW, codec="log8"):
     """:class:`StableAdamW` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class LAMB(ShardedOptimizer):
@@ -179,10 +171,8 @@ class LAMB(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class LAMB8bit(LAMB):
+class LAMB8bit(LAMB, codec="log8"):
     """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 #: ``past_mu`` before the first step.
@@ -290,7 +280,5 @@ def _product(group: Mapping[str, Any], steps: int) -> float:
     return float(product)
 
 
-class NAdam8bit(NAdam):
+class NAdam8bit(NAdam, codec="log8"):
     """:class:`NAdam` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

@@ -57,10 +57,8 @@ class Adan(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class Adan8bit(Adan):
+class Adan8bit(Adan, codec="log8"):
     """:class:`Adan` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 _ADEMAMIX_MOMENTS = (
@@ -121,7 +119,5 @@ class AdEMAMix(ShardedOptimizer):
                 raise ValueError(f"{name}: got {steps!r:.80}, expected a whole number from 0 to {MOST_STEPS}, or None")
 
 
-class AdEMAMix8bit(AdEMAMix):
+class AdEMAMix8bit(AdEMAMix, codec="log8"):
     """:class:`AdEMAMix` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

@@ -23,8 +23,12 @@ class OptimizerInterface(Optimizer):
         """The rule for a param group."""
         return self.only_rule
 
-    #: The codec where the options name none.
+    #: The codec where the options name none; ``class Toy8bit(Toy, codec="log8")`` sets it.
     default_codec = DEFAULTS["codec"]
+
+    def __init_subclass__(cls, codec: str | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.default_codec = codec or cls.default_codec
 
     #: How many decay rates ``betas`` has.
     beta_count = 2

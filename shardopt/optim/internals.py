@@ -309,7 +309,7 @@ class Internals:
         self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`; without, after a warning, if gradients were changed meanwhile.
+        """The scaling of a step with :attr:`coefficient`; without, and with a warning, if gradients were changed.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.

@@ -59,10 +59,8 @@ class SGD(ShardedOptimizer):
             )
 
 
-class SGD8bit(SGD):
+class SGD8bit(SGD, codec="log8"):
     """:class:`SGD` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class LARS(ShardedOptimizer):
@@ -100,10 +98,8 @@ class LARS(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
 
-class LARS8bit(LARS):
+class LARS8bit(LARS, codec="log8"):
     """:class:`LARS` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 _LION = cautious_rules(Rule("lion", (Moment("exp_avg", signed=True),)))
@@ -141,10 +137,8 @@ class Lion(ShardedOptimizer):
         return _LION[flags_of(group)]
 
 
-class Lion8bit(Lion):
+class Lion8bit(Lion, codec="log8"):
     """:class:`Lion` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class Signum(ShardedOptimizer):
@@ -178,7 +172,5 @@ class Signum(ShardedOptimizer):
         return {**super().hyper(group), "beta1": beta, "beta2": beta}
 
 
-class Signum8bit(Signum):
+class Signum8bit(Signum, codec="log8"):
     """:class:`Signum` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

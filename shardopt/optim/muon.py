@@ -178,10 +178,8 @@ class Muon(ShardedOptimizer):
                     matrix_shapes(name, shape, group["split"])
 
 
-class Muon8bit(Muon):
+class Muon8bit(Muon, codec="log8"):
     """:class:`Muon` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class NorMuon(Muon):
@@ -194,10 +192,8 @@ class NorMuon(Muon):
     default_normalize = "rows"
 
 
-class NorMuon8bit(NorMuon):
+class NorMuon8bit(NorMuon, codec="log8"):
     """:class:`NorMuon` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 @lru_cache(maxsize=1024)

@@ -197,7 +197,5 @@ def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: s
         raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {_CORRECT}")
 
 
-class Prodigy8bit(Prodigy):
+class Prodigy8bit(Prodigy, codec="log8"):
     """:class:`Prodigy` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

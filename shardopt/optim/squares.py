@@ -46,10 +46,8 @@ class Adagrad(ShardedOptimizer):
         return Rule("adagrad", (Moment("sum", signed=False, initial=float(group["initial_accumulator_value"])),))
 
 
-class Adagrad8bit(Adagrad):
+class Adagrad8bit(Adagrad, codec="log8"):
     """:class:`Adagrad` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 _SQUARES = Moment("square_avg", signed=False)
@@ -107,7 +105,5 @@ class RMSprop(ShardedOptimizer):
         return {**super().hyper(group), "least_variance": least}
 
 
-class RMSprop8bit(RMSprop):
+class RMSprop8bit(RMSprop, codec="log8"):
     """:class:`RMSprop` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

@@ -80,7 +80,7 @@ class Untrained:
             knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
             self._settled.update((param, not knows or id(param) in owned) for param in new)
             replaced = [param for param in new if not self._settled[param]]
-            self._name(replaced, "got no gradient, and no module has the parameter", _REPLACED)
+            self._name(replaced, ": got no gradient, and no module has the parameter", _REPLACED)
         for steps in (NEVER_AFTER, LATER_AFTER):
             if suspects := [param for param, n in without.items() if n == steps and self._settled.get(param)]:
                 taken = {p: float(state["step"].max()) for p, state in self._optimizer.state.items() if "step" in state}
@@ -88,7 +88,7 @@ class Untrained:
                 cut_off = [
                     p for p in suspects if (taken.get(p, 0) > most / 2 if steps == LATER_AFTER else p not in taken)
                 ]
-                self._name(cut_off, f"got no gradient in {steps} steps in which others had one", _CUT_OFF)
+                self._name(cut_off, f": got no gradient in {steps} steps in which others had one", _CUT_OFF)
 
     def _name(self, params: Sequence[Tensor], found: str, remedy: str) -> None:
         """Warns of parameters, once."""
@@ -102,7 +102,7 @@ class Untrained:
         }
         listed = ", ".join(f"{names[id(param)]} {tuple(param.shape)}" for param in params[:_MOST_NAMES])
         more = len(params) - _MOST_NAMES
-        _warn(f"{listed}{f' and {more} more' if more > 0 else ''}: {found}", remedy)
+        _warn(f"{listed}{f' and {more} more' if more > 0 else ''}{found}", remedy)
 
 
 _CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"
