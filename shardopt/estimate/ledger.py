@@ -154,7 +154,8 @@ def _add_state(
     optimizer, group = setup.group()
     totals: Counter[str] = Counter()
     for shard, count in shards.items():
-        options = {**group, **optimizer.options_of(shard.global_shape, is_hidden=shard.global_shape not in embeddings)}
+        is_matrix = len(shard.global_shape) > 1 and shard.global_shape not in embeddings
+        options = {**group, "algorithm": "muon" if is_matrix else "adamw"}  # which Muon alone reads
         spec = SliceSpec.of(shard, setup.stepped_dtype, options, optimizer.rule(options).moments)
         for key, value in spec.new(torch.device("meta")).items():
             totals[kind_of(key)] += count * value.nbytes

@@ -1,23 +1,26 @@
-"""The optimizers: a base and a file per rule."""
+"""The optimizers: a base and a file per family of rules."""
 
-from shardopt.optim.adagrad import Adagrad, Adagrad8bit
 from shardopt.optim.adam import Adam, Adam4bit, Adam8bit, AdamW, AdamW4bit, AdamW8bit
-from shardopt.optim.adamax import Adamax, Adamax8bit
-from shardopt.optim.adan import Adan, Adan8bit
-from shardopt.optim.ademamix import AdEMAMix, AdEMAMix8bit
-from shardopt.optim.adopt import ADOPT, ADOPT8bit
+from shardopt.optim.adam_kin import (
+    ADOPT,
+    LAMB,
+    Adamax,
+    Adamax8bit,
+    ADOPT8bit,
+    LAMB8bit,
+    NAdam,
+    NAdam8bit,
+    RAdam,
+    RAdam8bit,
+    StableAdamW,
+    StableAdamW8bit,
+)
+from shardopt.optim.averages import Adan, Adan8bit, AdEMAMix, AdEMAMix8bit
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.lamb import LAMB, LAMB8bit
-from shardopt.optim.lars import LARS, LARS8bit
-from shardopt.optim.lion import Lion, Lion8bit
+from shardopt.optim.momentum import LARS, SGD, LARS8bit, Lion, Lion8bit, SGD8bit, Signum, Signum8bit
 from shardopt.optim.muon import Muon, Muon8bit, NorMuon, NorMuon8bit
-from shardopt.optim.nadam import NAdam, NAdam8bit
 from shardopt.optim.prodigy import Prodigy, Prodigy8bit
-from shardopt.optim.radam import RAdam, RAdam8bit
-from shardopt.optim.rmsprop import RMSprop, RMSprop8bit
-from shardopt.optim.sgd import SGD, SGD8bit
-from shardopt.optim.signum import Signum, Signum8bit
-from shardopt.optim.stable_adamw import StableAdamW, StableAdamW8bit
+from shardopt.optim.squares import Adagrad, Adagrad8bit, RMSprop, RMSprop8bit
 
 __all__ = [
     "ADOPT",

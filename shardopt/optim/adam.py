@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,28 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment, get_codec
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.optim.cautious import CautiousRules, cautious_hyper, check_cautious, is_cautious
+from shardopt.optim.interface import hyper_parameters
 from shardopt.state.options import Options, Unpack, check_flag, repays
 from shardopt.state.rule import Rule
 
+#: Options of Adam, AdamW and Lion, of which any makes a rule cautious.
+CAUTIOUS = ("cautious", "cautious_weight_decay")
+
+
+def flags_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """The values of the cautious options."""
+    return tuple(bool(group[flag]) for flag in CAUTIOUS)
+
+
+def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
+    """A rule that csrc/rules/cautious.h knows, and its cautious kin, by the options' values."""
+    name, moments = f"cautious_{rule.name}", rule.moments
+    with_sums, without = Rule(name, moments), Rule(name, moments, has_sums=False)  # whose decay alone is cautious
+    return {(False, False): rule, (False, True): without, (True, False): with_sums, (True, True): with_sums}
+
+
 _MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-_ADAM = CautiousRules(Rule("adam", _MOMENTS))
+_ADAM = cautious_rules(Rule("adam", _MOMENTS))
 _REPAID = Rule("repaid_adam", _MOMENTS)
 _LARGEST = Moment("max_exp_avg_sq", signed=False)
 _AMSGRAD = Rule("amsgrad", (*_MOMENTS, _LARGEST))
@@ -63,6 +78,8 @@ class AdamW(ShardedOptimizer):
     """
 
     optional_moments = (_LARGEST,)
+    flags = ("amsgrad", *CAUTIOUS)
+    decoupled = True
 
     def __init__(
         self,
@@ -78,68 +95,31 @@ class AdamW(ShardedOptimizer):
         repay: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "cautious": cautious,
-            "cautious_weight_decay": cautious_weight_decay,
-            "repay": repay,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, hyper_parameters(locals()), options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["amsgrad"]:
             return _AMSGRAD
-        return _REPAID if repays(group) and not is_cautious(group) else _ADAM.of(group)
+        flags = flags_of(group)
+        return _REPAID if repays(group) and not any(flags) else _ADAM[flags]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_flag(group, "amsgrad")
-        check_cautious(group)
-        if group["amsgrad"] and is_cautious(group):
+        if group["amsgrad"] and any(flags_of(group)):
             raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
         if group["repay"] is not None:
             check_flag(group, "repay")
-        if repays(group) and (group["amsgrad"] or is_cautious(group)):
+        if repays(group) and (group["amsgrad"] or any(flags_of(group))):
             raise ValueError("repay: got True beside amsgrad or a cautious option, expected one or the other")
         if repays(group) and not get_codec(group["codec"]).relative:
             raise ValueError(f"repay: got True with codec {group['codec']!r}, expected 'log4' or 'log8'")
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {**adam_hyper(group, decoupled=True), **cautious_hyper(group)}
 
-
-def adam_hyper(group: Mapping[str, Any], *, decoupled: bool) -> dict[str, float]:
-    """Hyper-parameters that Adam and its kin share, by the names in csrc/rules.
-
-    Args:
-        group: the param group.
-        decoupled: whether weight decay stays apart from the gradient.
-    """
-    beta1, beta2 = group["betas"]
-    decay = group["weight_decay"]
-    return {
-        "lr": float(group["lr"]),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": group["eps"],
-        "coupled_decay": 0.0 if decoupled else decay,
-        "decoupled_decay": decay if decoupled else 0.0,
-    }
-
-
-class AdamKin(ShardedOptimizer, ABC):
+class AdamKin(ShardedOptimizer):
     """Base class of rules with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return adam_hyper(group, decoupled=group["decoupled_weight_decay"])
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
-        check_flag(group, "decoupled_weight_decay")
+    flags = ("decoupled_weight_decay",)
+    decoupled = "decoupled_weight_decay"
 
 
 class Adam(AdamW):
@@ -147,6 +127,8 @@ class Adam(AdamW):
 
     Arguments, errors and bytes as for :class:`AdamW`, but for ``cautious_weight_decay``.
     """
+
+    decoupled = False
 
     def __init__(
         self,
@@ -163,9 +145,6 @@ class Adam(AdamW):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, cautious=cautious, repay=repay, **options)
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        return {**adam_hyper(group, decoupled=False), **cautious_hyper(group)}
-
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         if group["cautious_weight_decay"]:
@@ -174,25 +153,17 @@ class Adam(AdamW):
             raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
 
 
-class AdamW8bit(AdamW):
+class AdamW8bit(AdamW, codec="log8"):
     """:class:`AdamW` with the codec log8 unless ``codec`` says otherwise."""
 
-    default_codec = "log8"
 
-
-class Adam8bit(Adam):
+class Adam8bit(Adam, codec="log8"):
     """:class:`Adam` with the codec log8 unless ``codec`` says otherwise."""
 
-    default_codec = "log8"
 
-
-class AdamW4bit(AdamW):
+class AdamW4bit(AdamW, codec="log4"):
     """:class:`AdamW` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
 
-    default_codec = "log4"
 
-
-class Adam4bit(Adam):
+class Adam4bit(Adam, codec="log4"):
     """:class:`Adam` with the codec log4 unless ``codec`` says otherwise: both moments in one byte."""
-
-    default_codec = "log4"

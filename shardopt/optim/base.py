@@ -64,7 +64,7 @@ class ShardedOptimizer(OptimizerInterface):
         GradScaler then calls it for such steps only. But it refuses to unscale the gradients of float16 parameters.
         May be set to False, for Lightning, which clips only gradients that GradScaler has unscaled.
         """
-        params = [param for _, param in self._all_params()]
+        params = self._internals.params
         shards = (assigned(param) for param in params)
         if not self._takes_loss_scales or any(shard is not None and shard.holders is not None for shard in shards):
             return False
@@ -141,7 +141,7 @@ class ShardedOptimizer(OptimizerInterface):
         """
         read_model(model)
         number_parameters(model)
-        use_numbers(param for _, param in self._all_params())
+        use_numbers(self._internals.params)
         self._internals.check_numbers()
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
@@ -200,7 +200,7 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         chosen = None if params is None else list(params)
-        known = {id(param) for _, param in self._all_params()}
+        known = set(map(id, self._internals.params))
         if chosen is not None and not known.issuperset(map(id, chosen)):
             raise ValueError(
                 "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
@@ -261,8 +261,7 @@ class ShardedOptimizer(OptimizerInterface):
         if released is not None and (left or not released.overlaps_forward):
             released.wait()
         if left:
-            for group in self.param_groups:
-                self.begin_step(group)
+            self.begin_step(self.param_groups)
             stepper = internals.stepper
             stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
             if released is None:
@@ -311,15 +310,8 @@ class ShardedOptimizer(OptimizerInterface):
             state = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
-                    spec = self._internals.state_of(param, group)
-                    steps = state[index]["step"]
-                    of_rows = {key: x.clone() for key, x in state[index].items() if key == ROW_MOMENTS}
-                    state[index] = {
-                        "step": steps.clone(),
-                        **self.derived_state(group, steps),
-                        **spec.decode(state[index]),
-                        **of_rows,
-                    }
+                    kept = {key: x.clone() for key, x in state[index].items() if key in ("step", ROW_MOMENTS)}
+                    state[index] = {**kept, **self._internals.state_of(param, group).decode(state[index])}
         return state_dict
 
     @without_autograd
@@ -381,7 +373,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        numbers = [number_of(param) for _, param in self._all_params()]
+        numbers = [number_of(param) for param in self._internals.params]
         return {**super().__getstate__(), _NUMBERS: numbers, _ASLEEP: self._internals.residency.asleep}
 
     @without_autograd

@@ -82,7 +82,9 @@ def clip_grad_norm_(
         of_one.take_rest()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = _norm_of(params)
+    norm = _norms.get(params[0])
+    if norm is None or not norm.read(params):
+        norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
             on_host = {param for of_one in released for param in of_one.held}
@@ -153,12 +155,3 @@ def _check_parameters(
             f"optimizer: got {missing} parameters with a gradient that it does not have, and {more} of its own that "
             "are not among those given, expected the same ones; give all of both, or leave optimizer= out"
         )
-
-
-def _norm_of(params: list[Tensor]) -> GradientNorm:
-    """The cached tables of these parameters, with the present gradients read."""
-    known = _norms.get(params[0])
-    if known is None or not known.read(params):
-        known = GradientNorm(params)
-    _norms[params[0]] = known
-    return known

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatShard, UnknownShardError, on_any_rank, shard_of
+from shardopt.layout import Exchange, UnknownShardError, on_any_rank, shard_of
 
 
 def only_makes_state(
@@ -37,12 +37,6 @@ def only_makes_state(
     exchanges = list(dict.fromkeys(exchange for exchange in holders if exchange is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
     return not on_any_rank(exchanges, is_step, rounds=2)
-
-
-def is_empty_flat_shard(param: Tensor) -> bool:
-    """Whether a parameter is a flat shard of which this rank has no elements."""
-    shard = shard_of(param)
-    return isinstance(shard, FlatShard) and shard.start == shard.end
 
 
 def _is_zero_rate(lr: Any) -> bool:

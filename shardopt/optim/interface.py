@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from shardopt import _C
 from shardopt.codec import Moment, get_codec
-from shardopt.state.options import DEFAULTS, check_hyper
+from shardopt.state.options import DEFAULTS, check_flag, check_hyper, check_number
 from shardopt.state.rule import Rule
 
 
-class OptimizerInterface(Optimizer, ABC):
-    """Base class of ``ShardedOptimizer``: subclasses must define :meth:`rule` and :meth:`hyper`, not the rest."""
+class OptimizerInterface(Optimizer):
+    """Base class of ``ShardedOptimizer``: subclasses must say what their rule is, and may define the rest."""
 
-    @abstractmethod
+    #: The rule of all param groups, unless :meth:`rule` says otherwise.
+    only_rule: Rule
+
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
+        return self.only_rule
 
-    #: The codec where the options name none.
+    #: The codec where the options name none; ``class Toy8bit(Toy, codec="log8")`` sets it.
     default_codec = DEFAULTS["codec"]
+
+    def __init_subclass__(cls, codec: str | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.default_codec = codec or cls.default_codec
 
     #: How many decay rates ``betas`` has.
     beta_count = 2
@@ -30,18 +36,28 @@ class OptimizerInterface(Optimizer, ABC):
     #: Moments that only some settings of the hyper-parameters keep. Loading ignores those that these settings do not.
     optional_moments: tuple[Moment, ...] = ()
 
-    @abstractmethod
+    #: Hyper-parameters that are True or False.
+    flags: tuple[str, ...] = ()
+
+    #: Hyper-parameters that are numbers from 0, and up to which; below 1 if that is 1.
+    numbers: tuple[tuple[str, float], ...] = ()
+
+    #: Whether weight decay is apart from the gradient, or the name of the flag that says so.
+    decoupled: bool | str = False
+
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The rule's hyper-parameters, by the names in csrc/rules."""
+        """The rule's hyper-parameters, by the names in csrc/rules.
 
-    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        """The options that the usual param groups of this optimizer give a parameter.
-
-        Args:
-            shape: the parameter's shape.
-            is_hidden: whether the parameter is neither an input nor an output embedding.
+        By default those in the param group, of which ``betas`` become ``beta1``, ``beta2``, ..., ``weight_decay`` also
+        ``coupled_decay`` or ``decoupled_decay`` (see :attr:`decoupled`), and None becomes 0.
         """
-        return {}
+        names = ("weight_decay", *_C.rules[self.rule(group).name]["hyper"])
+        hyper = {name: float(group[name] or 0.0) for name in names if name in group}
+        hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
+        is_decoupled = group[self.decoupled] if isinstance(self.decoupled, str) else self.decoupled
+        decay = hyper.get("weight_decay", 0.0)
+        hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if is_decoupled else (decay, 0.0)
+        return hyper
 
     def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).
@@ -63,6 +79,10 @@ class OptimizerInterface(Optimizer, ABC):
             ValueError: one is out of range.
         """
         check_hyper(group, self.beta_count)
+        for flag in self.flags:
+            check_flag(group, flag)
+        for name, most in self.numbers:
+            check_number(group, name, most)
         if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
             raise ValueError(
                 f"codec: got {group['codec']!r} for {type(self).__name__} with the rule {self.rule(group).name!r}, "
@@ -77,21 +97,13 @@ class OptimizerInterface(Optimizer, ABC):
             ValueError: this optimizer cannot step one of the parameters.
         """
 
-    def begin_step(self, group: dict[str, Any]) -> None:
-        """Called before a step of some of a param group's parameters, which may change the group."""
+    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Called before a step of parameters of these param groups, which it checks together, or changes."""
 
     def reset_group(self, group: dict[str, Any]) -> None:
         """Sets what steps change in a param group to what it begins with; options stay."""
 
-    def adopt_derived(self, group: dict[str, Any], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-        """Reads back the entries that :meth:`derived_state` makes.
 
-        Args:
-            group: the options of the parameter's param group after the load; may be changed.
-            saved: the param group in the state dict.
-            entries: the parameter's loaded entries.
-        """
-
-    def derived_state(self, group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
-        """Entries of torch.optim's state that follow from a parameter's step count, and are not kept here."""
-        return {}
+def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters among the arguments of an optimizer's constructor, which gives its ``locals()``."""
+    return {key: x for key, x in arguments.items() if key not in ("self", "params", "options", "__class__")}

@@ -16,8 +16,8 @@ from shardopt import _C
 from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange, FlatBuffer, Shard, assigned, number_of, use_numbers
-from shardopt.optim.first_state import is_empty_flat_shard, only_makes_state
+from shardopt.layout import Copies, Exchange, FlatBuffer, FlatShard, Shard, assigned, number_of, shard_of, use_numbers
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
 from shardopt.state.full_precision import fit_low_bits
@@ -37,33 +37,18 @@ _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Parameters that are stepped one by one, during the backward pass or the next forward pass."""
+    """Released parameters as their optimizer sees them: see ``ReleasedParameters`` in shardopt/release."""
 
     @property
-    def overlaps_forward(self) -> bool:
-        """Whether they are stepped during the next forward pass: whether gradients are held until ``step()``."""
-
+    def overlaps_forward(self) -> bool: ...
     @property
-    def params(self) -> Collection[Tensor]:
-        """The parameters."""
-
-    def wait(self) -> None:
-        """Waits for all steps that run in another thread."""
-
-    def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Raises RuntimeError if ``step()`` gets a closure or a loss scale, which come too late for released steps."""
-
-    def next_step(self) -> None:
-        """Lets each parameter be stepped once more."""
-
-    def discard(self) -> None:
-        """Lets each parameter be stepped once more, without a ``step()`` in between."""
-
-    def forget(self, *, anew: bool) -> None:
-        """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
-
-    def end(self) -> None:
-        """Ends the release."""
+    def params(self) -> Collection[Tensor]: ...
+    def wait(self) -> None: ...
+    def check_step(self, closure: object, scaling: LossScaling) -> None: ...
+    def next_step(self) -> None: ...
+    def discard(self) -> None: ...
+    def forget(self, *, anew: bool) -> None: ...
+    def end(self) -> None: ...
 
 
 #: All releases that have begun and not ended.
@@ -118,6 +103,11 @@ class Internals:
         """The release, if it holds gradients until ``step()``: :class:`shardopt.release.held.HeldParameters`."""
         return self.released if self.released is not None and self.released.overlaps_forward else None
 
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the param groups."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
         """Describes the state of one of the parameters, given its param group."""
         return tensor_state_of(param, group, self.optimizer.rule(group).moments)
@@ -171,23 +161,22 @@ class Internals:
         """The stepper of these param groups, by their first parameter: DeepSpeed shows its flat buffers by turns."""
         first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
         reference, stepper = self._steppers.get(id(first), (None, None))
-        if stepper is None or (reference is not None and reference() is not first):  # an id that is used again
-            self.check_numbers()
-            context = StepContext(self.residency, self.skipped, self._take_totals)
-            stepper = Stepper(context, self.model_indices, self.copies)
-            if first is None or not isinstance(assigned(first), FlatBuffer):
-                # Another parameter was put in the place of the first one.
-                self._captured += [old.context.captured for _, old in self._steppers.values()]
-                self._steppers.clear()
-            else:
-                self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
-            self._steppers[id(first)] = None if first is None else ref(first), stepper
+        if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
+            return stepper
+        self.check_numbers()
+        context = StepContext(self.residency, self.skipped, self._take_totals)
+        stepper = Stepper(context, self.model_indices, self.copies)
+        if first is not None and isinstance(assigned(first), FlatBuffer):
+            self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
+        else:  # another parameter was put in the place of the first one
+            self._captured += [old.context.captured for _, old in self._steppers.values()]
+            self._steppers.clear()
+        self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
 
     def check_numbers(self) -> None:
         """Notes whether parameters have numbers in the model; warns if others were assigned in place of all of them."""
-        groups = self.optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
+        groups, params = self.optimizer.param_groups, self.params
         is_numbered = any(number_of(param) is not None for param in params)
         if self.is_numbered and not is_numbered:
             params = [param for param in params if not isinstance(assigned(param), FlatBuffer)]
@@ -223,10 +212,9 @@ class Internals:
             make_plain(options)
         optimizer.check_group(options)
         lr = options["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            # Not read here: that would wait for the device.
-            return Group.of(options, optimizer.rule(options), optimizer.hyper({**options, "lr": 0.0}), lr)
-        return Group.of(options, optimizer.rule(options), optimizer.hyper(options), None)
+        on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+        read = options if on_device is None else {**options, "lr": 0.0}  # reading it would wait for the device
+        return Group.of(options, optimizer.rule(options), optimizer.hyper(read), on_device)
 
     def fit_to_changes(self) -> None:
         """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
@@ -257,11 +245,12 @@ class Internals:
 
         is_plain = self.coefficient is None and all(x is None for x in scaling)
         if is_plain and only_makes_state(groups, has_begun, self.peers):
-            params = [param for group in groups for param in group["params"]]
+            params = self.params
             if self.released is None or any(param.grad is not None for param in params):
                 self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
             for param in params:
-                if is_empty_flat_shard(param):  # FSDP1 gives it no gradient, and so no state
+                shard = shard_of(param)
+                if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state
                     state.pop(param, None)
             return True
         self.may_make_state = False
@@ -291,7 +280,7 @@ class Internals:
 
     def share(self, copies: Mapping[Tensor, Copies]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
-        params = {param for group in self.optimizer.param_groups for param in group["params"]}
+        params = set(self.params)
         self.copies.clear()
         if not self.model_indices:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
@@ -311,7 +300,7 @@ class Internals:
     def clip(self, coefficient: Tensor) -> None:
         """Has the next step multiply the present gradients by a coefficient."""
         self.coefficient = coefficient
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = self.params
         stride = -(-len(params) // _WATCHED)
         spread = (param for first in range(stride) for param in params[first::stride])
         some = islice(
@@ -319,36 +308,33 @@ class Internals:
         )
         self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
 
-    def _has_clipped_gradients(self) -> bool:
-        """Whether the gradients are those for which :attr:`coefficient` was computed; warns if some were changed."""
-        versions = []  # before and now, of the gradients that are left
-        for param, gradient, version in self._clipped:
-            now = None if (known := param()) is None else known.grad
-            if now is not None:
-                versions.append((version if now is gradient() else None, now._version))
-        unchanged = all(before == now for before, now in versions) and (bool(versions) or not self._clipped)
-        if not unchanged and any(before is not None for before, _ in versions):
+    def clipped(self, scaling: LossScaling) -> LossScaling:
+        """The scaling of a step with :attr:`coefficient`; without, and with a warning, if gradients were changed.
+
+        Raises:
+            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
+        """
+        if self.coefficient is None:
+            return scaling
+        if scaling.grad_scale is not None:
+            raise RuntimeError(
+                "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
+                "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
+            )
+        versions = [  # before and now, of the gradients that are left
+            (version if param.grad is gradient() else None, param.grad._version)
+            for reference, gradient, version in self._clipped
+            if (param := reference()) is not None and param.grad is not None
+        ]
+        if all(before == now for before, now in versions) and (versions or not self._clipped):
+            return scaling._replace(coefficient=self.coefficient)
+        if any(before is not None for before, _ in versions):
             warn_user(
                 "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "
                 "clips none of them; clip right before step()",
                 RuntimeWarning,
             )
-        return unchanged
-
-    def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`, if the gradients are those it is for.
-
-        Raises:
-            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
-        """
-        if self.coefficient is not None and scaling.grad_scale is not None:
-            raise RuntimeError(
-                "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
-                "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
-            )
-        if self.coefficient is None or not self._has_clipped_gradients():
-            return scaling
-        return scaling._replace(coefficient=self.coefficient)
+        return scaling
 
     def warn_of_skipped(self) -> None:
         """Warns of gradient elements that were skipped since the last warning."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardopt.layout import (
-    Exchange,
     FlatBuffer,
     FlatShard,
     UnknownShardError,
@@ -53,21 +52,13 @@ class Adopted:
 
 
 class _Loaded(NamedTuple):
-    """A parameter of the optimizer with its loaded state.
-
-    Attributes:
-        param: the parameter.
-        index: its number in the state dict.
-        name: how errors name it.
-        spec: describes the state that it is to get.
-        entries: its state in the state dict; None if that has none.
-    """
+    """A parameter of the optimizer with its loaded state."""
 
     param: Tensor
-    index: Any
-    name: str
-    spec: TensorState
-    entries: Mapping[str, Any] | None
+    index: Any  # its number in the state dict
+    name: str  # in errors
+    spec: TensorState  # describes the state that it is to get
+    entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
 
 
 def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
@@ -88,17 +79,36 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         groups = merged_groups(optimizer, optimizer.param_groups, by_name(saved, optimizer.param_groups))
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded, is_held = all_or_none(exchanges, lambda: _read(internals, state_dict))
-    _demand_held(exchanges, is_held)
+    if on_any_rank(exchanges, not is_held):  # all must know: the others would wait for one that gives up
+        raise ValueError(
+            f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
+            "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+        )
     specs, names = [item.spec for item in loaded], [item.name for item in loaded]
-    unpacked = unpack_loaded(specs, [item.entries for item in loaded], names, exchanges)
-    loaded = [item._replace(entries=entries) for item, entries in zip(loaded, unpacked, strict=True)]
+    entries = unpack_loaded(specs, [item.entries for item in loaded], names, exchanges)
     # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
-    all_or_none(exchanges, lambda: _check_entries(loaded, of_torch=of_torch))
-    encoded = encode_loaded(specs, [item.entries for item in loaded], names, exchanges)
-    loaded = [item._replace(entries=entries) for item, entries in zip(loaded, encoded, strict=True)]
-    state = all_or_none(exchanges, lambda: _adopted(internals, loaded))
-    return {**state_dict, "state": state, "param_groups": groups}
+
+    def check() -> None:
+        for spec, of_param, name in zip(specs, entries, names, strict=True):
+            if of_param:
+                with reading(name):
+                    spec.check_loaded(of_param, name, of_torch=of_torch)
+
+    def copied() -> dict[Any, Any]:
+        state: dict[Any, Any] = {}
+        for (param, index, name, spec, _), of_param in zip(loaded, encoded, strict=True):
+            if of_param:
+                adopted = spec.adopt(of_param, internals.residency.of(param).state, name)
+                spec.check_local(adopted, name)
+                state[index] = Adopted(adopted)
+            elif of_param is not None:
+                state[index] = {}
+        return state
+
+    all_or_none(exchanges, check)
+    encoded = encode_loaded(specs, entries, names, exchanges)
+    return {**state_dict, "state": all_or_none(exchanges, copied), "param_groups": groups}
 
 
 def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
@@ -111,18 +121,27 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
     optimizer, is_held = internals.optimizer, True
     saved = by_name(saved, optimizer.param_groups)
     groups = merged_groups(optimizer, optimizer.param_groups, saved)
-    loaded = []
+    loaded: list[_Loaded] = []
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
+        specs = [internals.state_of(param, options) for param in group["params"]]  # by the loaded options
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec = internals.state_of(param, options)  # by the loaded options: SGD's momentum decides on its moments
-            name = listed_name(group, number, position)
-            entries = _kept_entries(optimizer, param, options, spec, checked_entries(states.get(index), name))
+            spec, name = specs[position], listed_name(group, number, position)
+            entries = checked_entries(states.get(index), name)
+            off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
+            if entries and off:  # moments that the optimizer would keep with other hyper-parameters
+                left_out = tensor_state_of(param, options, off).state_names - spec.state_names
+                left_out |= {moment.name for moment in off}
+                entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_Loaded(param, index, name, spec, entries))
-            with reading(name):
-                optimizer.adopt_derived(options, saved_group, entries or {})
-        held, of_group = held_elements(group["params"]), loaded[len(loaded) - len(group["params"]) :]
         with reading(f"param group {number}"):
-            _check_moments(saved_group, [item.spec for item in of_group], number)
+            expected = moments_of(specs)
+            got = saved_group.get(PACKED_MOMENTS, expected)
+            if got != expected:  # the bytes of packed state would be taken for those of other moments
+                raise ValueError(
+                    f"param group {number}: got packed state of the moments {got!r:.80}, expected {expected}; load the "
+                    "state into an optimizer of the class that saved it"
+                )
+            held = held_elements(group["params"])
             is_held &= held is None or saved_group.get(HELD) in (None, held)
     return groups, loaded, is_held
 
@@ -132,61 +151,6 @@ def moments_of(specs: Iterable[TensorState]) -> list[str]:
     specs = list(specs)
     of_rows = {ROW_MOMENTS for spec in specs if ROW_MOMENTS in spec.entries}
     return sorted({moment.name for spec in specs for moment in spec.moments} | of_rows)
-
-
-def _check_moments(saved_group: Mapping[str, Any], specs: Sequence[TensorState], number: int) -> None:
-    """Raises ValueError if a param group's packed state is of other moments, whose bytes would be taken for these."""
-    expected = moments_of(specs)
-    got = saved_group.get(PACKED_MOMENTS, expected)
-    if got != expected:
-        raise ValueError(
-            f"param group {number}: got packed state of the moments {got!r:.80}, expected {expected}; load the state "
-            "into an optimizer of the class that saved it"
-        )
-
-
-def _kept_entries(
-    optimizer: OptimizerInterface,
-    param: Tensor,
-    group: Mapping[str, Any],
-    spec: TensorState,
-    entries: Mapping[str, Any] | None,
-) -> Mapping[str, Any] | None:
-    """The entries without those of moments that the optimizer would keep with other hyper-parameters."""
-    off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
-    if not entries or not off:
-        return entries
-    left_out = {moment.name for moment in off} | (tensor_state_of(param, group, off).state_names - spec.state_names)
-    return {key: value for key, value in entries.items() if key not in left_out}
-
-
-def _demand_held(exchanges: Sequence[Exchange], is_held: bool) -> None:
-    """Raises on all ranks if one was given the state of elements that it does not hold, as far as that can be seen."""
-    if on_any_rank(exchanges, not is_held):  # all must know: the others would wait for one that gives up
-        raise ValueError(
-            f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
-            "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
-        )
-
-
-def _check_entries(loaded: Sequence[_Loaded], *, of_torch: bool) -> None:
-    for item in loaded:
-        if item.entries:
-            with reading(item.name):
-                item.spec.check_loaded(item.entries, item.name, of_torch=of_torch)
-
-
-def _adopted(internals: Internals, loaded: Sequence[_Loaded]) -> dict[Any, Any]:
-    """The state of all parameters, checked, on the device where it is to live."""
-    state: dict[Any, Any] = {}
-    for param, index, name, spec, entries in loaded:
-        if entries:
-            adopted = spec.adopt(entries, internals.residency.of(param).state, name)
-            spec.check_local(adopted, name)
-            state[index] = Adopted(adopted)
-        elif entries is not None:
-            state[index] = {}
-    return state
 
 
 def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
@@ -240,16 +204,6 @@ def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
     )
 
 
-def check_counts(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless the param groups of a state dict have as many parameters as the present ones."""
-    got, expected = ([len(group["params"]) for group in groups] for groups in (saved, present))
-    if got != expected:
-        raise ValueError(
-            f"got a state dict with {got} parameters per param group, expected {expected}; make the optimizer with the "
-            "same param groups"
-        )
-
-
 def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The param groups of a state dict, their parameters in the order of the present ones, without ``param_names``.
 
@@ -258,7 +212,12 @@ def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, A
     Raises:
         ValueError: the groups have other numbers of parameters, or parameters of other names.
     """
-    check_counts(saved, present)
+    got, expected = ([len(group["params"]) for group in side] for side in (saved, present))
+    if got != expected:
+        raise ValueError(
+            f"got a state dict with {got} parameters per param group, expected {expected}; make the optimizer with the "
+            "same param groups"
+        )
     groups: list[Mapping[str, Any]] = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         ids, ours = saved_group["params"], _names_of(group, group.get("param_names"))
@@ -322,13 +281,19 @@ def merged_groups(
         what = f"param group {number}"
         with reading(what):
             try:
-                groups.append(_merged_group(optimizer, group, saved_group))
+                _check_format(group, saved_group)
+                rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                merged = {**rest, **{key: value for key, value in saved_group.items() if key not in _KEPT}}
+                make_plain(merged)
+                check_options(merged)
+                optimizer.check_group(merged)
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from None
+        groups.append(merged)
     return groups
 
 
-def _merged_group(optimizer: OptimizerInterface, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _check_format(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for option in STATE_FORMAT:
         if saved.get(option, group[option]) != group[option]:
             raise ValueError(
@@ -340,12 +305,6 @@ def _merged_group(optimizer: OptimizerInterface, group: Mapping[str, Any], saved
             "got state of flat shards saved with exact_cut_blocks=False by an earlier version, expected one scale per "
             "block; save a portable checkpoint with that version, and load that"
         )
-    rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    merged = {**rest, **{key: value for key, value in saved.items() if key not in _KEPT}}
-    make_plain(merged)
-    check_options(merged)
-    optimizer.check_group(merged)
-    return merged
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -13,11 +13,11 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment, get_codec
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, Coefficients, NewtonSchulz
 from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
-from shardopt.optim.adam import adam_hyper
 from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, check_flag, check_number, is_whole
+from shardopt.state.options import Options, Unpack, is_whole
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -31,22 +31,11 @@ _RULES = {
 }
 
 
-def _original(rows: int, cols: int) -> float:
-    return math.sqrt(max(1.0, rows / max(cols, 1)))
-
-
-def _match_rms_adamw(rows: int, cols: int) -> float:
-    return 0.2 * math.sqrt(max(rows, cols))
-
-
-def _spectral_norm(rows: int, cols: int) -> float:
-    return math.sqrt(rows / max(cols, 1))
-
-
+#: Factors of the learning rate of a matrix, by its rows and columns.
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
-    "original": _original,
-    "match_rms_adamw": _match_rms_adamw,
-    "spectral_norm": _spectral_norm,
+    "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "spectral_norm": lambda rows, cols: math.sqrt(rows / max(cols, 1)),
 }
 
 
@@ -100,6 +89,9 @@ class Muon(ShardedOptimizer):
     """
 
     default_normalize: Literal["rows"] | None = None
+    flags = ("nesterov",)
+    numbers = (("momentum", 1.0), ("beta2", 1.0))  # averages
+    decoupled = True
 
     def __init__(
         self,
@@ -120,21 +112,9 @@ class Muon(ShardedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "algorithm": algorithm,
-            "normalize": self.default_normalize if normalize is None else normalize,
-            "beta2": beta2,
-            "split": split,
-            "betas": betas,
-        }
+        defaults = hyper_parameters(locals())
+        if normalize is None:
+            defaults["normalize"] = self.default_normalize
         super().__init__(params, defaults, options)
         if isinstance(params, ParamGroups):
             self._internals.share(params.copies)
@@ -150,9 +130,6 @@ class Muon(ShardedOptimizer):
             param_group = {"eps": _ADAMW_EPS, **param_group}
         super().add_param_group(param_group)
 
-    def options_of(self, shape: tuple[int, ...], *, is_hidden: bool) -> dict[str, Any]:
-        return {"algorithm": "muon" if is_hidden and len(shape) > 1 else "adamw"}
-
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["algorithm"] != "muon":
             return _RULES[group["algorithm"]]
@@ -164,16 +141,8 @@ class Muon(ShardedOptimizer):
             group["beta2"] if group["normalize"] == "rows" else None,
         )
 
-    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        if group["algorithm"] == "muon":
-            names = ("momentum", "weight_decay")
-            return {"lr": float(group["lr"]), "nesterov": group["nesterov"], **{name: group[name] for name in names}}
-        return adam_hyper(group, decoupled=True)
-
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_number(group, "momentum", most=1.0)  # an average of gradients
-        check_flag(group, "nesterov")
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
         if group["algorithm"] == "muon" and group["eps"] == 0:
@@ -193,7 +162,6 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
-        check_number(group, "beta2", most=1.0)
         _triples(group["ns_coefficients"], 1)
         _check_split(group["split"])
         if group["offload"] == "step":
@@ -210,10 +178,8 @@ class Muon(ShardedOptimizer):
                     matrix_shapes(name, shape, group["split"])
 
 
-class Muon8bit(Muon):
+class Muon8bit(Muon, codec="log8"):
     """:class:`Muon` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 class NorMuon(Muon):
@@ -226,10 +192,8 @@ class NorMuon(Muon):
     default_normalize = "rows"
 
 
-class NorMuon8bit(NorMuon):
+class NorMuon8bit(NorMuon, codec="log8"):
     """:class:`NorMuon` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"
 
 
 @lru_cache(maxsize=1024)

@@ -61,23 +61,25 @@ def muon_groups(
     """
     if other not in ("adamw", "lion"):
         raise ValueError(f"other: got {other!r}, expected 'adamw' or 'lion'")
+    if isinstance(exclude, str):
+        raise ValueError(f'exclude: got {exclude!r}, expected several patterns; write ("*.qkv.*",) for one')
+    exclude, split, overrides = tuple(exclude), split or {}, overrides or {}
     parameters = param_groups(model).parameters
-    excluded = [*_USUAL, *(escape(name) for name in _embeddings(model))]
-    given = _patterns("exclude", exclude)
+    usual = [*_USUAL, *(escape(name) for name in _embeddings(model))]
     of_rest: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
     if other == "lion":
         of_rest["betas"] = (0.9, 0.99)
     options: dict[str, dict[str, Any]] = {}
-    for pattern in (*given, *(split or {})):
+    for pattern in (*exclude, *split):
         if not any(_matches(parameter, [pattern]) for parameter in parameters):
             param_groups(model, {pattern: {}})  # raises, and suggests names
     for parameter in parameters:
-        is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*excluded, *given])
-        for pattern, of_pattern in (overrides or {}).items():
+        is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*usual, *exclude])
+        for pattern, of_pattern in overrides.items():
             if "algorithm" in of_pattern and _matches(parameter, [pattern]):
                 is_matrix = of_pattern["algorithm"] == "muon"
         chosen: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
-        for pattern, value in (split or {}).items():
+        for pattern, value in split.items():
             if _matches(parameter, [pattern]):
                 if not is_matrix:
                     raise ValueError(
@@ -86,15 +88,9 @@ def muon_groups(
                     )
                 chosen["split"] = value
         options[escape(parameter.names[0])] = chosen
-    for pattern, of_pattern in (overrides or {}).items():
+    for pattern, of_pattern in overrides.items():
         options[pattern] = {**options.pop(pattern, {}), **of_pattern}
     return param_groups(model, options, no_decay)
-
-
-def _patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(patterns, str):
-        raise ValueError(f'{argument}: got {patterns!r}, expected several patterns; write ("*.qkv.*",) for one')
-    return tuple(patterns)
 
 
 def _matches(parameter: GroupedParameter, patterns: Iterable[str]) -> bool:

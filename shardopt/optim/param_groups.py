@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
@@ -83,14 +82,6 @@ class _Part(NamedTuple):
     float32_state: bool
 
 
-class _Rule(NamedTuple):
-    """Learning rates by parameter, and a weight decay that does not depend on them."""
-
-    multipliers: UMup
-    lr: float
-    weight_decay: float
-
-
 def param_groups(
     model: Module,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
@@ -154,7 +145,20 @@ def param_groups(
     for options in plain.values():
         make_plain(options)
     patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain.items()]
-    rates = _rule(model, rule, lr, weight_decay, kinds)
+    rates = None
+    if rule == "u-mup":
+        from shardopt.unit.u_mup import UMup  # here, as shardopt.unit is imported where it is used
+
+        rates = UMup(model, lr, 0.0 if weight_decay is None else weight_decay, kinds or {})
+    elif rule is not None:
+        raise ValueError(f"rule: got {rule!r}, expected 'u-mup' or None")
+    else:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("kinds", kinds)):
+            if value is not None:
+                raise ValueError(
+                    f'{name}: got {value!r} without a rule, expected rule="u-mup" beside it; give options of all '
+                    "parameters to the optimizer"
+                )
     read_model(model)
     number_parameters(model)
     named = all_parameter_names(model)
@@ -168,14 +172,15 @@ def param_groups(
     all_names = [name for parts in tensors.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
-    options_of: list[_Options] = []
+    known: list[_Options] = []
     parameters = []
     for param, parts in tensors.items():
         options = _common_options(param, parts, patterns, rates)
-        index = next((i for i, known in enumerate(options_of) if _is_same(known, options)), len(groups))
-        if index == len(groups):
+        key = _comparable(options)
+        if key not in known:
             groups.append({"params": [], "param_names": [], **options})
-            options_of.append(options)
+            known.append(key)
+        index = known.index(key)
         groups[index]["params"].append(param)
         groups[index]["param_names"].append(named[param][0])
         for part in parts:
@@ -197,54 +202,27 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
 
-def _rule(
-    model: Module, rule: str | None, lr: float | None, weight_decay: float | None, kinds: KindPatterns | None
-) -> _Rule | None:
-    if rule is None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("kinds", kinds)):
-            if value is not None:
-                raise ValueError(
-                    f'{name}: got {value!r} without a rule, expected rule="u-mup" beside it; give options of all '
-                    "parameters to the optimizer"
-                )
-        return None
-    if rule != "u-mup":
-        raise ValueError(f"rule: got {rule!r}, expected 'u-mup' or None")
-    if lr is None or not 0 < lr < math.inf:
-        raise ValueError(
-            f"lr: got {lr!r}, expected a positive number, which the rule multiplies; see docs/unit_scaling.md"
-        )
-    decay = 0.0 if weight_decay is None else weight_decay
-    if not 0 <= decay < math.inf:
-        raise ValueError(f"weight_decay: got {decay!r}, expected a number that is not negative")
-    from shardopt.unit.u_mup import UMup  # here, as shardopt.unit is imported where it is used
-
-    return _Rule(UMup(model, kinds or {}), lr, decay)
-
-
-def _options(param: Tensor, part: _Part, patterns: _Patterns, rule: _Rule | None) -> _Options:
-    options: _Options = {}
-    if rule:
-        options["lr"] = rule.lr * rule.multipliers.multiplier(param, part.names, part.shape)
+def _options(param: Tensor, part: _Part, patterns: _Patterns, rates: UMup | None) -> _Options:
+    options: _Options = {} if rates is None else {"lr": rates.lr(param, part.names, part.shape)}
     for pattern, of_pattern in patterns:  # later ones win
         if any(fnmatchcase(name, pattern) for name in part.names):
             options.update(of_pattern)
-    if rule and "weight_decay" not in options:
-        options["weight_decay"] = rule.weight_decay / float(options["lr"]) if options["lr"] else 0.0
+    if rates and "weight_decay" not in options:
+        options["weight_decay"] = rates.weight_decay / float(options["lr"]) if options["lr"] else 0.0
     return dict(sorted(options.items()))
 
 
-def _common_options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rule: _Rule | None) -> _Options:
+def _common_options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
     """The options of all parts of one tensor.
 
     Raises:
         ValueError: two parts have different options.
     """
     first, *others = parts
-    options = _options(param, first, patterns, rule)
+    options = _options(param, first, patterns, rates)
     for other in others:
-        of_other = _options(param, other, patterns, rule)
-        if not _is_same(options, of_other):
+        of_other = _options(param, other, patterns, rates)
+        if _comparable(options) != _comparable(of_other):
             raise ValueError(
                 f"got {first.names[0]} with {_shown(options)} and {other.names[0]} with {_shown(of_other)} in one flat "
                 "parameter, expected the same options for all of its parts; wrap the model with use_orig_params=True, "
@@ -257,16 +235,14 @@ def _shown(options: _Options) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
 
 
-def _is_same(one: _Options, other: _Options) -> bool:
-    if one.keys() != other.keys():
-        return False
-    pairs = [(one[key], other[key]) for key in one]
-    return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+def _comparable(options: _Options) -> _Options:
+    """Options that are equal if they are the same: tensors are by their identity."""
+    return {key: id(x) if isinstance(x, Tensor) else x for key, x in options.items()}
 
 
 def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Checks the names of options; the optimizer checks the values."""
-    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)}
+    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)} - {"params", "defaults", "options"}
     for pattern, options in overrides.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"overrides[{pattern!r}]: got {options!r}, expected a dict of options")
@@ -281,8 +257,8 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
     """The hyper-parameters of all optimizers that exist, the user's own included."""
     names: set[str] = set()
     for kind in base.__subclasses__():
-        parameters = () if inspect.isabstract(kind) else inspect.signature(kind).parameters.values()
-        names |= {p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD}
+        parameters = inspect.signature(kind).parameters.values()
+        names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         names |= _hyper_parameters(kind)
     return names
 
@@ -290,19 +266,13 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(_near(pattern, names) or names[:3]) or "those of a model that has parameters"
+            text, likeness = pattern.strip("*."), dict.fromkeys(names, 0.0)
+            for name in names:  # as wholes or in one of their dotted parts
+                parts = (name, *name.split("."))
+                likeness[name] = max(SequenceMatcher(None, text, part).ratio() for part in parts)
+            best = sorted(names, key=lambda name: likeness[name], reverse=True)[:3]
+            near = ", ".join([name for name in best if likeness[name] >= 0.6] or names[:3])
             raise ValueError(
-                f"got pattern {pattern!r}, which matches no parameter, expected one for names such as {near}; correct "
-                "the pattern or leave it out"
+                f"got pattern {pattern!r}, which matches no parameter, expected one for names such as "
+                f"{near or 'those of a model that has parameters'}; correct the pattern or leave it out"
             )
-
-
-def _near(pattern: str, names: Sequence[str]) -> list[str]:
-    """Up to three names that resemble a pattern, as wholes or in one of their dotted parts, best first."""
-    text = pattern.strip("*.")
-
-    def likeness(name: str) -> float:
-        return max(SequenceMatcher(None, text, part).ratio() for part in (name, *name.split(".")))
-
-    ranked = sorted(((likeness(name), -place) for place, name in enumerate(names)), reverse=True)
-    return [names[-place] for ratio, place in ranked[:3] if ratio >= 0.6]

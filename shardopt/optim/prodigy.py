@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,18 +14,8 @@ from torch.optim.optimizer import ParamsT
 from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import LARGEST, Options, Unpack, check_flag, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_hyper, check_number, is_whole
 from shardopt.state.rule import Rule
-
-_PRODIGY = Rule(
-    "prodigy",
-    (
-        Moment("exp_avg", signed=True),
-        Moment("exp_avg_sq", signed=False),
-        Moment("s", signed=True, wide=True),
-        Moment("p0", signed=True, exact=True),
-    ),
-)
 
 #: Options of the estimate, which all param groups share.
 _OF_ESTIMATE = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
@@ -52,10 +42,10 @@ class Prodigy(ShardedOptimizer):
     ``slice_p``. Bytes of state per parameter: 16 with ``codec="fp32"``; 8.125 with log8 in blocks of 128, since the
     slow average ``s`` has 16 bits (companded16), and ``p0``, the weights before the first step, float32.
 
+    Other arguments and errors as for :class:`shardopt.AdamW`.
+
     Args:
-        params: parameters or param groups, as for torch.optim.
         lr: factor of the estimated learning rate, a float or a 0-d tensor.
-        betas: decay rates of the first and second moment.
         beta3: decay rate of the estimate's sums; None for the root of ``betas[1]``.
         eps: added to the root of the second moment, times ``d``.
         weight_decay: decay per unit of ``d * lr``, or L2 penalty if not ``decouple``.
@@ -65,12 +55,19 @@ class Prodigy(ShardedOptimizer):
         d0: the estimate to begin with.
         d_coef: factor of the estimate: 0.5 for smaller steps, 2 for larger ones.
         growth_rate: largest factor by which ``d`` may grow in a step, after its first growth.
-        **options: see :class:`shardopt.state.options.Options`.
-
-    Raises:
-        ValueError: a hyper-parameter or option is out of range.
-        TypeError: there is no such option.
     """
+
+    only_rule = Rule(
+        "prodigy",
+        (
+            Moment("exp_avg", signed=True),
+            Moment("exp_avg_sq", signed=False),
+            Moment("s", signed=True, wide=True),
+            Moment("p0", signed=True, exact=True),
+        ),
+    )
+    flags = ("decouple", "use_bias_correction", "safeguard_warmup")
+    decoupled = "decouple"
 
     def __init__(
         self,
@@ -114,29 +111,39 @@ class Prodigy(ShardedOptimizer):
                 param_group.setdefault(name, param_group["d0"])
         super().add_param_group(param_group)
 
-    def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _PRODIGY
-
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
         first = self.param_groups[0]
         return {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
+            **super().hyper(group),
             "beta3": _beta3(group),
             "eps": first["d"] * group["eps"],
-            "coupled_decay": 0.0 if group["decouple"] else group["weight_decay"],
-            "decoupled_decay": group["weight_decay"] if group["decouple"] else 0.0,
             "d": first["d"],
             "d0": first["d0"],
             "bias_correction": _bias_correction(first),
             "safeguard_warmup": float(first["safeguard_warmup"]),
         }
 
+    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group in groups:
+            check_hyper(group)
+        rates = {float(group["lr"]) for group in groups}
+        if len(rates - {0.0}) > 1:
+            raise ValueError(
+                f"lr: got {', '.join(map(str, sorted(rates)))} in different param groups, expected the same or 0: "
+                f"d is one for all; {_CORRECT}"
+            )
+        for name in ("beta3", *_OF_ESTIMATE):
+            one, *others = (_beta3(group) if name == "beta3" else group[name] for group in groups)
+            for other in others:
+                if one != other:
+                    raise ValueError(
+                        f"{name}: got {one!r} and {other!r} in different param groups, expected the same: d is one for "
+                        f"all; {_CORRECT}"
+                    )
+
     def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         groups, first = self.param_groups, self.param_groups[0]
-        lr = self._checked_lr()
+        lr = max(float(group["lr"]) for group in groups)
         away, slow = totals  # <g, p0 - p> and the 1-norm of s
         if slow == 0.0:  # no gradient yet
             return [{"d": 0.0} for _ in groups]
@@ -161,39 +168,12 @@ class Prodigy(ShardedOptimizer):
         super().check_group(group)
         if group["beta3"] is not None:
             check_number(group, "beta3", 1.0)
-        for name in ("decouple", "use_bias_correction", "safeguard_warmup"):
-            check_flag(group, name)
         for name in ("eps", "d0", "d", "d_max", "d_coef"):
-            _check(name, group[name], 0.0, LARGEST, "above 0 that float32 can hold", above=True)
-        _check("growth_rate", group["growth_rate"], 1.0, math.inf, ">= 1")
-        _check("d_numerator", group["d_numerator"], -sys.float_info.max, sys.float_info.max, "that is finite")
+            _check(name, group[name], lambda x: 0.0 < x <= LARGEST, "above 0 that float32 can hold")
+        _check("growth_rate", group["growth_rate"], lambda x: x >= 1, ">= 1")
+        _check("d_numerator", group["d_numerator"], lambda x: abs(x) <= sys.float_info.max, "that is finite")
         if not is_whole(group["k"]) or group["k"] < 0:
             raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {_CORRECT}")
-
-    def _checked_lr(self) -> float:
-        """The learning rate.
-
-        Raises:
-            ValueError: param groups differ in an option of the estimate, or in an ``lr`` other than 0.
-        """
-        first, rates = self.param_groups[0], [float(group["lr"]) for group in self.param_groups]
-        lr = max(rates)
-        if any(rate not in (0.0, lr) for rate in rates):
-            raise ValueError(
-                f"lr: got {', '.join(map(str, sorted(set(rates))))} in different param groups, expected the same or 0: "
-                f"d is one for all; {_CORRECT}"
-            )
-        for group in self.param_groups[1:]:
-            for name, one, other in (
-                ("beta3", _beta3(first), _beta3(group)),
-                *((name, first[name], group[name]) for name in _OF_ESTIMATE),
-            ):
-                if one != other:
-                    raise ValueError(
-                        f"{name}: got {one!r} and {other!r} in different param groups, expected the same: d is one for "
-                        f"all; {_CORRECT}"
-                    )
-        return lr
 
 
 def _beta3(group: Mapping[str, Any]) -> float:
@@ -212,13 +192,10 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
 _CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
-def _check(name: str, value: object, least: float, most: float, expected: str, *, above: bool = False) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most or (above and value == least):  # type: ignore[operator]
+def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
         raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {_CORRECT}")
 
 
-class Prodigy8bit(Prodigy):
+class Prodigy8bit(Prodigy, codec="log8"):
     """:class:`Prodigy` with the codec log8 unless ``codec`` says otherwise."""
-
-    default_codec = "log8"

@@ -24,17 +24,10 @@ class StableEmbedding(Embedding):
     ``weight``, ``norm.weight`` and ``norm.bias``, as those of ``bitsandbytes.nn.StableEmbedding``.
 
     Args:
-        num_embeddings: as in :class:`torch.nn.Embedding`, like all arguments that follow.
+        num_embeddings: as in :class:`torch.nn.Embedding`, like all arguments that are not listed.
         embedding_dim: also the size of the layer norm.
         padding_idx: its row begins as zeros and gets no gradient. Behind the layer norm the row is ``norm.bias``.
-        max_norm: rows with a larger norm are renormalized when they are looked up.
-        norm_type: of the norm for ``max_norm``.
-        scale_grad_by_freq: divides gradients by the frequency of a row in the batch.
         sparse: makes sparse gradients, which the optimizers of this package refuse.
-        _weight: weights to begin with instead of random ones.
-        _freeze: whether these weights are not trained.
-        device: of weights and layer norm.
-        dtype: of weights and layer norm.
     """
 
     def __init__(
@@ -51,19 +44,8 @@ class StableEmbedding(Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-        )
+        usual = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        super().__init__(*usual, _weight, _freeze, device, dtype)
         self.norm = LayerNorm(embedding_dim, device=device, dtype=dtype if _weight is None else _weight.dtype)
 
     def reset_parameters(self) -> None:

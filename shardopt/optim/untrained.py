@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import MutableMapping, Sequence
-from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -34,7 +33,7 @@ class Untrained:
         self._optimizer = optimizer
         self._is_first = True
         self._found_none = False
-        self._without: dict[int, tuple[ref[Tensor], int]] = {}  # parameters, and for how many steps in a row
+        self._without: dict[Tensor, int] = {}  # parameters without a gradient, and for how many steps in a row
         self._steps = 0  # since the last look
         self._due = math.inf  # steps after a look until one of them reaches a limit
         #: Parameters that had no gradient for a while, and whether a module has them; False for those that were named.
@@ -55,66 +54,58 @@ class Untrained:
         if not changed and self._steps < self._due:
             return
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        without = [param for param in params if param.grad is None and param.requires_grad and _is_here(param)]
-        is_first, self._is_first = self._is_first, False
-        if is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
-            _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
-        counts = {id(param): self._count(param) for param in without}
-        self._without = {id(param): (ref(param), counts[id(param)]) for param in without}
-        self._steps = 0
-        self._due = min((limit - n for limit in _LIMITS for n in counts.values() if n < limit), default=math.inf)
+        before, is_first = self._without, self._is_first
+        without = self._without = {
+            param: before[param] + self._steps if param in before else 1
+            for param in params
+            # A rank without elements of a DTensor never gets a gradient of it.
+            if param.grad is None and param.requires_grad and getattr(param, "_local_tensor", param).numel() > 0
+        }
+        self._is_first, self._steps = False, 0
+        self._due = min((limit - n for limit in _LIMITS for n in without.values() if n < limit), default=math.inf)
         other = next((param for param in params if param.grad is not None and param.requires_grad), None)
         if other is None:
-            never = not self._found_none and all(count == REPLACED_AFTER for count in counts.values())
+            never = not self._found_none and set(without.values()) == {REPLACED_AFTER}
             if without and (is_first or never):
                 self._found_none = True
                 when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(without)} parameters and changed nothing", _REPLACED)
+            elif is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
+                _warn(
+                    f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()"
+                )
             return
-        new = [param for param in without if counts[id(param)] >= REPLACED_AFTER and param not in self._settled]
-        if new:
-            self._warn_of_replaced(new, other)
-        self._warn_of_cut_off([param for param in without if counts[id(param)] == NEVER_AFTER], NEVER_AFTER)
-        self._warn_of_cut_off([param for param in without if counts[id(param)] == LATER_AFTER], LATER_AFTER)
+        if new := [param for param, n in without.items() if n >= REPLACED_AFTER and param not in self._settled]:
+            owned = _in_modules([other, *new])
+            knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
+            self._settled.update((param, not knows or id(param) in owned) for param in new)
+            replaced = [param for param in new if not self._settled[param]]
+            self._name(replaced, ": got no gradient, and no module has the parameter", _REPLACED)
+        for steps in (NEVER_AFTER, LATER_AFTER):
+            if suspects := [param for param, n in without.items() if n == steps and self._settled.get(param)]:
+                taken = {p: float(state["step"].max()) for p, state in self._optimizer.state.items() if "step" in state}
+                most = max(taken.values(), default=0.0) - steps
+                cut_off = [
+                    p for p in suspects if (taken.get(p, 0) > most / 2 if steps == LATER_AFTER else p not in taken)
+                ]
+                self._name(cut_off, f": got no gradient in {steps} steps in which others had one", _CUT_OFF)
 
-    def _count(self, param: Tensor) -> int:
-        """For how many steps in a row a parameter without a gradient has had none."""
-        reference, count = self._without.get(id(param), (None, 0))
-        return count + self._steps if reference is not None and reference() is param else 1
-
-    def _warn_of_replaced(self, suspects: Sequence[Tensor], other: Tensor) -> None:
-        """Warns of parameters that no module has, although a module has another parameter of the optimizer."""
-        owned = _in_modules([other, *suspects])
-        knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
-        replaced = [param for param in suspects if knows and id(param) not in owned]
-        self._settled.update((param, not knows or id(param) in owned) for param in suspects)
-        if replaced:
-            _warn(f"{self._listed(replaced)}: got no gradient, and no module has the parameter", _REPLACED)
-
-    def _warn_of_cut_off(self, suspects: Sequence[Tensor], steps: int) -> None:
-        """Warns of parameters that a module has: never stepped, or in most steps until these."""
-        suspects = [param for param in suspects if self._settled.get(param)]
-        taken = {p: float(s["step"].max()) for p, s in self._optimizer.state.items() if "step" in s} if suspects else {}
-        most = max(taken.values(), default=0.0) - steps
-        cut_off = [p for p in suspects if (taken.get(p, 0) > most / 2 if steps == LATER_AFTER else p not in taken)]
-        if cut_off:
-            self._settled.update((param, False) for param in cut_off)
-            _warn(
-                f"{self._listed(cut_off)}: got no gradient in {steps} steps in which others had one",
-                "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)",
-            )
-
-    def _listed(self, params: Sequence[Tensor]) -> str:
+    def _name(self, params: Sequence[Tensor], found: str, remedy: str) -> None:
+        """Warns of parameters, once."""
+        if not params:
+            return
+        self._settled.update((param, False) for param in params)
         names = {
             id(param): listed_name(group, index, position)
             for index, group in enumerate(self._optimizer.param_groups)
             for position, param in enumerate(group["params"])
         }
-        shown = [f"{names[id(param)]} {tuple(param.shape)}" for param in params[:_MOST_NAMES]]
-        more = len(params) - len(shown)
-        return ", ".join(shown) + (f" and {more} more" if more else "")
+        listed = ", ".join(f"{names[id(param)]} {tuple(param.shape)}" for param in params[:_MOST_NAMES])
+        more = len(params) - _MOST_NAMES
+        _warn(f"{listed}{f' and {more} more' if more > 0 else ''}{found}", remedy)
 
 
+_CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"
 _REPLACED = (
     "make the optimizer after fully_shard, parallelize_module, resize_token_embeddings, load_state_dict(assign=True) "
     "and whatever else replaces parameters"
@@ -123,11 +114,6 @@ _REPLACED = (
 
 def _warn(found: str, remedy: str) -> None:
     warn_user(f"{found}; expected gradients of backward(): {remedy}", RuntimeWarning)
-
-
-def _is_here(param: Tensor) -> bool:
-    """Whether this rank has elements of a parameter: of a DTensor without any it never gets a gradient."""
-    return getattr(param, "_local_tensor", param).numel() > 0
 
 
 def _in_modules(params: Sequence[Tensor]) -> set[int]:

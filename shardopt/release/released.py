@@ -175,7 +175,7 @@ class ReleasedParameters:
         optimizer = self._optimizer
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
-        optimizer.begin_step(group)
+        optimizer.begin_step([group])
         view = {**group, "params": [param]}
         step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, scaling, on_host)
         if known is None:

@@ -23,7 +23,7 @@ from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, EntryFormat, SliceS
 #: Entries that are not a moment's.
 _BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
-#: Entries of torch.optim's state that follow from the step count (``ShardedOptimizer.derived_state``).
+#: Entries of torch.optim's state that follow from the step count (NAdam's).
 _DERIVED = frozenset(["mu_product"])
 
 

@@ -32,7 +32,7 @@ _PACKAGE_STACKS = ("DepthModuleList", "DepthSequential")
 
 
 class UMup:
-    """Learning-rate multipliers of a model's parameters.
+    """Learning rates of a model's parameters.
 
     Kinds come from patterns first, then from the attributes ``mup_type`` and ``mup_scaling_depth`` of a parameter
     (unit-scaling's; ``fully_shard`` drops them), then from the module around the parameter: the module's attribute
@@ -42,13 +42,23 @@ class UMup:
 
     Args:
         model: bare, wrapped or sharded.
+        lr: the global learning rate at its peak.
+        weight_decay: the share of a weight that a step at the peak subtracts.
         patterns: kinds by patterns of :mod:`fnmatch`, the last one that matches wins.
 
     Raises:
-        ValueError: a pattern gives something that is neither a kind nor a kind and a depth.
+        ValueError: ``lr`` or ``weight_decay`` is out of range, or a pattern gives something that is neither a kind nor
+            a kind and a depth.
     """
 
-    def __init__(self, model: Module, patterns: KindPatterns) -> None:
+    def __init__(self, model: Module, lr: float | None, weight_decay: float, patterns: KindPatterns) -> None:
+        if lr is None or not 0 < lr < math.inf:
+            raise ValueError(
+                f"lr: got {lr!r}, expected a positive number, which the rule multiplies; see docs/unit_scaling.md"
+            )
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay: got {weight_decay!r}, expected a number that is not negative")
+        self._lr, self.weight_decay = lr, weight_decay
         self._patterns = {pattern: _checked(pattern, value) for pattern, value in patterns.items()}
         self._kinds: dict[str, str] = {}
         self._depths: dict[str, int] = {}  # by prefix
@@ -58,8 +68,8 @@ class UMup:
             if depth is not None:
                 self._depths[prefix] = depth
 
-    def multiplier(self, param: Tensor, names: Sequence[str], shape: tuple[int, ...]) -> float:
-        """Share of the global learning rate for a parameter.
+    def lr(self, param: Tensor, names: Sequence[str], shape: tuple[int, ...]) -> float:
+        """The learning rate of a parameter.
 
         Args:
             param: the tensor that stands for the parameter in the model.
@@ -84,7 +94,7 @@ class UMup:
             )
         of_stack = 1.0 if depth is None else depth**-0.5
         fan_in = math.prod(shape[1:] or shape)  # inputs of each output; of an embedding (entries, width) its width
-        return of_stack * fan_in**-0.5 if kind == "weight" else of_stack
+        return self._lr * (of_stack * fan_in**-0.5 if kind == "weight" else of_stack)
 
     def _known(self, param: Tensor, name: str) -> tuple[str | None, int | None]:
         """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""

@@ -69,17 +69,13 @@ from shardopt.state.rule import Rule
 
 
 class Toy(ShardedOptimizer):
+    only_rule = Rule("toy", (Moment("average", signed=True),))
+
     def __init__(self, params, lr=0.1, beta=0.5, **options):
         super().__init__(params, {"lr": lr, "beta": beta}, options)
 
-    def rule(self, group):
-        return Rule("toy", (Moment("average", signed=True),))
 
-    def hyper(self, group):
-        return {"lr": float(group["lr"]), "beta": group["beta"]}
-
-
-class Toy8bit(Toy):
+class Toy8bit(Toy, codec="log8"):
     pass
 '''
 
@@ -124,8 +120,8 @@ IN_LISTS = (
     ),
     (
         "shardopt/optim/__init__.py",
-        "import SGD, SGD8bit\n",
-        "import SGD, SGD8bit\nfrom shardopt.optim.toy import Toy, Toy8bit\n",
+        "import Prodigy, Prodigy8bit\n",
+        "import Prodigy, Prodigy8bit\nfrom shardopt.optim.toy import Toy, Toy8bit\n",
     ),
     ("shardopt/codec/__init__.py", "BFloat16(), Float32())", "BFloat16(), Float32(), ToyCodec())"),
     (

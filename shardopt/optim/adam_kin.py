@@ -1,0 +1,284 @@
+"""Kin of Adam: Adamax, RAdam, ADOPT, StableAdamW, LAMB and NAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from shardopt.codec import Moment
+from shardopt.kernels.autograd import without_autograd
+from shardopt.optim.adam import AdamKin
+from shardopt.optim.base import ShardedOptimizer
+from shardopt.optim.interface import hyper_parameters
+from shardopt.optim.loading import checked_containers, reading
+from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
+from shardopt.state.rule import Rule
+from shardopt.state.slice_spec import StateDict
+
+_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+
+
+class Adamax(ShardedOptimizer):
+    """Adamax (arXiv 1412.6980, algorithm 2), as in torch: the largest gradient replaces the second moment's root.
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+
+    Args:
+        betas: decay rates of the first moment and of the largest gradient.
+        eps: added to the gradient's magnitude.
+        weight_decay: L2 penalty, part of the gradient.
+    """
+
+    only_rule = Rule("adamax", (Moment("exp_avg", signed=True), Moment("exp_inf", signed=False, magnitude=True)))
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+
+class Adamax8bit(Adamax, codec="log8"):
+    """:class:`Adamax` with the codec log8 unless ``codec`` says otherwise."""
+
+
+class RAdam(AdamKin):
+    """RAdam (arXiv 1908.03265), as in torch: Adam that leaves out the second moment until its variance is known.
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+
+    Args:
+        weight_decay: L2 penalty, or with ``decoupled_weight_decay`` decay per unit of lr.
+        decoupled_weight_decay: keep the decay apart from the gradient.
+    """
+
+    only_rule = Rule("radam", _MOMENTS)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+
+class RAdam8bit(RAdam, codec="log8"):
+    """:class:`RAdam` with the codec log8 unless ``codec`` says otherwise."""
+
+
+class ADOPT(AdamKin):
+    """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of those before it.
+
+    The first step only makes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``.
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+
+    Args:
+        betas: decay rates of the average of normalized gradients and of the second moment.
+        eps: the least root of the second moment to divide by.
+        weight_decay: L2 penalty, or with ``decoupled_weight_decay`` decay per unit of lr.
+        decoupled_weight_decay: keep the decay apart from the gradient.
+    """
+
+    only_rule = Rule("adopt", (Moment("exp_avg", signed=True, own_units=True), Moment("exp_avg_sq", signed=False)))
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+
+class ADOPT8bit(ADOPT, codec="log8"):
+    """:class:`ADOPT` with the codec log8 unless ``codec`` says otherwise."""
+
+
+class StableAdamW(ShardedOptimizer):
+    """StableAdamW (arXiv 2304.13013, algorithm 2): AdamW with Adafactor's clipping of updates.
+
+    The learning rate of a parameter, and with it the decay, is divided by the root mean square of gradient over root of
+    the second moment, if that is above 1. The mean runs over the whole parameter, exact to the last bit however it is
+    sharded: a step takes a second pass over the parameters, and one all-reduce per step among the ranks that share them
+    (with released gradients, one per parameter).
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+    """
+
+    only_rule = Rule("stable_adamw", _MOMENTS)
+    decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+
+class StableAdamW8bit(StableAdamW, codec="log8"):
+    """:class:`StableAdamW` with the codec log8 unless ``codec`` says otherwise."""
+
+
+class LAMB(ShardedOptimizer):
+    """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter.
+
+    Norms are of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
+    over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
+    parameter). A parameter whose own norm or whose direction's is zero is not scaled. A weight that is NaN or infinite
+    makes its whole parameter NaN.
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+
+    Args:
+        weight_decay: share of the parameter in its direction, before the direction is scaled.
+    """
+
+    only_rule = Rule("lamb", _MOMENTS)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, hyper_parameters(locals()), options)
+
+
+class LAMB8bit(LAMB, codec="log8"):
+    """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
+
+
+#: ``past_mu`` before the first step.
+_NO_PAST: tuple[int, float, float | None] = (0, 1.0, None)
+
+
+class NAdam(AdamKin):
+    """NAdam (Dozat, ICLR workshop 2016), as in torch: Nesterov's momentum, whose decay rate rises to ``betas[0]``.
+
+    Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
+
+    torch's ``mu_product``, the product of the decay rates of all steps, follows from the step count and ``betas[0]``.
+    Param groups record changes of ``betas[0]`` by a scheduler in ``past_mu``: the number of steps before the last
+    change, their product, and the value since. A parameter with fewer steps than that is stepped as if ``betas[0]`` had
+    never changed.
+
+    Args:
+        weight_decay: L2 penalty, or with ``decoupled_weight_decay`` decay per unit of lr.
+        momentum_decay: how soon the first decay rate rises.
+        decoupled_weight_decay: keep the decay apart from the gradient.
+    """
+
+    only_rule = Rule("nadam", _MOMENTS)
+    numbers = (("momentum_decay", LARGEST),)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, {**hyper_parameters(locals()), "past_mu": _NO_PAST}, options)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        steps, product, _ = group["past_mu"]
+        past = {"past_steps": float(steps), "past_product": float(product)}
+        return {**super().hyper(group), "decay_base": _decay_base(group), **past}
+
+    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group in groups:
+            beta1, (*_, last) = float(group["betas"][0]), group["past_mu"]
+            if last is None:
+                group["past_mu"] = (*group["past_mu"][:2], beta1)
+            elif beta1 != last:
+                states = (self.state.get(param) for param in group["params"])
+                taken = max((int(state["step"]) for state in states if state), default=0)
+                group["past_mu"] = (taken, _product(group, taken), beta1)
+
+    def reset_group(self, group: dict[str, Any]) -> None:
+        group["past_mu"] = _NO_PAST
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        super().check_group(group)
+        past = group["past_mu"]
+        if not isinstance(past, tuple) or len(past) != 3 or not is_whole(past[0]) or past[0] < 0:
+            raise ValueError(
+                f"past_mu: got {past!r:.80}, expected steps, a product, and None or betas[0]; leave it out"
+            )
+        for value in (past[1], past[2] or 0.0):
+            check_number({"past_mu": value}, "past_mu")
+
+    @without_autograd
+    def state_dict(self, *, dequantize: bool = False) -> StateDict:
+        """See :meth:`ShardedOptimizer.state_dict`; ``dequantize`` gives torch's ``mu_product``, too."""
+        state_dict = super().state_dict(dequantize=dequantize)
+        for group in state_dict["param_groups"] if dequantize else ():
+            for entries in filter(None, map(state_dict["state"].get, group["params"])):
+                step = entries["step"]
+                entries["mu_product"] = torch.full_like(step, _product(group, int(step)))
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """See :meth:`ShardedOptimizer.load_state_dict`; torch's ``mu_product`` becomes ``past_mu``."""
+        saved, states = checked_containers(state_dict)
+        groups = []
+        for number, group in enumerate(saved):
+            found = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
+            with reading(f"param group {number}"):
+                past = max(((int(x.get("step", 0)), float(x["mu_product"])) for x in found), default=_NO_PAST[:2])
+            groups.append({"past_mu": (*past, None), **group} if found else group)
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def _decay_base(group: Mapping[str, Any]) -> float:
+    return float(0.96 ** group["momentum_decay"])
+
+
+def _product(group: Mapping[str, Any], steps: int) -> float:
+    """The product of the first decay rates of this many steps."""
+    past, product, beta1 = group["past_mu"]
+    if steps < past:
+        past, product = 0, 1.0
+    base = _decay_base(group)
+    decay = base**past
+    for _ in range(past, steps):
+        decay *= base
+        product *= (float(group["betas"][0]) if beta1 is None else beta1) * (1 - 0.5 * decay)
+        if product < 2.0**-150:  # zero in float32
+            break
+    return float(product)
+
+
+class NAdam8bit(NAdam, codec="log8"):
+    """:class:`NAdam` with the codec log8 unless ``codec`` says otherwise."""
