@@ -8,9 +8,9 @@ themselves. An output layer's parameters, which are stepped last, are then not w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
@@ -18,84 +18,59 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
 from shardopt.release.fsdp_groups import fsdp_groups
-from shardopt.release.released import Weakly
+from shardopt.release.released import Hook
+
+if TYPE_CHECKING:
+    from shardopt.release.held import HeldParameters
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
 
 
 class ForwardOverlap:
-    """Has whatever reads a model's parameters wait for their steps, until :meth:`remove`.
-
-    Copies of the model are another one: they do not wait.
+    """Has whatever reads a model's parameters wait for their steps, until ``undo`` is called.
 
     Args:
-        model: the wrapped model; None for what a pickled one becomes, which does nothing.
+        model: the wrapped model. Copies of it do not wait.
         released: takes the steps.
-        params: those that it has, of the model's.
+
+    Attributes:
+        undo: functions that remove the hooks.
     """
 
-    def __init__(
-        self, model: Module | None = None, released: Weakly | None = None, params: Iterable[Tensor] = ()
-    ) -> None:
-        self._model = model
-        self._released = released or Weakly()
-        self._params = set(params)
-        self._readers: dict[Module, list[Tensor]] = {}
-        self._readers_inside: dict[Module, dict[Tensor, list[Module]]] = {}  # by the modules around them
+    def __init__(self, model: Module, released: HeldParameters) -> None:
+        _let_compiled_code_see_hooks()
+        self._model, self._released = model, released
+        self.undo: list[Callable[[], object]] = []
         self._called: set[Module] = set()  # readers, by the last forward pass of training
         self._calling: set[Module] = set()  # the same of this forward pass, so far
-        self._undo: list[Callable[[], object]] = []
-        if model is not None:
-            self._hook_into(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardOverlap:
-        return self  # it looks at the module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardOverlap, ()
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-
-    def _hook_into(self, model: Module) -> None:
-        _let_compiled_code_see_hooks()
         gathered: set[Tensor] = set()
+        wait_for, begin = Hook(released.wait_for), Hook(self._begin)
         for group in fsdp_groups(model):
-            group.before_gather.append(self._wait_for)
-            self._undo.append(partial(group.before_gather.remove, self._wait_for))
+            group.before_gather.append(wait_for)
+            self.undo.append(partial(group.before_gather.remove, wait_for))
             gathered.update(group.params)
-        self._readers = readers(model, self._params - gathered)
+        self._readers = readers(model, set(released.params) - gathered)
+        self._readers_inside = {module: _readers_inside(module, self._readers) for module in self._readers}
         for module in self._readers:
-            self._readers_inside[module] = _readers_inside(module, self._readers)
-            self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(self.end).remove)
+            self.undo.append(module.register_forward_pre_hook(begin, prepend=True).remove)
+        self.undo.append(model.register_forward_hook(Hook(self._end)).remove)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, module: Module, args: Any) -> None:
+    def _begin(self, module: Module, args: Any) -> None:
         """A forward pre-hook of what reads parameters."""
         if module is self._model:
             self._calling = set()
         self._calling.add(module)
-        params, inside = self._readers.get(module, ()), self._readers_inside.get(module, {})
+        params, inside = self._readers[module], self._readers_inside[module]
         if torch.is_grad_enabled():  # otherwise nothing would notice a module's parameters read without a call
             params = [p for p in params if p not in inside or not self._called.issuperset(inside[p])]
-        self._wait_for(params)
+        self._released.wait_for(params)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, module: Module, args: Any, output: Any) -> None:
+    def _end(self, module: Module, args: Any, output: Any) -> None:
         """A forward hook of the model."""
-        if module is self._model and (released := self._released()):
-            released.end_forward()
-            if torch.is_grad_enabled():
-                self._called = self._calling
-
-    def _wait_for(self, params: Iterable[Tensor]) -> None:
-        if released := self._released():
-            released.wait_for(param for param in params if param in self._params)
+        self._released.end_forward()
+        if torch.is_grad_enabled():
+            self._called = self._calling
 
 
 def _let_compiled_code_see_hooks() -> None:

@@ -22,8 +22,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
 from shardopt.release.held import HeldParameters
-from shardopt.release.parts import GradientParts
-from shardopt.release.released import ReleasedParameters, Weakly
+from shardopt.release.released import Hook, ReleasedParameters
 from shardopt.state.options import is_whole
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ def release_gradients(
 
     So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
     pass ends). DDP keeps its buckets, which hold all gradients: with it parameters are stepped at the end of the
-    backward pass, and what is saved is the gradients beside the buckets, as by ``gradient_as_bucket_view=True``;
-    without that option, gradients of parameters that are not contiguous stay beside them.
+    backward pass, and what is saved is the gradients beside the buckets, if they are contiguous.
     Parameters and state are those of ordinary steps, bit for bit, and the loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)
@@ -87,17 +85,16 @@ def release_gradients(
             schedule.step()
             optimizer.zero_grad()  # finds nothing
 
-    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass: up to
-    ``waiting_gradients`` at a time, each of which keeps its gradient (with FSDP2, that of its unit).
-    ``optimizer.step()`` waits for the last steps.
+    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass, and
+    ``optimizer.step()`` waits for the last ones.
 
     With ``overlap_forward`` nothing is stepped in the backward pass, so that gradients may be clipped by their norm, or
-    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete (up to
-    ``waiting_gradients`` are on their way), the CPU adds up those of several micro-batches there, in float32, and their
-    squares. ``optimizer.step()`` has the steps taken in the other thread, and does not wait: what reads parameters in
-    the next forward pass waits for their own steps. That is FSDP2 where it gathers them, the layers of other models
-    (elements of ``ModuleList`` or ``Sequential``) and modules around them when they are called (a head by itself, if
-    the last pass of training has called it), ``state_dict``, ``load_state_dict`` and :mod:`shardopt.checkpoint`::
+    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete, the CPU adds
+    up those of several micro-batches there, in float32, and ``optimizer.step()`` has the steps taken in the other
+    thread, without waiting. What reads parameters in the next forward pass waits for their own steps: FSDP2 where it
+    gathers them, the layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
+    they are called (a head by itself, if the last pass of training has called it), ``state_dict``, ``load_state_dict``
+    and :mod:`shardopt.checkpoint`::
 
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
         for batches in steps:
@@ -111,43 +108,34 @@ def release_gradients(
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
-    before. ``param.grad`` is None after the backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients,
-    returns 0 and *does nothing*. Gradients of parameters that are not offloaded stay in ``param.grad`` until
-    ``step()``, which steps these parameters at once.
-    With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and
-    gradients go to the host after the last one: leave ``micro_batches`` out here.
+    before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
+    parameters at once. With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay
+    on the device, and gradients go to the host after the last one: leave ``micro_batches`` out here.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
 
-    Several backward passes per step need ``micro_batches``: each parameter is stepped, or its gradient complete, in the
-    pass that brings this number of gradients. A parameter that got fewer is stepped by ``optimizer.step()``; one more
-    raises. Passes that are not reduced (``no_sync`` of DDP, ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
+    Several backward passes per step need ``micro_batches``. A parameter that got fewer gradients is stepped by
+    ``optimizer.step()``; one more raises. Passes that are not reduced (``no_sync`` of DDP,
+    ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
 
-    Without ``overlap_forward`` gradient release excludes:
-
-    - The norm of all gradients: ``torch.nn.utils.clip_grad_norm_`` finds none, returns 0 and *does nothing*, which
-      cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
-    - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
-    - Closures.
-
-    And always: ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over
-    all parameters, FSDP1, and ZeroRedundancyOptimizer.
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*, which cannot be noticed from
+    here. Hooks on single gradients (``Tensor.register_hook``) work. Without ``overlap_forward`` gradient release
+    excludes all clipping by the norm, closures, and a scaled loss: ``GradScaler.step`` raises. Always excluded are
+    ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over all
+    parameters, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
     such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
-    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer begins anew
-    as well. FSDP2 and DDP have rules of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13),
-    DDP cannot go on.
+    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer does so as
+    well. FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
 
     Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
     gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
     are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
     forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
-    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients. FSDP2 itself loses
-    parts of the gradient of a module that has ``fully_shard`` of its own and runs in several reentrant checkpoints of
-    one pass.
+    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -197,47 +185,37 @@ def release_gradients(
         if any(reduced.get(param) is replica for param in params)
     }
     direct: set[Tensor] = {param for param in params if param not in reduced}
-    parts = GradientParts()
     kind = HeldParameters if overlap_forward else ReleasedParameters
-    released = kind(optimizer, params, parts, waiting_gradients, micro_batches)
+    released = kind(optimizer, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
-    parts.watch(model, direct)
-    hooks = Weakly(released)
-    undo: list[Callable[[], object]] = [parts.remove]
+    released.parts.watch(model, direct)
+    step, wait = Hook(released.step), Hook(released.wait)
+    undo: list[Callable[[], object]] = [released.parts.remove]
     if ordered is not None:
-        undo.append(ordered.call_after_last(partial(_take, hooks, params)))
+        undo.append(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
-        undo.append(module.register_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
-        undo.append(module.register_load_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
+        undo.append(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.append(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
     for param in params if ordered is None else ():
         if param in reduced:
-            undo.append(buckets[reduced[param]].add(param, hooks.step))
+            undo.append(buckets[reduced[param]].add(param, step))
         else:
-            hook = param.register_post_accumulate_grad_hook(hooks.step)  # type: ignore[no-untyped-call]
-            undo.append(hook.remove)
+            undo.append(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(partial(_check_forward, hooks)).remove)
+        undo.append(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
     if direct:
-        undo.append(model.register_forward_pre_hook(_RefuseReplica(hooks, direct)).remove)
-    if overlap_forward:
-        from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
-
-        undo.append(ForwardOverlap(model, hooks, params).remove)
+        within = partial(_begin_within_replica, Hook(released.refuse_replica), direct)
+        undo.append(model.register_forward_pre_hook(within).remove)
+    if isinstance(released, HeldParameters):
+        undo += released.overlap_forward(model)
     return GradientRelease(optimizer, undo)
 
 
 def _ordered(params: Sequence[Tensor]) -> Progress | None:
     """The progress of ordered_gradients in a model; None where they are not ordered."""
     progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
-    found: Progress | None = None if progress is None else progress.progress_of(params)
+    found: Progress | None = None if progress is None else next(progress.progresses_of(params), None)
     return found
-
-
-def _take(hooks: Weakly, params: Sequence[Tensor]) -> None:
-    """Takes all gradients of a backward pass that is over."""
-    for param in params:
-        if param.grad is not None:
-            hooks.step(param)
 
 
 def _check(params: list[Tensor]) -> None:
@@ -268,33 +246,8 @@ def _refuse_fsdp1(model: Module) -> None:
         )
 
 
-def _check_forward(hooks: Weakly, replica: Any, args: Any) -> None:
-    """A forward pre-hook of DDP, which decides there what the backward pass does."""
-    released = hooks()
-    if isinstance(released, HeldParameters):
-        released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
-    if released is not None and replica._join_config.enable:
-        raise RuntimeError(
-            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
-            "on all ranks; leave join() out, or remove() the release"
-        )
-
-
-class _RefuseReplica:
-    """A forward pre-hook of the model: it must not run within a DDP that was not there, or not seen, at the release."""
-
-    def __init__(self, released: Weakly, params: set[Tensor]) -> None:
-        self._released, self._params = released, params
-        self._checked: object = None
-
-    def __call__(self, model: Module, args: Any) -> None:
-        replica = DistributedDataParallel._active_ddp_module
-        if replica is None or replica is self._checked or self._released() is None:
-            return
-        if any(param in self._params for param in replica._module_parameters):
-            raise RuntimeError(
-                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
-                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
-                "DistributedDataParallel module"
-            )
-        self._checked = replica
+def _begin_within_replica(refuse: Hook, params: set[Tensor], model: Module, args: Any) -> None:
+    """A forward pre-hook of the model, which must not run within a DDP that was not there, or not seen."""
+    replica = DistributedDataParallel._active_ddp_module
+    if replica is not None and not params.isdisjoint(replica._module_parameters):
+        refuse()

@@ -83,7 +83,7 @@ class GradientParts:
         Args:
             complete: whether its backward pass gave all of them.
         """
-        for group in {id(group): group for group in self._groups.values()}.values():
+        for group in set(self._groups.values()):
             group.restart()
         if complete:
             if not self._has_checkpoints:
