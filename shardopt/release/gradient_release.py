@@ -7,10 +7,9 @@ hook: see :mod:`shardopt.release.ddp_buckets`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -25,40 +24,28 @@ from shardopt.release.held import HeldParameters
 from shardopt.release.released import Hook, ReleasedParameters
 from shardopt.state.options import is_whole
 
-if TYPE_CHECKING:
-    from shardopt.comm.progress import Progress
-
 
 class GradientRelease:
     """A release of gradients, made by :func:`release_gradients`; ends by :meth:`remove`, or as a context manager.
 
     Args:
-        optimizer: the optimizer, whose gradients are released.
-        undo: functions that remove the hooks.
+        undo: ends it when it is closed.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, undo: Sequence[Callable[[], object]]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
-        self._active = True
 
     def remove(self) -> None:
         """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step.
 
         Gradients that are held in the host's memory are thrown away, with a warning: call ``optimizer.step()`` before.
         """
-        if self._active:
-            self._active = False
-            for undo in self._undo:
-                undo()
-            self._optimizer._internals.end_release()
+        self._undo.close()
 
     def __enter__(self) -> GradientRelease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -167,58 +154,56 @@ def release_gradients(
     for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
         if not is_whole(value) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
-    _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
-    _check(params)
+    _check(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    ordered = _ordered(params)
+    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    ordered = None if progress is None else next(progress.progresses_of(params), None)
     if ordered is not None and not overlap_forward:
         raise RuntimeError(
             "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected one "
             "without, or overlap_forward=True, which leaves steps to optimizer.step(); pass overlap_forward=True"
         )
-    buckets = {
-        replica: bucket_hook(replica)
-        for replica in (replicas if ordered is None else ())
-        if any(reduced.get(param) is replica for param in params)
-    }
+    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced and ordered is None)
+    buckets = {replica: bucket_hook(replica) for replica in reducing}
     direct: set[Tensor] = {param for param in params if param not in reduced}
     kind = HeldParameters if overlap_forward else ReleasedParameters
     released = kind(optimizer, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
     released.parts.watch(model, direct)
     step, wait = Hook(released.step), Hook(released.wait)
-    undo: list[Callable[[], object]] = [released.parts.remove]
+    undo = ExitStack()
+    undo.callback(optimizer._internals.end_release)
+    undo.callback(released.parts.remove)
     if ordered is not None:
-        undo.append(ordered.call_after_last(Hook(released.step_all)))
+        undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
-        undo.append(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-        undo.append(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
     for param in params if ordered is None else ():
         if param in reduced:
-            undo.append(buckets[reduced[param]].add(param, step))
+            undo.callback(buckets[reduced[param]].add(param, step))
         else:
-            undo.append(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
+            undo.callback(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
+        undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
     if direct:
         within = partial(_begin_within_replica, Hook(released.refuse_replica), direct)
-        undo.append(model.register_forward_pre_hook(within).remove)
+        undo.callback(model.register_forward_pre_hook(within).remove)
     if isinstance(released, HeldParameters):
-        undo += released.overlap_forward(model)
-    return GradientRelease(optimizer, undo)
+        released.overlap_forward(model, undo)
+    return GradientRelease(undo)
 
 
-def _ordered(params: Sequence[Tensor]) -> Progress | None:
-    """The progress of ordered_gradients in a model; None where they are not ordered."""
-    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
-    found: Progress | None = None if progress is None else next(progress.progresses_of(params), None)
-    return found
-
-
-def _check(params: list[Tensor]) -> None:
+def _check(model: Module, params: list[Tensor]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise RuntimeError(
+            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
+            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+        )
     if not params:
         raise ValueError(
             "got an optimizer that has no trained parameter of the model, expected its own; make the optimizer after "
@@ -234,15 +219,6 @@ def _check(params: list[Tensor]) -> None:
         raise RuntimeError(
             "got parameters of flat shards, whose owners must step them together, expected whole parameters or "
             "DTensors; use fully_shard (FSDP2)"
-        )
-
-
-def _refuse_fsdp1(model: Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        raise RuntimeError(
-            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
-            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
         )
 
 

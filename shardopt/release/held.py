@@ -6,8 +6,9 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -66,12 +67,11 @@ class HeldParameters(ReleasedParameters):
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
         self._found: dict[torch.device, Tensor] | None = None  # what a loss scaler looked for in gradients of this step
 
-    def overlap_forward(self, model: Module) -> list[Callable[[], object]]:
-        """Has what reads the model's parameters wait for their steps; returns functions that end that."""
+    def overlap_forward(self, model: Module, undo: ExitStack) -> None:
+        """Has what reads the model's parameters wait for their steps, until ``undo`` is closed."""
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        self._overlap = ForwardOverlap(model, self)  # its hooks do not keep it
-        return self._overlap.undo
+        self._overlap = ForwardOverlap(model, self, undo)  # its hooks do not keep it
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
@@ -173,7 +173,7 @@ class HeldParameters(ReleasedParameters):
         Raises:
             RuntimeError: it is one gradient too many.
         """
-        for param in self._of_step():
+        for param in self.held:
             if param.grad is not None:  # set by hand, or accumulated while no hook was called
                 self._take_to_host(param)
 
@@ -186,7 +186,7 @@ class HeldParameters(ReleasedParameters):
         """
         self.wait()
         shares: dict[Counted | None, list[Tensor]] = {held.holders: [no_share()] for held in self._gradients.values()}
-        for held in self._of_step().values():
+        for held in self.held.values():
             held.demand_arrival()
             shares[held.holders].append(held.share(largest=largest))
         if largest:
@@ -194,14 +194,10 @@ class HeldParameters(ReleasedParameters):
         self._has_norm = True
         return {holders: torch.stack(words).sum(0) for holders, words in shares.items()}
 
-    def _of_step(self) -> dict[Tensor, HostGradient]:
-        """The gradients of this step in the host's memory."""
-        return {param: held for param, held in self._gradients.items() if held.count}
-
     @property
-    def held(self) -> Collection[Tensor]:
-        """The parameters whose gradients are held in the host's memory now."""
-        return self._of_step().keys()
+    def held(self) -> Mapping[Tensor, HostGradient]:
+        """The gradients that are held in the host's memory now, by their parameters."""
+        return {param: held for param, held in self._gradients.items() if held.count}
 
     @without_autograd
     def unscale(
@@ -220,22 +216,21 @@ class HeldParameters(ReleasedParameters):
             ValueError: gradients are float16 and must not be, as torch.amp.GradScaler refuses others. Nothing was
                 changed.
         """
-        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self._of_step().values()):
+        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
             raise ValueError(
                 "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
         shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
-        nothing = torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")
         over_all = OverAll(shard_of(param).counted() for param in self._parameters)
-        total = over_all.total(shares, nothing, largest=False)
+        total = over_all.total(shares, no_share(), largest=False)
         is_finite = math.isfinite(_C.sum_value(total.numpy()))
         for device in {param.device for param in self._parameters}:
             here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
             found[device] = torch.maximum(found[device], here) if device in found else here
         factor = float(inverse_scale)
         if factor != 1.0:
-            for held in self._of_step().values():
+            for held in self.held.values():
                 held.sum.mul_(factor)
                 held.squares = None
         self._found = found
@@ -256,7 +251,7 @@ class HeldParameters(ReleasedParameters):
         """
         self.take_rest()
         steps: dict[Tensor, Callable[[], None]] = {}
-        gradients = self._of_step()
+        gradients = self.held
         if gradients:  # read from the device once
             scaling = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
         for param, held in gradients.items():
@@ -277,18 +272,9 @@ class HeldParameters(ReleasedParameters):
 
         return take
 
-    def next_step(self) -> None:
-        """Lets each parameter be stepped once more."""
-        self._wants_norm, self._has_norm = self._has_norm, False
-        super().next_step()
-
-    def discard(self) -> None:
-        """Throws away the gradients in the host's memory, if ``step()`` has not been called."""
-        if self._of_step():
-            self.wait()
-        self._begin_anew(complete=False)
-
     def _begin_anew(self, *, complete: bool) -> None:
+        if self._has_gradients:
+            self._wants_norm, self._has_norm = self._has_norm, False
         super()._begin_anew(complete=complete)
         self._found = None
         self._throw_away()
@@ -300,7 +286,7 @@ class HeldParameters(ReleasedParameters):
     def end(self) -> None:
         """Ends the release; warns of gradients that are thrown away."""
         super().end()
-        if left := len(self._of_step()):
+        if left := len(self.held):
             warn_user(
                 f"remove() throws away the gradients of {left} parameters that backward() gave since the last "
                 "optimizer.step(); call optimizer.step() before",

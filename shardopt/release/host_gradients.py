@@ -111,7 +111,9 @@ class Staging:
         """
         numel = residency.CHUNK_BYTES // total.itemsize
         before: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
-        for index, (place, source) in enumerate(zip(total.split(numel), gradient.split(numel), strict=True)):
+        for index, (place, source) in enumerate(
+            zip(torch.split(total, numel), torch.split(gradient, numel), strict=True)
+        ):
             target = place if is_direct else self._slot(index % 2).view(source.dtype)[: source.numel()]
             now = place, target, begin_copy(target, source)
             if before is not None:

@@ -214,7 +214,8 @@ class ReleasedParameters:
 
     def discard(self) -> None:
         """Lets each parameter be stepped once more, without ``step()``: warns if some were, which cannot be undone."""
-        stepped = sum(parameter.stepped for parameter in self._parameters.values()) if self._has_gradients else 0
+        had_gradients = self._has_gradients
+        stepped = sum(parameter.stepped for parameter in self._parameters.values()) if had_gradients else 0
         self._begin_anew(complete=False)
         if stepped:
             warn_user(
@@ -223,7 +224,8 @@ class ReleasedParameters:
                 "detach() what a backward pass is not to train",
                 RuntimeWarning,
             )
-        self.wait()
+        if had_gradients:
+            self.wait()
 
     def _begin_anew(self, *, complete: bool) -> None:
         self.parts.next_step(complete=complete)
