@@ -176,7 +176,7 @@ def release_gradients(
     step, wait = Hook(released.step), Hook(released.wait)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
-    undo.callback(released.parts.remove)
+    undo.callback(released.parts.undo.close)
     if ordered is not None:
         undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
@@ -190,10 +190,12 @@ def release_gradients(
     for replica in buckets:
         undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
     if direct:
-        within = partial(_begin_within_replica, Hook(released.refuse_replica), direct)
+        within = partial(_begin_within_replica, Hook(released.check_replica))
         undo.callback(model.register_forward_pre_hook(within).remove)
     if isinstance(released, HeldParameters):
-        released.overlap_forward(model, undo)
+        from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
+
+        released.overlap = ForwardOverlap(model, released, undo)
     return GradientRelease(undo)
 
 
@@ -222,8 +224,8 @@ def _check(model: Module, params: list[Tensor]) -> None:
         )
 
 
-def _begin_within_replica(refuse: Hook, params: set[Tensor], model: Module, args: Any) -> None:
+def _begin_within_replica(check: Hook, model: Module, args: Any) -> None:
     """A forward pre-hook of the model, which must not run within a DDP that was not there, or not seen."""
     replica = DistributedDataParallel._active_ddp_module
-    if replica is not None and not params.isdisjoint(replica._module_parameters):
-        refuse()
+    if replica is not None:  # compiled code does not see more of this
+        check(replica)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
@@ -65,13 +63,8 @@ class HeldParameters(ReleasedParameters):
         self._make_room(held, likes)
         self._staging = Staging(pin=self._pin is not None)
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
+        self.overlap: object = None  # whose hooks do not keep it
         self._found: dict[torch.device, Tensor] | None = None  # what a loss scaler looked for in gradients of this step
-
-    def overlap_forward(self, model: Module, undo: ExitStack) -> None:
-        """Has what reads the model's parameters wait for their steps, until ``undo`` is closed."""
-        from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
-
-        self._overlap = ForwardOverlap(model, self, undo)  # its hooks do not keep it
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
@@ -207,14 +200,13 @@ class HeldParameters(ReleasedParameters):
 
         Args:
             inverse_scale: the factor: float32, of one element.
-            found: whether other gradients are not finite, per device of parameters: float32, of one element. Gets
+            found: by the device of parameters, whether gradients are not finite: float32, of this ``shape``. Learns
                 whether held ones are, on any rank that has parts of them.
-            shape: of what ``found`` gets.
+            shape: of one element.
             allow_fp16: whether gradients may be float16, which multiplied are rounded once more.
 
         Raises:
-            ValueError: gradients are float16 and must not be, as torch.amp.GradScaler refuses others. Nothing was
-                changed.
+            ValueError: gradients are float16, and must not be. Nothing was changed.
         """
         if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
             raise ValueError(

@@ -110,10 +110,9 @@ class Staging:
             is_direct: whether the gradient is copied to the sum; else to memory that is used again.
         """
         numel = residency.CHUNK_BYTES // total.itemsize
+        pieces = zip(torch.split(total, numel), torch.split(gradient, numel), strict=True)
         before: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
-        for index, (place, source) in enumerate(
-            zip(torch.split(total, numel), torch.split(gradient, numel), strict=True)
-        ):
+        for index, (place, source) in enumerate(pieces):
             target = place if is_direct else self._slot(index % 2).view(source.dtype)[: source.numel()]
             now = place, target, begin_copy(target, source)
             if before is not None:

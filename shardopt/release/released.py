@@ -200,13 +200,14 @@ class ReleasedParameters:
                 "batches on all ranks; leave join() out, or remove() the release"
             )
 
-    def refuse_replica(self) -> None:
-        """Raises RuntimeError: the model runs within a DDP that reduces gradients after they are stepped."""
-        raise RuntimeError(
-            "got a model that runs within DistributedDataParallel while gradients are released, expected the wrapped "
-            "model in release_gradients(): they would be stepped before they are reduced; pass the "
-            "DistributedDataParallel module"
-        )
+    def check_replica(self, replica: Any) -> None:
+        """Raises RuntimeError if the model runs within a DDP that reduces gradients after they are stepped."""
+        if not self.parts.params.isdisjoint(replica._module_parameters):
+            raise RuntimeError(
+                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
+                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
+                "DistributedDataParallel module"
+            )
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
