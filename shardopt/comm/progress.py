@@ -15,9 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt.comm.counter import Counter
 
-#: A gradient's address, and PyTorch's count of writes to it.
-_Written = tuple[int, int]
-
 
 class Progress:
     """Counts the backward passes of a step.
@@ -42,9 +39,10 @@ class Progress:
         self.done = 0  # passes of this step that are over
         self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
-        #: What PyTorch holds until the running pass ends or raises; None while none is running.
+        # What PyTorch holds until the running pass ends or raises; None while none is running.
         self._callback: weakref.ref[Callable[[], object]] | None = None
-        self._seen: dict[Parameter, _Written] = {}  # those with a gradient before the running pass, or after the last
+        # What _with_gradient found before the running pass, or after the last one.
+        self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
         model.register_forward_pre_hook(lambda *_: self._notice_failure())
 
@@ -76,7 +74,9 @@ class Progress:
             self._fail()
         if self.done or self._has_failed:
             if self._is_thrown_away():
-                self._reset()
+                self.done, self._has_failed = 0, False
+                for counter in self.counters:
+                    counter.reset()
             elif self._has_failed:
                 raise RuntimeError(
                     "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
@@ -146,8 +146,8 @@ class Progress:
         now = self._with_gradient()
         return any(now.get(param) != self._seen.get(param) for param in params)
 
-    def _with_gradient(self) -> dict[Parameter, _Written]:
-        """The parameters that have a gradient, and when that was written last."""
+    def _with_gradient(self) -> dict[Parameter, tuple[int, int]]:
+        """The parameters that have a gradient, with its address and PyTorch's count of writes to it."""
         grads = ((param, param.grad) for param in self._params.values())
         return {param: _written(grad) for param, grad in grads if grad is not None}
 
@@ -161,11 +161,6 @@ class Progress:
 
     def _is_thrown_away(self) -> bool:
         return all(param.grad is None for param in self._seen)
-
-    def _reset(self) -> None:
-        self.done, self._has_failed = 0, False
-        for counter in self.counters:
-            counter.reset()
 
     def is_behind(self, counter: Counter) -> bool:
         """Whether sums have nothing of the running pass."""
@@ -184,7 +179,7 @@ class Progress:
             )
 
 
-def _written(gradient: Tensor) -> _Written:
+def _written(gradient: Tensor) -> tuple[int, int]:
     local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor and its local tensor count apart
     return local.data_ptr(), local._version + gradient._version
 
