@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module
 
 import results
 from measuring import in_turn, on_ranks
@@ -57,7 +57,7 @@ def ways(elements: int) -> dict[str, Callable[[], object]]:
     }
     for wire in WIRES:
         for kind, passes in (("mid", 1 << 30), ("last", 1)):
-            progress = Progress([("weight", Parameter(torch.empty(0)))], passes * size, size)
+            progress = Progress(Module(), passes * size, size)
             reduction = Reduction(progress, Wire(wire, [(rows, ROW)]), group)  # type: ignore[arg-type]
             found[f"{wire}, {kind}"] = lambda reduction=reduction: reduction.push(gradient, out)
     return found

@@ -15,16 +15,10 @@ from shardopt.comm.progress import Progress, is_in_backward
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import Wire, WireFormat, rows_of
 from shardopt.kernels.autograd import without_autograd
+from shardopt.release.fsdp_groups import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-def groups_of(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that FSDP2 reduces together. PyTorch before 2.13 has one at most."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def mesh_of(group: Any) -> list[ProcessGroup]:
@@ -46,7 +40,7 @@ class FsdpReducer:
         self._summed: list[Any] = []  # the parameters in the sums
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
         if self._shards.size() == 1:  # FSDP2 leaves the reduce-scatter out
-            module.set_all_reduce_hook(self._take)
+            module.set_all_reduce_hook(lambda gradient: self(gradient, gradient, self._shards, None))
         module.set_gradient_divide_factor(1.0)  # the mean is taken here
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -66,14 +60,9 @@ class FsdpReducer:
         """
         self._progress.begin()
         chunks = input_tensor.view(group.size(), -1)
-        params = self._params()
+        params = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
         if self._sums is None or self._sums.wire.numel != chunks.shape[1] or params != self._summed:
-            if params != self._summed and self._sums is not None and self._progress.first:
-                raise RuntimeError(
-                    f"{self._name!r}: got other trained parameters than in the step's first backward pass, expected "
-                    "the same ones in all of its passes; change requires_grad between steps only"
-                )
-            self._sums, self._summed = self._new_sums(chunks.shape[1]), params
+            self._sums, self._summed = self._new_sums(params, chunks.shape[1]), params
         if not self._progress.is_behind(self._sums.counter):
             raise RuntimeError(
                 f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
@@ -91,32 +80,26 @@ class FsdpReducer:
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
-    def _take(self, gradient: Tensor) -> None:
-        """Replaces one rank's gradient."""
-        self(gradient, gradient, self._shards, None)
-
-    def _params(self) -> list[Any]:
-        """FSDP2's parameters that have gradients."""
-        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
-
-    def _parts(self) -> list[tuple[int, int]]:
-        """Rows, and elements per row, that a rank's chunk has of each parameter."""
-        size = self._shards.size()
+    def _new_sums(self, params: list[Any], numel: int) -> Reduction:
+        """Sums of the gradients of FSDP2's parameters, of which a rank's chunk has so many elements."""
+        is_late = self._sums is not None and self._progress.first > 0
+        if is_late and params != self._summed:
+            raise RuntimeError(
+                f"{self._name!r}: got other trained parameters than in the step's first backward pass, expected the "
+                "same ones in all of its passes; change requires_grad between steps only"
+            )
         parts = []
-        for param in self._params():
+        for param in params:
             shape, dim = list(param._orig_size), param.fsdp_placement.dim
             if dim != 0 and self._format == "e4m3":
                 raise ValueError(
                     f"{self._name!r}: got a parameter sharded along dim {dim} and wire='e4m3', expected dim 0: its "
                     "blocks of 128 would be others on each number of ranks; use wire='bf16'"
                 )
-            shape[dim] = -(-shape[dim] // size)
+            shape[dim] = -(-shape[dim] // self._shards.size())
             parts.append(rows_of(shape))
-        return parts
-
-    def _new_sums(self, numel: int) -> Reduction:
-        wire = Wire(self._format, self._parts())
-        if wire.numel != numel or (self._sums is not None and self._progress.first):
+        wire = Wire(self._format, parts)
+        if wire.numel != numel or is_late:
             raise RuntimeError(
                 f"{self._name!r}: got gradients of {numel} elements per rank, expected {wire.numel}: a parameter had "
                 "none in this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params "
@@ -135,7 +118,7 @@ class FsdpReducer:
         if self._replicas is not None:
             dist.all_reduce(out, group=self._replicas)
         start = 0
-        for param, (rows, row_numel) in zip(self._params(), self._parts(), strict=True):
+        for param, (rows, row_numel) in zip(self._summed, sums.wire.parts, strict=True):
             mean = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride, start)
             start += rows * row_numel
             if param.sharded_param.grad is not None:  # zeros since an earlier pass

@@ -13,11 +13,12 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
-from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, groups_of, mesh_of
-from shardopt.comm.progress import Progress, progress_of
+from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, mesh_of
+from shardopt.comm.progress import Progress, progresses_of
 from shardopt.comm.reduction import PlainReducer
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
+from shardopt.release.fsdp_groups import groups_of
 from shardopt.sharding.exchange import RanksExchange, device_of
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
             f"got micro_batches={micro_batches} on {ranks} ranks, expected a multiple of {ranks}, as all ranks take "
             "equally many; change one of the numbers"
         )
-    if progress_of(list(model.parameters())) is not None:
+    if any(progresses_of(model.parameters())):
         raise RuntimeError(
             "got a model whose gradients are ordered already, expected one call of ordered_gradients; leave the second "
             "call out"
         )
-    progress = Progress(model.named_parameters(), micro_batches, ranks)
+    progress = Progress(model, micro_batches, ranks)
     if sharded:
         for name, module in sharded.items():
             FsdpReducer(name, module, progress, wire)
@@ -80,7 +81,6 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
             DdpReducer(replica, progress, wire)
     else:
         PlainReducer(model, progress, wire)
-    progress.watch(model)
 
 
 def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], list[DistributedDataParallel]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt.comm.counter import Counter
-from shardopt.report.memory import keepers_of_sums
-
-#: A gradient's address, and PyTorch's count of writes to it.
-_Written = tuple[int, int]
 
 
 class Progress:
     """Counts the backward passes of a step.
 
     Args:
-        params: the model's parameters, as an optimizer has them, by name.
+        model: the model, whose next forward pass notices that a backward pass raised.
         micro_batches: per step, over all ranks.
         ranks: the number of ranks.
 
@@ -33,20 +29,22 @@ class Progress:
         at_end: called when a backward pass is over, and PyTorch has done with it.
     """
 
-    def __init__(self, params: Iterable[tuple[str, Parameter]], micro_batches: int, ranks: int) -> None:
-        self._params = {name: param for name, param in params if param.numel()}
+    def __init__(self, model: Module, micro_batches: int, ranks: int) -> None:
+        self._params = {name: param for name, param in model.named_parameters() if param.numel()}
         self.micro_batches, self.ranks = micro_batches, ranks
         self.passes = micro_batches // ranks
         self.counters: weakref.WeakSet[Counter] = weakref.WeakSet()
         self.at_end: list[Callable[[], object]] = []
         self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
-        self._is_running = self._has_failed = False
+        self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
-        self._callback: Callable[[], object] = lambda: None  # a reference to what PyTorch holds until its end
-        self._seen: dict[Parameter, _Written] = {}  # those with a gradient before the running pass, or after the last
+        # What PyTorch holds until the running pass ends or raises; None while none is running.
+        self._callback: weakref.ref[Callable[[], object]] | None = None
+        # What _with_gradient found before the running pass, or after the last one.
+        self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
-        keepers_of_sums.add(self)
+        model.register_forward_pre_hook(lambda *_: self._notice_failure())
 
     @property
     def first(self) -> int:
@@ -58,12 +56,9 @@ class Progress:
         """Whether the running backward pass is the step's last one."""
         return self.done == self.passes - 1
 
-    def watch(self, model: Module) -> None:
-        """Has the model's next forward pass notice that a backward pass raised."""
-        model.register_forward_pre_hook(lambda *_: self._notice_failure())
-
     def _notice_failure(self) -> None:
-        if self._is_running and not is_in_backward() and self._callback() is None:  # not in another thread, either
+        callback = self._callback
+        if callback is not None and not is_in_backward() and callback() is None:  # not in another thread, either
             self._fail()
 
     def begin(self) -> None:
@@ -72,14 +67,16 @@ class Progress:
         Raises:
             RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.
         """
-        task = torch._C._current_graph_task_id()
-        if self._is_running:
-            if task in (-1, self._task) or self._callback() is not None:
+        task, callback = torch._C._current_graph_task_id(), self._callback
+        if callback is not None:
+            if task in (-1, self._task) or callback() is not None:
                 return  # the running pass, or one within it
             self._fail()
         if self.done or self._has_failed:
             if self._is_thrown_away():
-                self._reset()
+                self.done, self._has_failed = 0, False
+                for counter in self.counters:
+                    counter.reset()
             elif self._has_failed:
                 raise RuntimeError(
                     "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
@@ -105,17 +102,17 @@ class Progress:
                         "expected a parameter without such a hook, which would see gradients before all micro-batches "
                         "are in them; remove the hook"
                     )
-        self._is_running, self._task = True, task
+        self._task = task
         self._seen = self._with_gradient()
         end = partial(_queue, self._end)  # behind those of DDP and FSDP2
         self._callback = weakref.ref(end)
         _queue(end)
 
     def _end(self) -> None:
-        if not self._is_running:
+        if self._callback is None:
             return
         if all(map(self.is_behind, self.counters)) and not self.has_changed(self._params.values()):
-            self._is_running = False  # nothing was accumulated, as by torch.autograd.grad
+            self._callback = None  # nothing was accumulated, as by torch.autograd.grad
             return
         is_last = self.is_last
         try:
@@ -132,7 +129,7 @@ class Progress:
             self._fail()
             raise
         self.done += 1
-        self._is_running = False
+        self._callback = None
         for call in self._after_last if is_last else ():
             call()
 
@@ -142,15 +139,15 @@ class Progress:
         return partial(self._after_last.remove, call)
 
     def _fail(self) -> None:
-        self._is_running, self._has_failed, self._seen = False, True, self._with_gradient()
+        self._callback, self._has_failed, self._seen = None, True, self._with_gradient()
 
     def has_changed(self, params: Iterable[Parameter]) -> bool:
         """Whether the running pass has written to a parameter's gradient."""
         now = self._with_gradient()
         return any(now.get(param) != self._seen.get(param) for param in params)
 
-    def _with_gradient(self) -> dict[Parameter, _Written]:
-        """The parameters that have a gradient, and when that was written last."""
+    def _with_gradient(self) -> dict[Parameter, tuple[int, int]]:
+        """The parameters that have a gradient, with its address and PyTorch's count of writes to it."""
         grads = ((param, param.grad) for param in self._params.values())
         return {param: _written(grad) for param, grad in grads if grad is not None}
 
@@ -165,24 +162,9 @@ class Progress:
     def _is_thrown_away(self) -> bool:
         return all(param.grad is None for param in self._seen)
 
-    def _reset(self) -> None:
-        self.done, self._has_failed = 0, False
-        for counter in self.counters:
-            counter.reset()
-
     def is_behind(self, counter: Counter) -> bool:
         """Whether sums have nothing of the running pass."""
         return counter.next <= self.first
-
-    def has_any(self, params: Iterable[Tensor]) -> bool:
-        ids = set(map(id, self._params.values()))
-        return any(id(param) in ids for param in params)
-
-    def sums_of(self, params: Container[int]) -> Iterator[Tensor]:
-        """See :class:`shardopt.report.memory.KeepsSums`."""
-        if any(id(param) in params for param in self._params.values()):
-            for counter in self.counters:
-                yield from counter.tensors
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
@@ -190,14 +172,14 @@ class Progress:
         if self.done in (0, self.passes) and not self._has_failed:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if not self._is_thrown_away() and self.has_any(params):
+        if not self._is_thrown_away() and self in progresses_of(params):
             raise RuntimeError(
                 f"got step() after {self.done} of {self.passes} backward passes, expected step() after all of its "
                 f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw their gradients away"
             )
 
 
-def _written(gradient: Tensor) -> _Written:
+def _written(gradient: Tensor) -> tuple[int, int]:
     local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor and its local tensor count apart
     return local.data_ptr(), local._version + gradient._version
 
@@ -213,9 +195,10 @@ def _queue(callback: Any) -> None:
 _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-def progress_of(params: Sequence[Tensor]) -> Progress | None:
-    """Who counts passes of one of the parameters already; None for nobody."""
-    return next((progress for progress in _all if progress.has_any(params)), None)
+def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:
+    """Those who count passes of one of the parameters."""
+    ids = set(map(id, params))
+    return (progress for progress in _all if not ids.isdisjoint(map(id, progress._params.values())))
 
 
 def _check_step(optimizer: Optimizer, *_: Any) -> None:

@@ -30,7 +30,7 @@ class Wire:
     """
 
     def __init__(self, wire: WireFormat, parts: Sequence[tuple[int, int]]) -> None:
-        self._wire, self._parts = wire, parts
+        self._wire, self.parts = wire, parts
         self._numels = [rows * row_numel for rows, row_numel in parts]
         self._bytes = [
             4 * rows * row_numel if row_numel < BLOCK else rows * (row_numel + -(-row_numel // BLOCK))
@@ -47,14 +47,14 @@ class Wire:
             )
         if self._wire != "e4m3":
             return chunks.bfloat16() if self._wire == "bf16" else chunks
-        pieces = zip(chunks.split_with_sizes(self._numels, 1), self._parts, strict=True)
+        pieces = zip(chunks.split_with_sizes(self._numels, 1), self.parts, strict=True)
         return torch.cat([_encoded(x.float().reshape(len(x), *part)) for x, part in pieces], 1)
 
     def decode(self, term: Tensor) -> Tensor:
         """A chunk's floats, from its part of a message."""
         if self._wire != "e4m3":
             return term
-        pieces = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
+        pieces = zip(term.split_with_sizes(self._bytes), self.parts, strict=True)
         return torch.cat([_decoded(x, *part) for x, part in pieces])
 
 

@@ -7,6 +7,7 @@ too: a communication hook frees it as soon as its bucket is complete, if the par
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
     try:
         if replica._comm_hooks:
             raise RuntimeError("a communication hook is registered")
-        replica.register_comm_hook(hook, _reduce)
+        replica.register_comm_hook(hook, lambda hook, bucket: hook.reduce(bucket))
     except RuntimeError as error:
         raise RuntimeError(
             "got DistributedDataParallel with a communication hook (mixed_precision registers one, too), expected "
@@ -85,16 +86,14 @@ class BucketHook:
                     param.grad = gradient  # its place in the bucket, where it was copied to: frees the other one
                     self._moved.add(param)
             if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
-                Variable._execution_engine.queue_callback(self._end)
+                # DDP waits for buckets, and finds out what was used on any rank, in a callback that it queues later.
+                queue = Variable._execution_engine.queue_callback
+                queue(partial(queue, self._step))
         # As DDP divides: by a multiplication, before the sum.
         buffer = bucket.buffer().mul_(1.0 / self._group.size())
         reducing = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced
-
-    def _end(self) -> None:
-        # DDP waits for the buckets, and finds out what was used on any rank, in a callback that it queues after this.
-        Variable._execution_engine.queue_callback(self._step)
 
     def _step(self) -> None:
         for param, step in self._steps.items():
@@ -104,7 +103,3 @@ class BucketHook:
             if param.grad is not None and not self._has_views:
                 param.grad = param.grad.clone()  # it waits for more, and DDP wants it beside the bucket again
         self._moved.clear()
-
-
-def _reduce(state: BucketHook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    return state.reduce(bucket)

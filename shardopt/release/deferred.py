@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from threading import Lock
+from threading import RLock
 from weakref import WeakSet
 
 import torch
@@ -13,18 +13,25 @@ import torch
 #: Steps that may be under way, unless asked for more: each keeps its gradient.
 MOST_WAITING = 4
 
-
 _all: WeakSet[DeferredSteps] = WeakSet()
 
 
 def _before_fork() -> None:
+    """Waits until no step is in flight: a forked child gets the parameters, and not the thread that steps them."""
     for steps in tuple(_all):
-        steps.before_fork()
+        for step in steps.unfinished:  # submit() and wait() replace the list
+            step.wait()
+            step.taken.done()  # once the thread has let go of the future's lock
 
 
 def _after_fork() -> None:
+    """Has the next step in a forked child start a thread."""
     for steps in tuple(_all):
-        steps.after_fork()
+        steps.restart()
+        for step in steps.unfinished:
+            if not step.taken.done():  # another thread has submitted it since
+                error = "got a fork while a step was in flight, expected none; call optimizer.synchronize() before it"
+                step.taken.set_exception(RuntimeError(error))
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
@@ -41,9 +48,7 @@ class DeferredStep:
 
     def __init__(self, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
         self.taken: Future[None] = Future()
-        self._work = work
-        self._keeps = keeps
-        self._stream = stream
+        self._work, self._keeps, self._stream = work, keeps, stream
         self._ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._back: torch.cuda.Event | None = None
 
@@ -64,12 +69,8 @@ class DeferredStep:
             self.taken.set_result(None)
 
     def wait(self) -> None:
-        """Waits until the parameter is as it should be, whatever stream reads it then.
-
-        Raises:
-            Exception: what the step raised.
-        """
-        self.taken.result()
+        """Waits until the parameter is as it should be, whatever stream reads it then, or the step has raised."""
+        wait([self.taken])
         if self._back is not None:
             self._back.synchronize()
 
@@ -85,28 +86,15 @@ class DeferredSteps:
 
     def __init__(self, most_waiting: int) -> None:
         self._most_waiting = most_waiting
-        self._unfinished: list[DeferredStep] = []
+        self.unfinished: list[DeferredStep] = []
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}  # two per device
-        self._restart()
+        self.restart()
         _all.add(self)
 
-    def _restart(self) -> None:
-        self._lock = Lock()  # the backward pass has a thread per device
+    def restart(self) -> None:
+        """Has the next step start a thread."""
+        self._lock = RLock()  # the backward pass has a thread per device
         self._thread: ThreadPoolExecutor | None = None
-
-    def before_fork(self) -> None:
-        """Waits until no step is in flight: a forked child gets the parameters, and not the thread that steps them."""
-        for step in self._unfinished:  # submit() and wait() replace the list
-            wait([step.taken])
-            step.taken.done()  # once the thread has let go of the future's lock
-
-    def after_fork(self) -> None:
-        """Has the next step in a forked child start a thread."""
-        self._restart()
-        for step in self._unfinished:
-            if not step.taken.done():  # another thread has submitted it since
-                error = "got a fork while a step was in flight, expected none; call optimizer.synchronize() before it"
-                step.taken.set_exception(RuntimeError(error))
 
     def submit(
         self,
@@ -114,8 +102,7 @@ class DeferredSteps:
         number: int,
         work: Callable[[], None],
         keeps: object,
-        *,
-        keeps_gradient: bool = True,
+        keeps_gradient: bool,
     ) -> DeferredStep:
         """Has a step taken.
 
@@ -130,10 +117,11 @@ class DeferredSteps:
             Exception: an earlier step raised the exception, and ``keeps_gradient``; the new step is not taken.
         """
         with self._lock:
-            self._let_go(raises=keeps_gradient)
-            while keeps_gradient and len(self._unfinished) >= self._most_waiting:
-                wait([step.taken for step in self._unfinished], return_when=FIRST_COMPLETED)
-                self._let_go()
+            if keeps_gradient:
+                self.check()
+            while keeps_gradient and len(self.unfinished) >= self._most_waiting:
+                wait([step.taken for step in self.unfinished], return_when=FIRST_COMPLETED)
+                self.check()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
             # A step waits in its stream for its copies back, which the next one in the other stream need not wait for.
@@ -141,7 +129,7 @@ class DeferredSteps:
             if device.type == "cuda" and place not in self._streams:
                 self._streams[place] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             step = DeferredStep(work, keeps, self._streams.get(place))
-            self._unfinished.append(step)
+            self.unfinished.append(step)
             try:
                 self._thread.submit(step.take)
             except (RuntimeError, MemoryError):  # no thread could be started, or the interpreter ends
@@ -150,20 +138,16 @@ class DeferredSteps:
             return step
 
     def wait(self) -> None:
-        """Waits until all are done; what is computed next sees them.
-
-        Raises:
-            Exception: what a step raised.
-        """
+        """Waits until all are done; what is computed next sees them. :meth:`check` raises what they raised."""
         with self._lock:
-            wait([step.taken for step in self._unfinished])
+            wait([step.taken for step in self.unfinished])
             for (device, _), stream in self._streams.items():
                 torch.cuda.current_stream(device).wait_stream(stream)
-            self._let_go()
 
-    def _let_go(self, *, raises: bool = True) -> None:
-        """Forgets steps that are done; unless it ``raises``, those that raised stay for the next call that does."""
-        done = [step for step in self._unfinished if step.taken.done() and (raises or not step.taken.exception())]
-        self._unfinished = [step for step in self._unfinished if step not in done]
+    def check(self) -> None:
+        """Forgets steps that are done, and raises what one of them raised."""
+        with self._lock:
+            done = [step for step in self.unfinished if step.taken.done()]
+            self.unfinished = [step for step in self.unfinished if step not in done]
         for step in done:
             step.taken.result()

@@ -8,9 +8,9 @@ themselves. An output layer's parameters, which are stepped last, are then not w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
@@ -18,84 +18,59 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
 from shardopt.release.fsdp_groups import fsdp_groups
-from shardopt.release.released import Weakly
+from shardopt.release.released import Hook
+
+if TYPE_CHECKING:
+    from shardopt.release.held import HeldParameters
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
 
 
 class ForwardOverlap:
-    """Has whatever reads a model's parameters wait for their steps, until :meth:`remove`.
-
-    Copies of the model are another one: they do not wait.
+    """Has whatever reads a model's parameters wait for their steps.
 
     Args:
-        model: the wrapped model; None for what a pickled one becomes, which does nothing.
+        model: the wrapped model. Copies of it do not wait.
         released: takes the steps.
-        params: those that it has, of the model's.
+        undo: removes the hooks when it is closed.
     """
 
-    def __init__(
-        self, model: Module | None = None, released: Weakly | None = None, params: Iterable[Tensor] = ()
-    ) -> None:
-        self._model = model
-        self._released = released or Weakly()
-        self._params = set(params)
-        self._readers: dict[Module, list[Tensor]] = {}
-        self._readers_inside: dict[Module, dict[Tensor, list[Module]]] = {}  # by the modules around them
+    def __init__(self, model: Module, released: HeldParameters, undo: ExitStack) -> None:
+        _let_compiled_code_see_hooks()
+        self._model, self._released = model, released
         self._called: set[Module] = set()  # readers, by the last forward pass of training
         self._calling: set[Module] = set()  # the same of this forward pass, so far
-        self._undo: list[Callable[[], object]] = []
-        if model is not None:
-            self._hook_into(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardOverlap:
-        return self  # it looks at the module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardOverlap, ()
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-
-    def _hook_into(self, model: Module) -> None:
-        _let_compiled_code_see_hooks()
         gathered: set[Tensor] = set()
+        wait_for, begin = Hook(released.wait_for), Hook(self._begin)
         for group in fsdp_groups(model):
-            group.before_gather.append(self._wait_for)
-            self._undo.append(partial(group.before_gather.remove, self._wait_for))
+            group.before_gather.append(wait_for)
+            undo.callback(group.before_gather.remove, wait_for)
             gathered.update(group.params)
-        self._readers = readers(model, self._params - gathered)
+        self._readers, self._layers = readers(model, set(released.params) - gathered)
+        self._owners: dict[Tensor, list[Module]] = {}  # the readers that have a parameter themselves
         for module in self._readers:
-            self._readers_inside[module] = _readers_inside(module, self._readers)
-            self._undo.append(module.register_forward_pre_hook(self.begin, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(self.end).remove)
+            for param in module.parameters(recurse=False):
+                self._owners.setdefault(param, []).append(module)
+            undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+        undo.callback(model.register_forward_hook(Hook(self._end)).remove)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, module: Module, args: Any) -> None:
+    def _begin(self, module: Module, args: Any) -> None:
         """A forward pre-hook of what reads parameters."""
         if module is self._model:
             self._calling = set()
         self._calling.add(module)
-        params, inside = self._readers.get(module, ()), self._readers_inside.get(module, {})
-        if torch.is_grad_enabled():  # otherwise nothing would notice a module's parameters read without a call
-            params = [p for p in params if p not in inside or not self._called.issuperset(inside[p])]
-        self._wait_for(params)
+        params, owners, called = self._readers[module], self._owners, self._called
+        # In evaluation nothing would notice a module's parameters read without a call.
+        if torch.is_grad_enabled() and module not in self._layers:
+            params = [p for p in params if module in owners[p] or not called.issuperset(owners[p])]
+        self._released.wait_for(params)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end(self, module: Module, args: Any, output: Any) -> None:
+    def _end(self, module: Module, args: Any, output: Any) -> None:
         """A forward hook of the model."""
-        if module is self._model and (released := self._released()):
-            released.end_forward()
-            if torch.is_grad_enabled():
-                self._called = self._calling
-
-    def _wait_for(self, params: Iterable[Tensor]) -> None:
-        if released := self._released():
-            released.wait_for(param for param in params if param in self._params)
+        self._released.end_forward()
+        if torch.is_grad_enabled():
+            self._called = self._calling
 
 
 def _let_compiled_code_see_hooks() -> None:
@@ -108,21 +83,13 @@ def _let_compiled_code_see_hooks() -> None:
         torch.compiler.reset()
 
 
-def _readers_inside(module: Module, readers: Collection[Module]) -> dict[Tensor, list[Module]]:
-    """The readers within a module by parameters that are theirs, and not the module's own."""
-    readers_of: dict[Tensor, list[Module]] = {}
-    own: set[Tensor] = set(module.parameters(recurse=False))
-    for inner in module.modules():
-        if inner is not module and inner in readers:
-            for param in inner.parameters(recurse=False):
-                if param not in own:
-                    readers_of.setdefault(param, []).append(inner)
-    return readers_of
+def readers(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
+    """The modules that are to wait when they are called, and the parameters for which; and which of them are layers.
 
-
-def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tensor]]:
-    """The modules that are to wait when they are called, and the parameters for which; one may have several readers."""
+    One parameter may have several readers.
+    """
     params_by_reader: dict[Module, list[Tensor]] = {}
+    layers: set[Module] = set()
 
     def walk(module: Module) -> list[Tensor]:
         """Returns the parameters that are in no layer, which the modules around may read, too."""
@@ -130,10 +97,11 @@ def readers(model: Module, params: Collection[Tensor]) -> dict[Module, list[Tens
         for child in module.children():
             if isinstance(module, _CONTAINERS) and not isinstance(child, _NO_LAYERS):
                 params_by_reader[child] = [param for param in child.parameters() if param in params]
+                layers.add(child)
             else:
                 outside_layers += walk(child)
         params_by_reader[module] = outside_layers
         return outside_layers
 
     walk(model)
-    return {module: params_read for module, params_read in params_by_reader.items() if params_read}
+    return {module: params_read for module, params_read in params_by_reader.items() if params_read}, layers

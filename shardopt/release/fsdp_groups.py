@@ -73,12 +73,18 @@ class FsdpGroup:
         self._post_backward(*unused)
 
 
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters of a module of fully_shard. PyTorch before 2.13 has one at most."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
 def fsdp_groups(model: Module) -> Iterator[FsdpGroup]:
     """The groups of a model; none where fully_shard was not called."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is one of fully_shard
     if fsdp is None:
         return
-    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)}
-    for state in states:
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-            yield getattr(group, "_shardopt", None) or FsdpGroup(group)
+    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    for group in dict.fromkeys(group for module in modules for group in groups_of(module)):  # several may share one
+        yield getattr(group, "_shardopt", None) or FsdpGroup(group)

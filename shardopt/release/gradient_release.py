@@ -7,10 +7,9 @@ hook: see :mod:`shardopt.release.ddp_buckets`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -22,44 +21,31 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
 from shardopt.release.held import HeldParameters
-from shardopt.release.parts import GradientParts
-from shardopt.release.released import ReleasedParameters, Weakly
+from shardopt.release.released import Hook, ReleasedParameters
 from shardopt.state.options import is_whole
-
-if TYPE_CHECKING:
-    from shardopt.comm.progress import Progress
 
 
 class GradientRelease:
     """A release of gradients, made by :func:`release_gradients`; ends by :meth:`remove`, or as a context manager.
 
     Args:
-        optimizer: the optimizer, whose gradients are released.
-        undo: functions that remove the hooks.
+        undo: ends it when it is closed.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, undo: Sequence[Callable[[], object]]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
-        self._active = True
 
     def remove(self) -> None:
         """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step.
 
         Gradients that are held in the host's memory are thrown away, with a warning: call ``optimizer.step()`` before.
         """
-        if self._active:
-            self._active = False
-            for undo in self._undo:
-                undo()
-            self._optimizer._internals.end_release()
+        self._undo.close()
 
     def __enter__(self) -> GradientRelease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -76,8 +62,7 @@ def release_gradients(
 
     So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
     pass ends). DDP keeps its buckets, which hold all gradients: with it parameters are stepped at the end of the
-    backward pass, and what is saved is the gradients beside the buckets, as by ``gradient_as_bucket_view=True``;
-    without that option, gradients of parameters that are not contiguous stay beside them.
+    backward pass, and what is saved is the gradients beside the buckets, if they are contiguous.
     Parameters and state are those of ordinary steps, bit for bit, and the loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)
@@ -87,17 +72,16 @@ def release_gradients(
             schedule.step()
             optimizer.zero_grad()  # finds nothing
 
-    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass: up to
-    ``waiting_gradients`` at a time, each of which keeps its gradient (with FSDP2, that of its unit).
-    ``optimizer.step()`` waits for the last steps.
+    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass, and
+    ``optimizer.step()`` waits for the last ones.
 
     With ``overlap_forward`` nothing is stepped in the backward pass, so that gradients may be clipped by their norm, or
-    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete (up to
-    ``waiting_gradients`` are on their way), the CPU adds up those of several micro-batches there, in float32, and their
-    squares. ``optimizer.step()`` has the steps taken in the other thread, and does not wait: what reads parameters in
-    the next forward pass waits for their own steps. That is FSDP2 where it gathers them, the layers of other models
-    (elements of ``ModuleList`` or ``Sequential``) and modules around them when they are called (a head by itself, if
-    the last pass of training has called it), ``state_dict``, ``load_state_dict`` and :mod:`shardopt.checkpoint`::
+    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete, the CPU adds
+    up those of several micro-batches there, in float32, and ``optimizer.step()`` has the steps taken in the other
+    thread, without waiting. What reads parameters in the next forward pass waits for their own steps: FSDP2 where it
+    gathers them, the layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
+    they are called (a head by itself, if the last pass of training has called it), ``state_dict``, ``load_state_dict``
+    and :mod:`shardopt.checkpoint`::
 
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
         for batches in steps:
@@ -111,43 +95,34 @@ def release_gradients(
     ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
-    before. ``param.grad`` is None after the backward pass: ``torch.nn.utils.clip_grad_norm_`` finds no gradients,
-    returns 0 and *does nothing*. Gradients of parameters that are not offloaded stay in ``param.grad`` until
-    ``step()``, which steps these parameters at once.
-    With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay on the device, and
-    gradients go to the host after the last one: leave ``micro_batches`` out here.
+    before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
+    parameters at once. With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay
+    on the device, and gradients go to the host after the last one: leave ``micro_batches`` out here.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
 
-    Several backward passes per step need ``micro_batches``: each parameter is stepped, or its gradient complete, in the
-    pass that brings this number of gradients. A parameter that got fewer is stepped by ``optimizer.step()``; one more
-    raises. Passes that are not reduced (``no_sync`` of DDP, ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
+    Several backward passes per step need ``micro_batches``. A parameter that got fewer gradients is stepped by
+    ``optimizer.step()``; one more raises. Passes that are not reduced (``no_sync`` of DDP,
+    ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
 
-    Without ``overlap_forward`` gradient release excludes:
-
-    - The norm of all gradients: ``torch.nn.utils.clip_grad_norm_`` finds none, returns 0 and *does nothing*, which
-      cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work as ever.
-    - A scaled loss: ``GradScaler.step`` raises. Use bfloat16.
-    - Closures.
-
-    And always: ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over
-    all parameters, FSDP1, and ZeroRedundancyOptimizer.
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*, which cannot be noticed from
+    here. Hooks on single gradients (``Tensor.register_hook``) work. Without ``overlap_forward`` gradient release
+    excludes all clipping by the norm, closures, and a scaled loss: ``GradScaler.step`` raises. Always excluded are
+    ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over all
+    parameters, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
     such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
-    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer begins anew
-    as well. FSDP2 and DDP have rules of their own after exceptions: FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13),
-    DDP cannot go on.
+    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer does so as
+    well. FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
 
     Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
     gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
     are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
     forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
-    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients. FSDP2 itself loses
-    parts of the gradient of a module that has ``fully_shard`` of its own and runs in several reentrant checkpoints of
-    one pass.
+    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -179,68 +154,58 @@ def release_gradients(
     for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
         if not is_whole(value) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
-    _refuse_fsdp1(model)
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
-    _check(params)
+    _check(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    ordered = _ordered(params)
+    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    ordered = None if progress is None else next(progress.progresses_of(params), None)
     if ordered is not None and not overlap_forward:
         raise RuntimeError(
             "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected one "
             "without, or overlap_forward=True, which leaves steps to optimizer.step(); pass overlap_forward=True"
         )
-    buckets = {
-        replica: bucket_hook(replica)
-        for replica in (replicas if ordered is None else ())
-        if any(reduced.get(param) is replica for param in params)
-    }
+    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced and ordered is None)
+    buckets = {replica: bucket_hook(replica) for replica in reducing}
     direct: set[Tensor] = {param for param in params if param not in reduced}
-    parts = GradientParts()
     kind = HeldParameters if overlap_forward else ReleasedParameters
-    released = kind(optimizer, params, parts, waiting_gradients, micro_batches)
+    released = kind(optimizer, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
-    parts.watch(model, direct)
-    hooks = Weakly(released)
-    undo: list[Callable[[], object]] = [parts.remove]
+    released.parts.watch(model, direct)
+    step, wait = Hook(released.step), Hook(released.wait)
+    undo = ExitStack()
+    undo.callback(optimizer._internals.end_release)
+    undo.callback(released.parts.undo.close)
     if ordered is not None:
-        undo.append(ordered.call_after_last(partial(_take, hooks, params)))
+        undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
-        undo.append(module.register_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
-        undo.append(module.register_load_state_dict_pre_hook(hooks.wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
     for param in params if ordered is None else ():
         if param in reduced:
-            undo.append(buckets[reduced[param]].add(param, hooks.step))
+            undo.callback(buckets[reduced[param]].add(param, step))
         else:
-            hook = param.register_post_accumulate_grad_hook(hooks.step)  # type: ignore[no-untyped-call]
-            undo.append(hook.remove)
+            undo.callback(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
     for replica in buckets:
-        undo.append(replica.register_forward_pre_hook(partial(_check_forward, hooks)).remove)
+        undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
     if direct:
-        undo.append(model.register_forward_pre_hook(_RefuseReplica(hooks, direct)).remove)
-    if overlap_forward:
+        within = partial(_begin_within_replica, Hook(released.check_replica))
+        undo.callback(model.register_forward_pre_hook(within).remove)
+    if isinstance(released, HeldParameters):
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
-        undo.append(ForwardOverlap(model, hooks, params).remove)
-    return GradientRelease(optimizer, undo)
+        released.overlap = ForwardOverlap(model, released, undo)
+    return GradientRelease(undo)
 
 
-def _ordered(params: Sequence[Tensor]) -> Progress | None:
-    """The progress of ordered_gradients in a model; None where they are not ordered."""
-    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
-    found: Progress | None = None if progress is None else progress.progress_of(params)
-    return found
-
-
-def _take(hooks: Weakly, params: Sequence[Tensor]) -> None:
-    """Takes all gradients of a backward pass that is over."""
-    for param in params:
-        if param.grad is not None:
-            hooks.step(param)
-
-
-def _check(params: list[Tensor]) -> None:
+def _check(model: Module, params: list[Tensor]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise RuntimeError(
+            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
+            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+        )
     if not params:
         raise ValueError(
             "got an optimizer that has no trained parameter of the model, expected its own; make the optimizer after "
@@ -259,42 +224,8 @@ def _check(params: list[Tensor]) -> None:
         )
 
 
-def _refuse_fsdp1(model: Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        raise RuntimeError(
-            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
-            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
-        )
-
-
-def _check_forward(hooks: Weakly, replica: Any, args: Any) -> None:
-    """A forward pre-hook of DDP, which decides there what the backward pass does."""
-    released = hooks()
-    if isinstance(released, HeldParameters):
-        released.wait_for_gradients()  # those on their way to the host are places in DDP's buckets
-    if released is not None and replica._join_config.enable:
-        raise RuntimeError(
-            "got join() of DistributedDataParallel while gradients are released, expected the same number of batches "
-            "on all ranks; leave join() out, or remove() the release"
-        )
-
-
-class _RefuseReplica:
-    """A forward pre-hook of the model: it must not run within a DDP that was not there, or not seen, at the release."""
-
-    def __init__(self, released: Weakly, params: set[Tensor]) -> None:
-        self._released, self._params = released, params
-        self._checked: object = None
-
-    def __call__(self, model: Module, args: Any) -> None:
-        replica = DistributedDataParallel._active_ddp_module
-        if replica is None or replica is self._checked or self._released() is None:
-            return
-        if any(param in self._params for param in replica._module_parameters):
-            raise RuntimeError(
-                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
-                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
-                "DistributedDataParallel module"
-            )
-        self._checked = replica
+def _begin_within_replica(check: Hook, model: Module, args: Any) -> None:
+    """A forward pre-hook of the model, which must not run within a DDP that was not there, or not seen."""
+    replica = DistributedDataParallel._active_ddp_module
+    if replica is not None:  # compiled code does not see more of this
+        check(replica)

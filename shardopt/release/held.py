@@ -6,25 +6,23 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
-from shardopt.kernels.norms import take_pass
-from shardopt.layout import Exchange, Shard, shard_of
+from shardopt.layout import Counted, Exchange, shard_of
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.release.host_gradients import HostGradient, Staging, memory_for, no_shares
+from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.loss_scaling import follow_loss_scalers
-from shardopt.release.parts import GradientParts
-from shardopt.release.released import ReleasedParameters, demand_no_raise, group_of
-from shardopt.state.host_memory import demand_memory
+from shardopt.release.released import ReleasedParameters
+from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
@@ -41,7 +39,6 @@ class HeldParameters(ReleasedParameters):
     Args:
         optimizer: has them.
         params: those to step.
-        parts: tells which gradients are not complete yet.
         waiting_gradients: how many gradients may be on their way to the host.
         micro_batches: how many gradients each parameter gets before it is stepped, at most.
 
@@ -53,36 +50,33 @@ class HeldParameters(ReleasedParameters):
     overlaps_forward = True
 
     def __init__(
-        self,
-        optimizer: ShardedOptimizer,
-        params: Collection[Tensor],
-        parts: GradientParts,
-        waiting_gradients: int,
-        micro_batches: int,
+        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, micro_batches: int
     ) -> None:
-        super().__init__(optimizer, params, parts, waiting_gradients, micro_batches)
+        super().__init__(optimizer, params, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
         foreseen = residency.foreseen_bytes
         held = _on_all_hosts(params, residency)
-        shards = [shard_of(param) for param in held]
-        locals_ = [shard.local(param) for param, shard in zip(held, shards, strict=True)]
-        likes = [self._like(local, local.dtype) for local in locals_]
+        likes = [self._like(shard_of(param).local(param), param.dtype) for param in held]
         demand_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None)
-        self._gradients = {
-            param: HostGradient(memory, shard.counted())
-            for param, memory, shard in zip(held, memory_for(likes, pin=self._pin), shards, strict=True)
-        }
+        self._gradients: dict[Tensor, HostGradient] = {}
+        self._make_room(held, likes)
         self._staging = Staging(pin=self._pin is not None)
-        self._shares = no_shares(self._gradients.values())
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
+        self.overlap: object = None  # whose hooks do not keep it
         self._found: dict[torch.device, Tensor] | None = None  # what a loss scaler looked for in gradients of this step
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
         return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
 
-    @_disable_dynamo  # backward passes within compiled functions call it, too
+    def _make_room(self, params: Iterable[Tensor], likes: Iterable[Tensor]) -> None:
+        """Makes memory for the gradients of parameters, of these shapes and dtypes, in one piece."""
+        homes = make_homes([{"gradient": like} for like in likes], pin=self._pin, what="the gradients")
+        for param, like, home in zip(params, likes, homes, strict=True):
+            name, holders = self._parameters[param].name, shard_of(param).counted()
+            self._gradients[param] = HostGradient(name, like, home.get("gradient"), holders)
+
     @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes a gradient that is complete to the host's memory; the optimizer's ``step()`` has it stepped.
@@ -108,7 +102,7 @@ class HeldParameters(ReleasedParameters):
         if not self._has_gradients:
             self._has_gradients = True
             follow_loss_scalers()  # the loss has been scaled by now
-        is_part, held = self._parts.more_may_come(param), self._gradients.get(param)
+        is_part, held = self.parts.more_may_come(param), self._gradients.get(param)
         if not is_part or (held is not None and held.count):  # parts go where the step's first gradient is
             self._take_to_host(param, is_part=is_part)
 
@@ -117,9 +111,8 @@ class HeldParameters(ReleasedParameters):
         parameter, held, gradient = self._parameters[param], self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
             return
-        shard = shard_of(param)
         with named(parameter.name):
-            part = shard.local_gradient(gradient)
+            part = shard_of(param).local_gradient(gradient)
         if part.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
             return
         if held.count == self._micro_batches:
@@ -128,35 +121,43 @@ class HeldParameters(ReleasedParameters):
                 f"optimizer.step(), expected {self._micro_batches} at most; give release_gradients() the number of "
                 "micro_batches, and call optimizer.zero_grad() after a pass that failed"
             )
-        self._fit(held, shard, part)
-        if held.count and held.has_share:  # the norm was asked for before the last gradient
-            self._forget_shares()
+        like = self._like(part, part.dtype)
+        if (held.sum.shape, held.sum.dtype) != (like.shape, like.dtype):  # changed since the release
+            if held.count:
+                raise RuntimeError(
+                    f"got a gradient of shape {tuple(part.shape)} and {part.dtype} after one for "
+                    f"{tuple(held.sum.shape)} and {held.sum.dtype}, expected equal ones within a step; call "
+                    "optimizer.zero_grad(), and change the model between steps only"
+                )
+            self.wait()
+            self._make_room([param], [like])
+            held = self._gradients[param]
         first, held.count = held.count == 0, held.count + (not is_part)
         held.is_lost = held.is_lost and not first
-        held.has_share = self._wants_norm and held.count == self._micro_batches
-        shares = self._shares if held.has_share else {}
+        squares = no_share() if self._wants_norm and held.count == self._micro_batches else None
         source = part.resolve_neg().contiguous()
-        # Refers to no object that keeps the release, which may be dropped while this waits in the other thread.
-        take = partial(held.take, source, first=first, staging=self._staging, shares=shares)
-        held.arrival = self._deferred.submit(param.device, -1, take, (source, gradient)).taken
+        # Must not hold a reference to the release: it may be garbage-collected while this task is queued.
+        take = partial(held.take, source, self._staging, first=first, squares=squares)
+        held.arrival = self._deferred.submit(param.device, -1, take, (source, gradient), keeps_gradient=True).taken
         param.grad = None
 
-    def _fit(self, held: HostGradient, shard: Shard, part: Tensor) -> None:
-        """Has memory of the gradient's shape and dtype, which may have changed since the release."""
-        like = self._like(part, part.dtype)
-        if (held.sum.shape, held.sum.dtype) == (like.shape, like.dtype):
-            return
-        if held.count:
-            raise RuntimeError(
-                f"got a gradient of shape {tuple(part.shape)} and {part.dtype} after one for "
-                f"{tuple(held.sum.shape)} and {held.sum.dtype}, expected equal ones within a step; call "
-                "optimizer.zero_grad(), and change the model between steps only"
-            )
-        self._deferred.wait()
-        (memory,) = memory_for([like], pin=self._pin)
-        held.use(memory)
-        held.holders = shard.counted()
-        self._shares.setdefault(held.holders, no_shares([held])[held.holders])
+    def wait_for(self, params: Iterable[Tensor]) -> None:
+        """Waits for the steps of those of these parameters that are released, as they are to be read."""
+        for param in params:
+            parameter = self._parameters.get(param)
+            if parameter is not None:
+                parameter.read_early = False
+                if (step := parameter.pending) is not None:
+                    step.wait()
+                    parameter.pending = None
+                    step.taken.result()
+
+    def end_forward(self) -> None:
+        """Waits for all steps; notes for which of them nobody has waited until now."""
+        early = [p for p in self._parameters.values() if p.pending is not None and torch.is_grad_enabled()]
+        self.wait()
+        for parameter in early:
+            parameter.read_early = True
 
     @without_autograd
     def take_rest(self) -> None:
@@ -165,7 +166,7 @@ class HeldParameters(ReleasedParameters):
         Raises:
             RuntimeError: it is one gradient too many.
         """
-        for param in self._of_step():
+        for param in self.held:
             if param.grad is not None:  # set by hand, or accumulated while no hook was called
                 self._take_to_host(param)
 
@@ -177,34 +178,19 @@ class HeldParameters(ReleasedParameters):
                 of squares, which were taken as the gradients came.
         """
         self.wait()
-        for param, held in self._of_step().items():
-            held.demand_arrival(self._parameters[param].name)
+        shares: dict[Counted | None, list[Tensor]] = {held.holders: [no_share()] for held in self._gradients.values()}
+        for held in self.held.values():
+            held.demand_arrival()
+            shares[held.holders].append(held.share(largest=largest))
         if largest:
-            shares = no_shares(self._gradients.values())
-            for held in self._of_step().values():
-                take_pass(held.sum.view(-1), _C.NormPass.largest, shares[held.holders])
-            return {holders: words[:1] for holders, words in shares.items()}
+            return {holders: torch.stack(words).amax(0)[:1] for holders, words in shares.items()}
         self._has_norm = True
-        for held in self._of_step().values():
-            if not held.has_share:
-                take_pass(held.sum.view(-1), _C.NormPass.squares, self._shares[held.holders])
-                held.has_share = True
-        return self._shares
-
-    def _forget_shares(self) -> None:
-        """Has the shares of the norm taken anew."""
-        for held in self._gradients.values():
-            held.has_share = False
-        self._shares = no_shares(self._gradients.values())  # gradients on their way add to the old ones
-
-    def _of_step(self) -> dict[Tensor, HostGradient]:
-        """The gradients of this step in the host's memory."""
-        return {param: held for param, held in self._gradients.items() if held.count}
+        return {holders: torch.stack(words).sum(0) for holders, words in shares.items()}
 
     @property
-    def held(self) -> Collection[Tensor]:
-        """The parameters whose gradients are held in the host's memory now."""
-        return self._of_step().keys()
+    def held(self) -> Mapping[Tensor, HostGradient]:
+        """The gradients that are held in the host's memory now, by their parameters."""
+        return {param: held for param, held in self._gradients.items() if held.count}
 
     @without_autograd
     def unscale(
@@ -214,38 +200,37 @@ class HeldParameters(ReleasedParameters):
 
         Args:
             inverse_scale: the factor: float32, of one element.
-            found: whether other gradients are not finite, per device of parameters: float32, of one element. Gets
+            found: by the device of parameters, whether gradients are not finite: float32, of this ``shape``. Learns
                 whether held ones are, on any rank that has parts of them.
-            shape: of what ``found`` gets.
+            shape: of one element.
             allow_fp16: whether gradients may be float16, which multiplied are rounded once more.
 
         Raises:
-            ValueError: gradients are float16 and must not be, as torch.amp.GradScaler refuses others. Nothing was
-                changed.
+            ValueError: gradients are float16, and must not be. Nothing was changed.
         """
-        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self._of_step().values()):
+        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
             raise ValueError(
                 "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
         shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
-        nothing = torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")
         over_all = OverAll(shard_of(param).counted() for param in self._parameters)
-        total = over_all.total(shares, nothing, largest=False)
+        total = over_all.total(shares, no_share(), largest=False)
         is_finite = math.isfinite(_C.sum_value(total.numpy()))
         for device in {param.device for param in self._parameters}:
             here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
             found[device] = torch.maximum(found[device], here) if device in found else here
         factor = float(inverse_scale)
         if factor != 1.0:
-            for held in self._of_step().values():
+            for held in self.held.values():
                 held.sum.mul_(factor)
-            self._forget_shares()
+                held.squares = None
         self._found = found
 
-    def wait_for_gradients(self) -> None:
-        """Waits until gradients have left the device's memory; exceptions are left to whoever needs the gradients."""
+    def begin_replica(self, replica: Any, args: Any) -> None:
+        """Waits, too, until gradients have left DDP's buckets; exceptions are left to whoever needs the gradients."""
         wait([held.arrival for held in self._gradients.values() if held.arrival is not None])
+        super().begin_replica(replica, args)
 
     def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
         """Prepares the steps of the parameters whose gradients are in the host's memory.
@@ -258,55 +243,42 @@ class HeldParameters(ReleasedParameters):
         """
         self.take_rest()
         steps: dict[Tensor, Callable[[], None]] = {}
-        gradients = self._of_step()
+        gradients = self.held
         if gradients:  # read from the device once
             scaling = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
         for param, held in gradients.items():
-            parameter = self._parameters[param]
-            group = group_of(self._optimizer.param_groups, parameter, param)
-            demand_no_raise(group)
             if held.is_lost:
                 self.wait()  # raises the exception, unless somebody has seen it
-                held.demand_arrival(parameter.name)
-            steps[param] = self._prepare(param, parameter, group, scaling, held.sum)
+                held.demand_arrival()
+            steps[param] = self._prepare(param, scaling, held.sum)
 
         def take() -> None:
             for param, step in steps.items():
-                parameter, held = self._parameters[param], self._gradients[param]
-                if parameter.stepper.communicates:
-                    self._deferred.wait()
+                held = self._gradients[param]
+                if self._parameters[param].stepper.communicates:
+                    self.wait()
                     step()
                 else:
-                    self._defer(param, parameter, _once_arrived(held, parameter.name, step), keeps_gradient=False)
+                    self._defer(param, partial(held.step, step), keeps_gradient=False)
                 held.count = 0
 
         return take
 
-    def next_step(self) -> None:
-        """Lets each parameter be stepped once more."""
-        self._wants_norm, self._has_norm = self._has_norm, False
-        super().next_step()
-
-    def discard(self) -> None:
-        """Throws away the gradients in the host's memory, if ``step()`` has not been called."""
-        if self._of_step():
-            self.wait()
-        self._begin_anew(complete=False)
-
     def _begin_anew(self, *, complete: bool) -> None:
+        if self._has_gradients:
+            self._wants_norm, self._has_norm = self._has_norm, False
         super()._begin_anew(complete=complete)
+        self._found = None
         self._throw_away()
 
     def _throw_away(self) -> None:
-        self._found = None
         for held in self._gradients.values():
             held.count = 0
-        self._forget_shares()
 
     def end(self) -> None:
         """Ends the release; warns of gradients that are thrown away."""
         super().end()
-        if left := len(self._of_step()):
+        if left := len(self.held):
             warn_user(
                 f"remove() throws away the gradients of {left} parameters that backward() gave since the last "
                 "optimizer.step(); call optimizer.step() before",
@@ -335,13 +307,3 @@ def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list
         holders.all_reduce_max(stays)
         offloaded.update((param, not on_some) for param, on_some in zip(shared, stays.tolist(), strict=True))
     return [param for param in params if offloaded[param]]
-
-
-def _once_arrived(held: HostGradient, name: str, step: Callable[[], None]) -> Callable[[], None]:
-    """A step of a gradient that may be on its way still, unless it gets lost."""
-
-    def work() -> None:
-        held.demand_arrival(name)
-        step()
-
-    return work

@@ -1,11 +1,9 @@
-"""A gradient in the host's memory: copied from the device piece by piece, added up, and its share of the norm taken."""
+"""A gradient in the host's memory: copied from the device piece by piece, added up, and its squares summed."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,66 +12,72 @@ from shardopt import _C
 from shardopt.kernels.norms import take_pass
 from shardopt.layout import Counted
 from shardopt.state import residency
-from shardopt.state.host_memory import Entry, make_homes
-
-#: Memory for a gradient, and the entry that keeps it page-locked; None for a gradient without elements.
-HostPlace = tuple[Tensor, Entry | None]
-
-#: Pieces of a gradient that are on their way to the host at a time.
-PIECES = 2
+from shardopt.state.host_memory import Entry
 
 
 class HostGradient:
     """One parameter's gradient of a step, or the sum of several.
 
     Args:
-        memory: gets the gradient.
+        name: the parameter's, in errors.
+        like: a tensor of the gradient's shape, that of this rank's part, and dtype.
+        place: its memory, which is locked as long as this lives; None for a gradient without elements.
         holders: the ranks that hold the parts of the parameter.
 
     Attributes:
-        sum: the gradients so far: contiguous, of the shape of this rank's part.
+        sum: the gradients so far, contiguous.
         count: how many gradients are on their way to the sum or in it.
-        has_share: whether the sum's squares are, or will be, among the shares of the norm.
+        squares: the exact sum of the sum's squares, once it is taken; None before, and after a change.
         is_lost: whether a gradient did not arrive, as an exception was raised.
         arrival: done once the last gradient's memory on the device is not read any more.
     """
 
-    def __init__(self, memory: HostPlace, holders: Counted | None) -> None:
-        self.holders = holders
+    def __init__(self, name: str, like: Tensor, place: Entry | None, holders: Counted | None) -> None:
+        self.name, self.holders, self._place = name, holders, place
+        self.sum = torch.empty(like.shape, dtype=like.dtype, device="cpu") if place is None else place.view()
         self.count = 0
-        self.has_share = self.is_lost = False
+        self.squares: Tensor | None = None
+        self.is_lost = False
         self.arrival: Future[None] | None = None
-        self.use(memory)
 
-    def use(self, memory: HostPlace) -> None:
-        """Takes other memory."""
-        self.sum, self._locked = memory  # locked as long as the entry lives
-
-    def take(self, gradient: Tensor, *, first: bool, staging: Staging, shares: dict[Counted | None, Tensor]) -> None:
-        """Adds a gradient, and takes the sum's share of the norm.
+    def take(self, gradient: Tensor, staging: Staging, *, first: bool, squares: Tensor | None) -> None:
+        """Adds a gradient.
 
         Args:
             gradient: contiguous, on the parameter's device.
+            staging: copies it.
             first: whether it is the step's first one, in whose place the sum begins.
-            staging: memory for the pieces of a gradient that is not copied to the sum itself.
-            shares: of the norm; grows. Empty for no share.
+            squares: gets the exact sum of the sum's squares; None: they are not wanted.
         """
         try:
-            source, total = gradient.view(-1), self.sum.view(-1)
-            numel = residency.CHUNK_BYTES // total.itemsize
-            places = torch.split(total, numel)
-            copies_to = places if first and source.dtype == total.dtype else staging.pieces(places, source.dtype)
-            arriving = _arriving(torch.split(source, numel), copies_to)
-            for place, piece in zip(places, arriving, strict=True):
-                if piece.data_ptr() != place.data_ptr():
+            total = self.sum.view(-1)
+            is_direct = first and gradient.dtype == total.dtype
+            for place, piece in staging.arriving(gradient.view(-1), total, is_direct=is_direct):
+                if not is_direct:
                     place.copy_(piece) if first else place.add_(piece)  # in float32, where it is the sum's dtype
-                if shares:
-                    take_pass(place, _C.NormPass.squares, shares[self.holders])
+                if squares is not None:
+                    take_pass(place, _C.NormPass.squares, squares)
+            self.squares = squares
         except BaseException:
             self.is_lost = True
             raise
 
-    def demand_arrival(self, name: str) -> None:
+    def share(self, *, largest: bool) -> Tensor:
+        """The exact sum of squares, or the bits of the largest magnitude. The other thread must be done with it."""
+        if not largest and self.squares is not None:
+            return self.squares
+        share = no_share()
+        take_pass(self.sum.view(-1), _C.NormPass.largest if largest else _C.NormPass.squares, share)
+        if not largest:
+            self.squares = share
+        return share
+
+    def step(self, take: Callable[[], None]) -> None:
+        """Takes a step with the gradient, once it has arrived."""
+        self.demand_arrival()
+        take()
+
+    def demand_arrival(self) -> None:
         """Checks that no gradient was lost, of those that are not on their way any more.
 
         Raises:
@@ -81,13 +85,13 @@ class HostGradient:
         """
         if self.is_lost:
             raise RuntimeError(
-                f"{name}: got a gradient that did not arrive in the host's memory, as its copy raised an exception, "
-                "expected a whole one; call optimizer.zero_grad() and backward() again"
+                f"{self.name}: got a gradient that did not arrive in the host's memory, as its copy raised an "
+                "exception, expected a whole one; call optimizer.zero_grad() and backward() again"
             )
 
 
 class Staging:
-    """Page-locked memory for gradients on their way to a sum, used by one gradient at a time.
+    """Copies gradients to the host, one at a time, through page-locked memory where they do not go to the sum itself.
 
     Args:
         pin: whether the memory is page-locked.
@@ -97,37 +101,36 @@ class Staging:
         self._pin = pin
         self._slots: list[Tensor] = []
 
-    def pieces(self, places: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-        """A piece of memory for each place in turn, with room for as many elements; each is used again."""
+    def arriving(self, gradient: Tensor, total: Tensor, *, is_direct: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gives each piece of the sum with the piece of the gradient, once it has arrived, while the next is copied.
+
+        Args:
+            gradient: 1-D, on any device.
+            total: the sum.
+            is_direct: whether the gradient is copied to the sum; else to memory that is used again.
+        """
+        numel = residency.CHUNK_BYTES // total.itemsize
+        pieces = zip(torch.split(total, numel), torch.split(gradient, numel), strict=True)
+        before: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+        for index, (place, source) in enumerate(pieces):
+            target = place if is_direct else self._slot(index % 2).view(source.dtype)[: source.numel()]
+            now = place, target, begin_copy(target, source)
+            if before is not None:
+                yield _arrived(*before)
+            before = now
+        assert before is not None, "there is at least one piece, if an empty one"
+        yield _arrived(*before)
+
+    def _slot(self, index: int) -> Tensor:
         room = residency.CHUNK_BYTES
         if not self._slots or self._slots[0].nbytes != room:
-            self._slots = [
-                torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pin) for _ in range(PIECES)
-            ]
-        for index, place in enumerate(places):
-            yield self._slots[index % PIECES].view(dtype)[: place.numel()]
+            self._slots = [torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=self._pin) for _ in range(2)]
+        return self._slots[index]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the memory so far."""
         return sum(slot.nbytes for slot in self._slots)
-
-
-def _arriving(pieces: Sequence[Tensor], targets: Iterator[Tensor] | Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copies pieces to the host's memory; gives each target as its piece has arrived, while the next is on its way."""
-    on_their_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-    for target, piece in zip(targets, pieces, strict=True):
-        on_their_way.append((target, begin_copy(target, piece)))
-        if len(on_their_way) == PIECES:
-            yield _arrived(*on_their_way.popleft())
-    while on_their_way:
-        yield _arrived(*on_their_way.popleft())
-
-
-def _arrived(target: Tensor, copied: torch.cuda.Event | None) -> Tensor:
-    if copied is not None:
-        copied.synchronize()
-    return target
 
 
 def begin_copy(to: Tensor, source: Tensor) -> torch.cuda.Event | None:
@@ -140,25 +143,12 @@ def begin_copy(to: Tensor, source: Tensor) -> torch.cuda.Event | None:
     return waits_asleep
 
 
-def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[HostPlace]:
-    """Places for gradients, in one piece of the host's memory.
-
-    Args:
-        likes: tensors of the gradients' shapes and dtypes.
-        pin: a GPU for whose copies the memory is locked; None leaves it pageable.
-
-    Raises:
-        MemoryError: the host has too little memory, or refuses to lock it.
-    """
-    homes = make_homes([{"gradient": like} for like in likes], pin=pin, what="the gradients")
-    entries = [home.get("gradient") for home in homes]
-    return [
-        (torch.empty(like.shape, dtype=like.dtype, device="cpu") if entry is None else entry.view(), entry)
-        for entry, like in zip(entries, likes, strict=True)
-    ]
+def _arrived(place: Tensor, piece: Tensor, copied: torch.cuda.Event | None) -> tuple[Tensor, Tensor]:
+    if copied is not None:
+        copied.synchronize()
+    return place, piece
 
 
-def no_shares(gradients: Iterable[HostGradient]) -> dict[Counted | None, Tensor]:
-    """Shares of the norm to which no gradient has been added."""
-    words = partial(torch.zeros, _C.sum_words, dtype=torch.int64, device="cpu")
-    return {gradient.holders: words() for gradient in gradients}
+def no_share() -> Tensor:
+    """The exact sum of no squares."""
+    return torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")

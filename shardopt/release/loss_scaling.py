@@ -34,16 +34,13 @@ def _following(unscale: Callable[..., _Found]) -> Callable[..., _Found]:
     def unscale_all(
         scaler: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> _Found:
-        def of_scaler() -> _Found:
-            return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-
         held = optimizer._internals.held_release if isinstance(optimizer, ShardedOptimizer) else None
         if held is None or optimizer in _unscaling:
-            return of_scaler()
+            return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         held.take_rest()
         _unscaling.add(optimizer)
         try:
-            found = of_scaler()
+            found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         finally:
             _unscaling.remove(optimizer)
         held.unscale(inv_scale, found, found_inf.shape, allow_fp16=allow_fp16)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import ExitStack
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ class GradientParts:
 
     def __init__(self) -> None:
         self._groups: dict[Tensor, FsdpGroup] = {}
-        self._params: set[Tensor] = set()
+        self.params: set[Tensor] = set()  # those that have a hook which is called when a part has come
         self._owners: dict[Module, list[Tensor]] = {}
-        self._undo: list[Callable[[], object]] = []
+        self.undo = ExitStack()  # removes the hooks
         self._counts_calls = self._has_checkpoints = False
         self._calls: Counter[Module] = Counter()  # in forward passes of training since the last backward pass
         self._checkpointed: set[Module] = set()  # those called without gradients among them
@@ -52,20 +54,20 @@ class GradientParts:
             model: the model.
             params: those of its parameters that have a hook which is called when a part has come.
         """
-        self._params = set(params)
+        self.params = set(params)
         self._groups = {param: group for group in fsdp_groups(model) for param in group.params if param in params}
-        self._undo.append(model.register_forward_pre_hook(self._begin_forward).remove)
+        self.undo.callback(model.register_forward_pre_hook(self._begin_forward).remove)
         for module in model.modules():
             owned: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
             if owned:
                 self._owners[module] = owned
-                self._undo.append(module.register_forward_pre_hook(self._count_call).remove)
+                self.undo.callback(module.register_forward_pre_hook(self._count_call).remove)
 
     def more_may_come(self, param: Tensor) -> bool:
         """Whether the parameter, which has just got a gradient, is to be left for the next part, or for ``step()``."""
         if self._calls:
             self._count_uses()
-        if (self._uses or self._left or self._is_within_backward()) and param in self._params:
+        if (self._uses or self._left or self._is_within_backward()) and param in self.params:
             uses = self._uses.get(param, 0)
             if uses > self._whole.get(param, 1) or (not uses and self._is_within_backward()):
                 self._left[param] = max(self._left.get(param, 0), uses)
@@ -83,21 +85,15 @@ class GradientParts:
         Args:
             complete: whether its backward pass gave all of them.
         """
-        for group in {id(group): group for group in self._groups.values()}.values():
+        for group in set(self._groups.values()):
             group.restart()
         if complete:
             if not self._has_checkpoints:
-                self.remove()
+                self.undo.close()
             self._whole.update((p, uses) for p, uses in self._left.items() if uses and p not in self._several)
         self._uses = {}
         for seen in (self._calls, self._checkpointed, self._left, self._parts, self._several):
             seen.clear()
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
 
     def _begin_forward(self, module: Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -125,15 +121,7 @@ class GradientParts:
         """Whether the running backward pass is one within a backward pass: all of its calls are."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._is_within = task, _runs_within_backward()
+            codes = [frame.f_code for frame, _ in walk_stack(sys._getframe())]
+            is_within = _BACKWARD in codes and _APPLY in codes[codes.index(_BACKWARD) :]
+            self._task, self._is_within = task, is_within
         return self._is_within
-
-
-def _runs_within_backward() -> bool:
-    frame, is_in_backward = sys._getframe(), False
-    while frame is not None:
-        is_in_backward = is_in_backward or frame.f_code is _BACKWARD
-        if is_in_backward and frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

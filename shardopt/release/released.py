@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 from shardopt.step.batch import StepContext
 from shardopt.step.stepper import Stepper
-
-_NO_SCALING = LossScaling(None, None)
 
 
 @dataclass
@@ -53,21 +50,6 @@ class _Parameter:
     read_early: bool = False
 
 
-@contextmanager
-def _forgotten(parameters: Iterable[_Parameter]) -> Iterator[None]:
-    """Forgets the pending steps of parameters after a wait for them, unless the wait itself is interrupted."""
-    is_over = False
-    try:
-        yield
-        is_over = True
-    except Exception:  # of a step
-        is_over = True
-        raise
-    finally:
-        for parameter in parameters if is_over else ():
-            parameter.pending = None
-
-
 class ReleasedParameters:
     """The parameters of an optimizer that are stepped by themselves, during the backward pass.
 
@@ -77,26 +59,24 @@ class ReleasedParameters:
     Args:
         optimizer: has them.
         params: those to step.
-        parts: tells which gradients are not complete yet.
         waiting_gradients: how many steps may be under way in another thread.
         micro_batches: how many gradients each parameter gets before it is stepped.
+
+    Attributes:
+        parts: tells which gradients are not complete yet.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
     """
 
-    #: Whether steps are taken during the next forward pass, which calls :meth:`wait_for` and :meth:`end_forward`.
+    #: Whether steps are taken during the next forward pass.
     overlaps_forward = False
 
     def __init__(
-        self,
-        optimizer: ShardedOptimizer,
-        params: Collection[Tensor],
-        parts: GradientParts,
-        waiting_gradients: int,
-        micro_batches: int,
+        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, micro_batches: int
     ) -> None:
-        self._optimizer, self._parts, self._micro_batches = optimizer, parts, micro_batches
+        self._optimizer, self._micro_batches = optimizer, micro_batches
+        self.parts = GradientParts()
         self._has_gradients = False  # since the last next_step()
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
@@ -106,18 +86,12 @@ class ReleasedParameters:
                 if param in wanted:
                     demand_no_raise(group)
                     demand_no_totals(optimizer, group)
+                    context = StepContext(internals.residency, internals.skipped)
                     name = listed_name(group, index, position)
-                    stepper = Stepper(
-                        StepContext(internals.residency, internals.skipped),
-                        internals.model_indices,
-                        internals.copies,
-                        index_in_model,
-                        name,
-                    )
+                    stepper = Stepper(context, internals.model_indices, internals.copies, index_in_model, name)
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
 
-    @_disable_dynamo  # backward passes within compiled functions call it, too
     @without_autograd
     def step(self, param: Tensor) -> None:
         """Takes the step of a parameter whose gradient is complete, and frees the gradient.
@@ -127,8 +101,7 @@ class ReleasedParameters:
         parts may come stays: the last part, or the optimizer's ``step()``, has it stepped.
 
         Raises:
-            RuntimeError: it was stepped since the optimizer's last ``step()``; or the forward pass has not waited for
-                its last step; or see :meth:`Stepper.prepare`.
+            RuntimeError: it was stepped since the optimizer's last ``step()``; or see :meth:`Stepper.prepare`.
         """
         parameter = self._parameters[param]
         if parameter.stepped:
@@ -140,39 +113,31 @@ class ReleasedParameters:
                 "checkpoints, use checkpoint(..., use_reentrant=False)"
             )
         self._has_gradients = True
-        if self._parts.more_may_come(param):
+        if self.parts.more_may_come(param):
             return
         parameter.gradients += 1
         if parameter.gradients < self._micro_batches:
             return
-        optimizer = self._optimizer
-        group = group_of(optimizer.param_groups, parameter, param)
-        demand_no_raise(group)
         _wait_for_copy(param.grad)
-        step = self._prepare(param, parameter, group, _NO_SCALING, None)
-        if optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
-            self._defer(param, parameter, step, keeps_gradient=True)
+        step = self._prepare(param, LossScaling(None, None), None)
+        if self._optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
+            self._defer(param, step, keeps_gradient=True)
         else:
             step()
         param.grad = None
         parameter.stepped = True
 
-    def _defer(self, param: Tensor, parameter: _Parameter, step: Callable[[], None], *, keeps_gradient: bool) -> None:
-        """Has a step taken in the other thread, after those that it was given before."""
-        number = 0 if keeps_gradient else parameter.index
-        keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
-        parameter.pending = self._deferred.submit(param.device, number, step, keeps, keeps_gradient=keeps_gradient)
-        increment_version(param)  # now, too: a backward pass that goes on may still need the old value
+    def step_all(self) -> None:
+        """Takes the steps of all parameters with a gradient, when the backward pass is over."""
+        for param in self._parameters:
+            if param.grad is not None:
+                self.step(param)
 
-    def _prepare(
-        self,
-        param: Tensor,
-        parameter: _Parameter,
-        group: dict[str, Any],
-        scaling: LossScaling,
-        on_host: Tensor | None,
-    ) -> Callable[[], None]:
-        optimizer = self._optimizer
+    def _prepare(self, param: Tensor, scaling: LossScaling, on_host: Tensor | None) -> Callable[[], None]:
+        """See :meth:`Stepper.prepare`."""
+        optimizer, parameter = self._optimizer, self._parameters[param]
+        group = self._group_of(param)
+        demand_no_raise(group)
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
         optimizer.begin_step([group])
@@ -182,27 +147,32 @@ class ReleasedParameters:
             optimizer.state[param] = entries
         return step
 
-    def wait(self) -> None:
-        """Waits for all steps that are taken in another thread."""
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        """The param group of a parameter, which may be another object than it was."""
+        parameter, groups = self._parameters[param], self._optimizer.param_groups
+        params = groups[parameter.group]["params"] if parameter.group < len(groups) else []
+        if parameter.position < len(params) and params[parameter.position] is param:
+            return groups[parameter.group]
+        raise RuntimeError(
+            f"{parameter.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when "
+            "gradients were released; remove() the release before changing them, and release again"
+        )
+
+    def _defer(self, param: Tensor, step: Callable[[], None], *, keeps_gradient: bool) -> None:
+        """Has a step taken in the other thread, after those that it was given before."""
+        parameter = self._parameters[param]
+        number = 0 if keeps_gradient else parameter.index
+        keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
+        parameter.pending = self._deferred.submit(param.device, number, step, keeps, keeps_gradient=keeps_gradient)
+        increment_version(param)  # now, too: a backward pass that goes on may still need the old value
+
+    def wait(self, *_: Any) -> None:
+        """Waits for all steps that are taken in another thread; also as a hook of reading and loading state dicts."""
         pending = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
-        with _forgotten(pending):
-            self._deferred.wait()
-
-    def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Waits for the steps of some parameters, which are to be read."""
-        for param in params:
-            parameter = self._parameters[param]
-            parameter.read_early = False
-            if parameter.pending is not None:
-                with _forgotten([parameter]):
-                    parameter.pending.wait()
-
-    def end_forward(self) -> None:
-        """Waits for all steps; notes for which of them nobody has waited until now."""
-        early = [p for p in self._parameters.values() if p.pending is not None and torch.is_grad_enabled()]
-        self.wait()
-        for parameter in early:
-            parameter.read_early = True
+        self._deferred.wait()
+        for parameter in pending:
+            parameter.pending = None
+        self._deferred.check()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
         """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.
@@ -222,13 +192,31 @@ class ReleasedParameters:
                 "train in bfloat16 without a scaler, or remove() the release"
             )
 
+    def begin_replica(self, replica: Any, args: Any) -> None:
+        """A forward pre-hook of DDP, which decides there what the backward pass does."""
+        if replica._join_config.enable:
+            raise RuntimeError(
+                "got join() of DistributedDataParallel while gradients are released, expected the same number of "
+                "batches on all ranks; leave join() out, or remove() the release"
+            )
+
+    def check_replica(self, replica: Any) -> None:
+        """Raises RuntimeError if the model runs within a DDP that reduces gradients after they are stepped."""
+        if not self.parts.params.isdisjoint(replica._module_parameters):
+            raise RuntimeError(
+                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
+                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
+                "DistributedDataParallel module"
+            )
+
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
         self._begin_anew(complete=self._has_gradients)
 
     def discard(self) -> None:
         """Lets each parameter be stepped once more, without ``step()``: warns if some were, which cannot be undone."""
-        stepped = sum(parameter.stepped for parameter in self._parameters.values()) if self._has_gradients else 0
+        had_gradients = self._has_gradients
+        stepped = sum(parameter.stepped for parameter in self._parameters.values()) if had_gradients else 0
         self._begin_anew(complete=False)
         if stepped:
             warn_user(
@@ -237,10 +225,11 @@ class ReleasedParameters:
                 "detach() what a backward pass is not to train",
                 RuntimeWarning,
             )
-        self.wait()
+        if had_gradients:
+            self.wait()
 
     def _begin_anew(self, *, complete: bool) -> None:
-        self._parts.next_step(complete=complete)
+        self.parts.next_step(complete=complete)
         self._has_gradients = False
         for parameter in self._parameters.values():
             parameter.stepped = parameter.read_early = False
@@ -264,36 +253,23 @@ class ReleasedParameters:
             parameter.stepper.forget()
 
 
-class Weakly:
-    """Refers to released parameters for hooks, which must not keep them: the collector does not see all hooks.
+class Hook:
+    """Calls a method of an object that it does not keep alive: the garbage collector does not see all hooks.
 
-    Once the optimizer is gone the hooks do nothing. Copies refer to none, and neither do pickled ones.
-
-    Args:
-        released: the parameters.
+    Does nothing once the object is gone. Copies and pickled hooks do nothing, as copies of a model are not released.
     """
 
-    def __init__(self, released: ReleasedParameters | None = None) -> None:
-        self._ref = (lambda: None) if released is None else ref(released)
+    def __init__(self, method: Callable[..., object] | None = None) -> None:
+        self._method = (lambda: None) if method is None else WeakMethod(method)
 
-    def __call__(self) -> ReleasedParameters | None:
-        """The released parameters, while their optimizer lives."""
-        return self._ref()
+    @_disable_dynamo  # forward and backward passes within compiled functions call it, too
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Weakly, ()
-
-    @_disable_dynamo  # backward passes within compiled functions call it, too
-    def step(self, param: Tensor) -> None:
-        """See :meth:`ReleasedParameters.step`."""
-        released = self()
-        if released is not None:
-            released.step(param)
-
-    def wait(self, *_: Any) -> None:
-        """A pre-hook of reading and loading state dicts, which waits for all steps."""
-        if released := self():
-            released.wait()
+        return Hook, ()
 
 
 def _wait_for_copy(gradient: Tensor | None) -> None:
@@ -305,18 +281,6 @@ def _wait_for_copy(gradient: Tensor | None) -> None:
         gradient = getattr(gradient, "_local_tensor", gradient)
         if gradient is not None and gradient.device.type == "cpu" and gradient.is_pinned():
             torch.cuda.current_stream().synchronize()
-
-
-def group_of(param_groups: list[dict[str, Any]], parameter: _Parameter, param: Tensor) -> dict[str, Any]:
-    """The param group of a parameter, which may be another object than it was."""
-    group = param_groups[parameter.group] if parameter.group < len(param_groups) else {"params": []}
-    params = group["params"]
-    if parameter.position < len(params) and params[parameter.position] is param:
-        return group
-    raise RuntimeError(
-        f"{parameter.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when gradients "
-        "were released; remove() the release before changing them, and release again"
-    )
 
 
 def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Container, Iterable
+import sys
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -13,17 +11,6 @@ from torch.optim.optimizer import Optimizer
 from shardopt.layout import UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.slice_spec import LOW_BITS
-
-
-class KeepsSums(Protocol):
-    """An object that keeps sums of gradients between backward passes."""
-
-    def sums_of(self, params: Container[int]) -> Iterable[Tensor]:
-        """The sums that contain gradients of any of these parameters, which are given by ``id``."""
-
-
-#: All keepers that are alive.
-keepers_of_sums: weakref.WeakSet[KeepsSums] = weakref.WeakSet()
 
 
 @dataclass
@@ -110,10 +97,12 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(kind_of(key), _local(value))
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for keeper in keepers_of_sums:
-        for tensor in keeper.sums_of(params):
-            add("gradient_sums", tensor)
+    progress = sys.modules.get("shardopt.comm.progress")  # without it there are no sums
+    if progress is not None:
+        for counted in progress.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
+            for counter in counted.counters:
+                for tensor in counter.tensors:
+                    add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):
         report.host.state += owner._internals.residency.padding_bytes
         for device, nbytes in owner._internals.residency.buffer_bytes.items():

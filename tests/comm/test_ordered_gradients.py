@@ -404,6 +404,8 @@ def test_refused_in_one_process() -> None:
         if number == 1:
             with pytest.raises(RuntimeError, match=r"got step\(\) after 2 of 12 backward passes"):
                 optimizer.step()
+            numel = sum(param.numel() for param in model.parameters())
+            assert shardopt.memory_report(optimizer).host.gradient_sums == 4 * numel
             shardopt.AdamW8bit([nn.Parameter(torch.zeros(3))]).step()  # of other parameters
     assert_same(gradients(model), wanted_gradients("fp32"))
     optimizer.step()

@@ -32,7 +32,7 @@ from ranks.pool import Pool
 from ranks.runs import snapshot_of
 from ranks.snapshot import Snapshot, assert_same
 from shardopt.release import host_gradients
-from shardopt.release.forward_overlap import ForwardOverlap
+from shardopt.release.held import HeldParameters
 from slow_cases import slow
 from versions import needs_fsdp2_on_the_cpu
 
@@ -452,7 +452,7 @@ def test_what_is_gathered_by_hand(between: str) -> None:
 def test_gathering_without_waiting_has_other_bits() -> None:
     """The test above can fail."""
     wrong = pytest.raises((AssertionError, RuntimeError))
-    with patch.object(ForwardOverlap, "_wait_for", lambda self, params: None), wrong:
+    with patch.object(HeldParameters, "wait_for", lambda self, params: None), wrong:
         test_what_is_gathered_by_hand("the model")
     dist.barrier()
 

@@ -319,7 +319,7 @@ def messages(device: torch.device) -> Named:
     """Ordered sums of two passes, by both hooks; the bucket is read and freed right afterwards."""
     found: Named = {}
     param = Parameter(torch.empty(4, 250))
-    progress = Progress([("weight", param)], micro_batches=4, ranks=2)
+    progress = Progress(nn.ParameterDict({"weight": param}), micro_batches=4, ranks=2)
     replica = SimpleNamespace(
         process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None, find_unused_parameters=False
     )
