@@ -17,7 +17,7 @@ from shardopt.state import residency
 from shardopt.state.host_memory import Entry, make_homes
 
 #: Memory for a gradient, and the entry that keeps it page-locked; None for a gradient without elements.
-HostPlace = tuple[Tensor, Entry | None]
+HostPlace = tuple[Tensor, Entry]
 
 #: Pieces of a gradient that are on their way to the host at a time.
 PIECES = 2
@@ -150,12 +150,7 @@ def memory_for(likes: Sequence[Tensor], *, pin: torch.device | None) -> list[Hos
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
     """
-    homes = make_homes([{"gradient": like} for like in likes], pin=pin, what="the gradients")
-    entries = [home.get("gradient") for home in homes]
-    return [
-        (torch.empty(like.shape, dtype=like.dtype, device="cpu") if entry is None else entry.view(), entry)
-        for entry, like in zip(entries, likes, strict=True)
-    ]
+    return [(entry.view(), entry) for entry in make_homes(likes, pin=pin, what="the gradients")]
 
 
 def no_shares(gradients: Iterable[HostGradient]) -> dict[Counted | None, Tensor]:
