@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
+from shardopt.sharding.deepspeed.partitions import unnamed_experts
 from shardopt.sharding.in_model import replaced_parameters
 
 #: Engines by their bare models, which Hugging Face's Trainer hands to callbacks.
@@ -93,9 +93,8 @@ def refresh(model: Module) -> None:
     """Makes the model's parameters from the masters, after these were loaded."""
     wrapper = engine_of(model).optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
-        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                param.data.copy_(master.data)
+        for param, master in _masters(wrapper).items():
+            param.data.copy_(master.data)
     elif hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper.update_lp_params()
     elif hasattr(wrapper, "_reassign_or_swap_out_partitioned_parameters"):  # ZeRO 3
