@@ -25,7 +25,7 @@ from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard
 from shardopt.state.agreement import all_or_none, on_any_rank, reduce_together
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_state import Slice, TensorState
+from shardopt.state.tensor_state import TensorState
 
 _PREFIX = "packed_"
 _EXACT = f"{_PREFIX}exact"
@@ -40,7 +40,7 @@ def is_packed(entries: Iterable[str]) -> bool:
 
 def words_of(specs: Iterable[TensorState]) -> int:
     """The words per element that the state of each of some tensors fits in, on any number of ranks."""
-    sizes = (sum(field.beside for field in _fields(slice_.spec)) for spec in specs for slice_ in spec.slices)
+    sizes = (sum(field.beside for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
     return max((-(-size // _WORD) for size in sizes), default=0)
 
 
@@ -50,8 +50,8 @@ def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
     packed = torch.zeros((math.prod(shape), words * _WORD), dtype=torch.uint8, device=device)
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-        for field in _fields(slice_.spec):
-            field.pack(slice_state, _elements(slice_, packed))
+        for field in _fields(slice_):
+            field.pack(slice_state, slice_.elements(packed))
     step = state["step"].clone()
     if not words:
         return {"step": step}
@@ -121,8 +121,9 @@ class _Field(NamedTuple):
     def cut(self) -> list[int]:
         """The blocks whose numbers are on several ranks, on this rank or not: their indices in the grid."""
         shard = self.spec.shard
-        is_shared = self.grid is not None and isinstance(shard, FlatShard) and shard.exchange is not None
-        return shard.cut_blocks(self.grid) if is_shared else []
+        if self.grid is None or not isinstance(shard, FlatShard) or shard.exchange is None:
+            return []
+        return shard.cut_blocks(self.grid)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The elements here that carry numbers of blocks, and per block which of its elements that do are here."""
@@ -221,21 +222,15 @@ def _fields(spec: SliceSpec) -> list[_Field]:
     return fields
 
 
-def _elements(slice_: Slice, packed: Tensor) -> Tensor:
-    """A slice's elements of the packed state of its tensor."""
-    return packed[slice_.offset : slice_.offset + math.prod(slice_.spec.shard.local_shape)]
-
-
 def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
     """What this rank's part of a tensor's packed state, if any, has of each field of each slice.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
     """
-    is_here = entries is not None and is_packed(entries)
-    packed = _packed_bytes(spec, entries, name) if is_here else None
+    packed = _packed_bytes(spec, entries, name) if entries is not None and is_packed(entries) else None
     return [
-        [field.unpack(None if packed is None else _elements(slice_, packed)) for field in _fields(slice_.spec)]
+        [field.unpack(None if packed is None else slice_.elements(packed)) for field in _fields(slice_)]
         for slice_ in spec.slices
     ]
 

@@ -49,8 +49,13 @@ def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
     """
     engine = engine_of(model)
-    wrapper = engine.optimizer
-    _refuse_model_parallel(engine)
+    wrapper, unnamed = engine.optimizer, unnamed_experts(engine.module)
+    if engine.pipeline_parallelism or max(engine.autotp_size(), engine.mp_world_size) > 1 or unnamed:
+        raise ValueError(
+            "got a DeepSpeed engine with tensor or pipeline parallelism or AutoEP, whose ranks hold different "
+            "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
+            "engine.save_checkpoint and load_checkpoint"
+        )
     if hasattr(wrapper, "fp32_groups"):
         with replaced_parameters(engine.module, _masters(wrapper)):
             yield engine.module, engine.basic_optimizer
@@ -69,16 +74,6 @@ def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
             yield engine.module, engine.basic_optimizer
     finally:
         wrapper._clear_fp32_optimizer_param_groups()
-
-
-def _refuse_model_parallel(engine: Any) -> None:
-    unnamed = unnamed_experts(engine.module)
-    if engine.pipeline_parallelism or max(engine.autotp_size(), engine.mp_world_size) > 1 or unnamed:
-        raise ValueError(
-            "got a DeepSpeed engine with tensor or pipeline parallelism or AutoEP, whose ranks hold different "
-            "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
-            "engine.save_checkpoint and load_checkpoint"
-        )
 
 
 def _masters(wrapper: Any) -> dict[Tensor, Tensor]:

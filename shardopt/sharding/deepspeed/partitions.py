@@ -7,6 +7,7 @@ layers are named by their numbers in the whole model: the layers number the expe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -124,11 +125,7 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def name_experts(model: Any) -> None:
