@@ -156,7 +156,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
         if item.param in states:
             slices, of_slices = states[item.param]
             item.group, number = group_of[item.param], item.segment or 0
-            item.spec, item.state = slices[number].spec, of_slices[number]
+            item.spec, item.state = slices[number], of_slices[number]
     return items
 
 

@@ -260,7 +260,7 @@ def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], n
         ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
             given the same ones.
     """
-    first = spec.slices[0].spec
+    first = spec.slices[0]
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
     for moment in spec.moments:

@@ -141,7 +141,7 @@ class Internals:
             states: the entries of each slice, as they were read; none for a slice that was saved without state.
         """
         spec, where = self.state_of(param, options), self.residency.of(param)
-        of_slices = [state or each.spec.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
         return spec, spec.join(
             [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
         )

@@ -6,7 +6,7 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any
@@ -70,12 +70,11 @@ class HeldParameters(ReleasedParameters):
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
         return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
 
-    def _make_room(self, params: Iterable[Tensor], likes: Iterable[Tensor]) -> None:
+    def _make_room(self, params: Iterable[Tensor], likes: Sequence[Tensor]) -> None:
         """Makes memory for the gradients of parameters, of these shapes and dtypes, in one piece."""
-        homes = make_homes([{"gradient": like} for like in likes], pin=self._pin, what="the gradients")
-        for param, like, home in zip(params, likes, homes, strict=True):
-            name, holders = self._parameters[param].name, shard_of(param).counted()
-            self._gradients[param] = HostGradient(name, like, home.get("gradient"), holders)
+        homes = make_homes(likes, pin=self._pin, what="the gradients")
+        for param, home in zip(params, homes, strict=True):
+            self._gradients[param] = HostGradient(self._parameters[param].name, home, shard_of(param).counted())
 
     @without_autograd
     def step(self, param: Tensor) -> None:

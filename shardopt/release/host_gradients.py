@@ -20,8 +20,7 @@ class HostGradient:
 
     Args:
         name: the parameter's, in errors.
-        like: a tensor of the gradient's shape, that of this rank's part, and dtype.
-        place: its memory, which is locked as long as this lives; None for a gradient without elements.
+        place: memory for this rank's part, which is locked as long as this lives.
         holders: the ranks that hold the parts of the parameter.
 
     Attributes:
@@ -32,9 +31,9 @@ class HostGradient:
         arrival: done once the last gradient's memory on the device is not read any more.
     """
 
-    def __init__(self, name: str, like: Tensor, place: Entry | None, holders: Counted | None) -> None:
+    def __init__(self, name: str, place: Entry, holders: Counted | None) -> None:
         self.name, self.holders, self._place = name, holders, place
-        self.sum = torch.empty(like.shape, dtype=like.dtype, device="cpu") if place is None else place.view()
+        self.sum = place.view()
         self.count = 0
         self.squares: Tensor | None = None
         self.is_lost = False

@@ -44,11 +44,17 @@ class _FSDP1(Kind):
 
 class _DDP(Kind):
     def copies_in(self, model: Module) -> Mapping[Tensor, Copies]:
-        if "torch.nn.parallel.distributed" not in sys.modules:
-            return {}
-        from shardopt.sharding.ddp import copies_in_ddp
+        from torch.nn.parallel import DistributedDataParallel
 
-        return copies_in_ddp(model)
+        from shardopt.sharding.exchange import RanksExchange
+
+        copies: dict[Tensor, Copies] = {}
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) and (size := module.process_group.size()) > 1:
+                for name, param in module.module.named_parameters():
+                    if name not in module.parameters_to_ignore:
+                        copies[param] = Copies(RanksExchange((module.process_group,), param.device), size)
+        return copies
 
 
 class _DeepSpeed(Kind):

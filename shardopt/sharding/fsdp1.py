@@ -118,10 +118,8 @@ def _assign_unit(
             assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape)))
         return
     places = _places(flat)
-    shards = [
-        shard.with_float32_state() if any(_is_stable(*place) for place in places_of) else shard
-        for shard, places_of in zip(shards, places, strict=True)
-    ]
+    stable = [any(isinstance(m, StableEmbedding) and key == "weight" for m, key in of_param) for of_param in places]
+    shards = [shard.with_float32_state() if is_so else shard for shard, is_so in zip(shards, stable, strict=True)]
     aliases = {
         name: [prefix + key for module, key in places_of for prefix in prefixes[id(module)] if prefix + key != name]
         for (_, name), places_of in zip(known, places, strict=True)
@@ -140,10 +138,6 @@ def _places(flat: Any) -> list[list[tuple[Module, str]]]:
         if (module, name) not in places:
             places.append((module, name))
     return list(places_by_name.values())
-
-
-def _is_stable(module: Module, name: str) -> bool:
-    return isinstance(module, StableEmbedding) and name == "weight"
 
 
 def _replicas(unit: Any) -> RanksExchange | None:

@@ -51,7 +51,8 @@ def hook_fsdp1(module: Any) -> None:
             owner = owner_of(given["optim"])
             if isinstance(owner, ShardedOptimizer):
                 given["optim_state_dict"] = _packed(owner, given["optim_state_dict"])
-            if "cpu_offload" in saving.parameters and _computes_on_the_cpu(given["model"]):
+            devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(given["model"])}
+            if "cpu_offload" in saving.parameters and torch.device("cpu") in devices:
                 given["cpu_offload"] = False  # which there has torch return one buffer for all entries, not copies
         return save(*call.args, **call.kwargs)
 
@@ -61,7 +62,10 @@ def hook_fsdp1(module: Any) -> None:
         given = call.arguments
         rank0_only = given.get("rank0_only", False)
         _check_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
-        given["optim_state_dict"] = _without_names(given["optim_state_dict"])
+        saved = given["optim_state_dict"]
+        if groups := (saved or {}).get("param_groups"):  # torch leaves names in their order, but renumbers parameters
+            unnamed = [{key: x for key, x in group.items() if key != "param_names"} for group in groups]
+            given["optim_state_dict"] = {**saved, "param_groups": unnamed}
         return load(*call.args, **call.kwargs)
 
     fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
@@ -82,8 +86,12 @@ def hook_state_dict(module: Any) -> None:
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         for optimizer in optimizers:
             _drop_empty_entries(optimizer)
-            if info.flatten_optimizer_state_dict:
-                _refuse_flattened(optimizer)
+            if info.flatten_optimizer_state_dict and _has_flat_shards(optimizer):
+                raise RuntimeError(
+                    "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch "
+                    "could not load it again: it looks for the optimizer's entries, and they are packed; leave the "
+                    "option out"
+                )
         return save(model, optimizers, info)
 
     @functools.wraps(load)
@@ -97,14 +105,6 @@ def hook_state_dict(module: Any) -> None:
 
     module._get_optim_state_dict = _get_optim_state_dict
     module._load_optim_state_dict = _load_optim_state_dict
-
-
-def _without_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict without ``param_names``, which torch leaves in the saved order though it renumbers parameters."""
-    groups = (state_dict or {}).get("param_groups")
-    if not groups:
-        return state_dict
-    return {**state_dict, "param_groups": [{k: x for k, x in group.items() if k != "param_names"} for group in groups]}
 
 
 def _drop_empty_entries(optimizer: Any) -> None:
@@ -162,15 +162,6 @@ def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSt
     }
 
 
-def _refuse_flattened(optimizer: Any) -> None:
-    """Raises RuntimeError on every rank if torch is to flatten a state dict with state of FSDP1's parameters."""
-    if _has_flat_shards(optimizer):
-        raise RuntimeError(
-            "got flatten_optimizer_state_dict=True for shardopt's state under FSDP1, expected False, as torch could "
-            "not load it again: it looks for the optimizer's entries, and they are packed; leave the option out"
-        )
-
-
 def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
     """Raises RuntimeError on every rank if dequantized state of FSDP1's parameters has second moments of rows."""
     owner = owner_of(optimizer)
@@ -218,12 +209,6 @@ def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
         return any(is_own(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
     return is_own(options)
-
-
-def _computes_on_the_cpu(model: Any) -> bool:
-    """Whether FSDP1 gathers the model's parameters on the CPU."""
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    return any(unit.compute_device == torch.device("cpu") for unit in units)
 
 
 def _is_flattened(param: Tensor) -> bool:

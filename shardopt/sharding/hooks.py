@@ -9,63 +9,34 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Container, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import NamedTuple
 
-
-class Hook(NamedTuple):
-    """A hook into another package.
-
-    Attributes:
-        package: the name of the hooked package in ``SHARDOPT_HOOKS``.
-        module: the module that is hooked into.
-        install: the function that installs the hook, below ``shardopt``.
-        purpose: the effect on users.
-    """
-
-    package: str
-    module: str
-    install: str
-    purpose: str
-
-
-HOOKS = (
-    Hook(
-        "torch", "torch.distributed.fsdp", "sharding.fsdp1:install", "FSDP1's parameters know their places in the model"
+#: By package, as ``SHARDOPT_HOOKS`` names it: modules that are hooked into, and the functions that install the hooks.
+HOOKS = {
+    "torch": (
+        # FSDP1's parameters know their places in the model.
+        ("torch.distributed.fsdp", "sharding.fsdp1:install"),
+        # FSDP1's own optim_state_dict carries quantized state, packed.
+        ("torch.distributed.fsdp", "sharding.fsdp1_state_dict:hook_fsdp1"),
+        # get_optimizer_state_dict refuses state that cannot be packed before it takes a step without gradients.
+        ("torch.distributed.checkpoint.state_dict", "sharding.fsdp1_state_dict:hook_state_dict"),
+        # The optimizer inside ZeroRedundancyOptimizer knows the parameters of other ranks.
+        ("torch.distributed.optim.zero_redundancy_optimizer", "sharding.zero_redundancy:install"),
     ),
-    Hook(
-        "torch",
-        "torch.distributed.fsdp",
-        "sharding.fsdp1_state_dict:hook_fsdp1",
-        "FSDP1's own optim_state_dict carries quantized state, packed",
+    # DeepSpeed takes our optimizers, also by name, and their blocks lie within parameters.
+    "deepspeed": (("deepspeed.runtime.engine", "sharding.deepspeed.hooks:install"),),
+    # DeepSpeedCPUAdam does not replace ours.
+    "accelerate": (("accelerate.accelerator", "sharding.deepspeed.hooks:hook_accelerate"),),
+    "transformers": (
+        # optim= takes our names.
+        ("transformers.training_args", "clients.names:add_names"),
+        # Trainer finds their classes.
+        ("transformers.trainer", "clients.names:find_by_name"),
     ),
-    Hook(
-        "torch",
-        "torch.distributed.checkpoint.state_dict",
-        "sharding.fsdp1_state_dict:hook_state_dict",
-        "get_optimizer_state_dict refuses state that cannot be packed before it takes a step without gradients",
-    ),
-    Hook(
-        "torch",
-        "torch.distributed.optim.zero_redundancy_optimizer",
-        "sharding.zero_redundancy:install",
-        "the optimizer inside ZeroRedundancyOptimizer knows the parameters of other ranks",
-    ),
-    Hook(
-        "deepspeed",
-        "deepspeed.runtime.engine",
-        "sharding.deepspeed.hooks:install",
-        "DeepSpeed takes our optimizers, also by name, and their blocks lie within parameters",
-    ),
-    Hook(
-        "accelerate", "accelerate.accelerator", "sharding.accelerate:install", "DeepSpeedCPUAdam does not replace ours"
-    ),
-    Hook("transformers", "transformers.training_args", "clients.names:add_names", "optim= takes our names"),
-    Hook("transformers", "transformers.trainer", "clients.names:find_by_name", "Trainer finds their classes"),
-)
-PACKAGES = tuple(dict.fromkeys(hook.package for hook in HOOKS))
+}
+PACKAGES = tuple(HOOKS)
 
 
 def hooked_packages() -> tuple[str, ...]:
@@ -88,9 +59,9 @@ def hooked_packages() -> tuple[str, ...]:
 
 def install_hooks(packages: Container[str]) -> None:
     """Has the hooks into some packages installed once their modules are imported."""
-    for hook in HOOKS:
-        if hook.package in packages:
-            after_import(hook.module, _installer(hook.install))
+    for package, hooks in HOOKS.items():
+        for module, install in hooks if package in packages else ():
+            after_import(module, _installer(install))
 
 
 def _installer(name: str) -> Callable[[ModuleType], None]:
@@ -107,7 +78,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module by the other finders, and gives it a loader that calls back."""
+    """Finds one module by the other finders, and has its loader call back."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -118,26 +89,14 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._callback)
-                return spec
-        return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
 
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._callback(module)
 
-class _Loader(Loader):
-    def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._callback = callback
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._callback(module)
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -92,7 +92,7 @@ def encode_loaded(
         values: Sequence[Sequence[Tensor] | None] = [None] * len(spec.slices)
         if entries and spec.has_floats(entries):
             values = spec.split_moments(entries)
-        slices += [Floats(slice_.spec, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
+        slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
     if not on_any_rank(exchanges, any(x.values is not None for x in slices), rounds=2):
         return list(loaded)
     encoded = iter(encode_slices(slices, exchanges))

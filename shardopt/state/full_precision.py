@@ -28,10 +28,11 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
     if spec.weights.low_bits and state:
         _check_state(state)
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-            low_bits = slice_.spec.local_low_bits(slice_state)
+            low_bits = slice_.local_low_bits(slice_state)
             assert low_bits is not None
-            stored = StoredWeights(slice_.of(local), low_bits.to(local.device))  # the state may be in the host's memory
-            slice_.of(weights).copy_(spec.weights.load(stored))
+            # The state may be in the host's memory.
+            stored = StoredWeights(slice_.elements(local), low_bits.to(local.device))
+            slice_.elements(weights).copy_(spec.weights.load(stored))
     return spec.shard.like_parameter(weights)
 
 
@@ -88,18 +89,15 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
             f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
         )
     for place, param in enumerate(params):
-        _check(f"parameter {place}", weights[param], param)
-
-
-def _check(name: str, weights: Tensor, param: Tensor) -> None:
-    if not isinstance(weights, Tensor):
-        raise TypeError(
-            f"{name}: got {type(weights).__name__}, expected a tensor, sharded like the parameter; change what "
-            "full_precision_parameters() gives"
-        )
-    got, expected = (_described(x, dtype) for x, dtype in ((weights, weights.dtype), (param, torch.float32)))
-    if got != expected:
-        raise ValueError(f"{name}: got weights {got}, expected {expected}; shard and cast them so")
+        given = weights[param]
+        if not isinstance(given, Tensor):
+            raise TypeError(
+                f"parameter {place}: got {type(given).__name__}, expected a tensor, sharded like the parameter; change "
+                "what full_precision_parameters() gives"
+            )
+        got, expected = _described(given, given.dtype), _described(param, torch.float32)
+        if got != expected:
+            raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
 
 
 def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
@@ -124,11 +122,11 @@ def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tens
     _check_state(state)
     local.copy_(wide)  # includes padding, which is in no slice
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-        stored = spec.weights.store(slice_.of(wide))
-        low_bits = slice_.spec.local_low_bits(slice_state)
+        stored = spec.weights.store(slice_.elements(wide))
+        low_bits = slice_.local_low_bits(slice_state)
         assert stored.low_bits is not None
         assert low_bits is not None
-        slice_.of(local).copy_(stored.param)
+        slice_.elements(local).copy_(stored.param)
         low_bits.copy_(stored.low_bits)
     return state
 

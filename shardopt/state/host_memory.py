@@ -1,14 +1,18 @@
-"""Memory of the CPU for offloaded state of parameters."""
+"""Memory of the CPU for state of parameters: offloaded for good, or asleep while other work has the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shardopt.state.slice_spec import StateDict
+from shardopt.state.tensor_state import TensorState
 
 _PAGE = 4096  # bytes
 #: How entries of the state are aligned, in bytes.
@@ -37,7 +41,7 @@ class _HostMemory:
             ) from error
         first = -pages.data_ptr() % _PAGE
         self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
-        if pin is not None:
+        if pin is not None and nbytes:
             from shardopt.kernels.transfers_cuda import pin_memory
 
             pin_memory(self.memory, self, pin)
@@ -52,37 +56,140 @@ class Entry(NamedTuple):
 
     def view(self) -> Tensor:
         """The entry's elements, with a storage of their own: torch.save refuses several dtypes in one storage."""
+        if not self.like.nbytes:  # NumPy's empty arrays have strides of 0
+            return torch.empty_like(self.like, device="cpu")
         part = self.host.memory.numpy()[self.offset : self.offset + self.like.nbytes]
         return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
 
 
-def make_homes(
-    states: Sequence[dict[str, Tensor]], *, pin: torch.device | None, what: str = "the state"
-) -> list[dict[str, Entry]]:
-    """Places for the entries of several parameters' state, in one piece of memory.
+def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Entry]:
+    """Places for entries of parameters' state, in one piece of memory.
 
     Args:
-        states: tensors of the entries' shapes and dtypes.
+        likes: tensors of the entries' shapes and dtypes.
         pin: a GPU for whose copies the memory is locked; None leaves it pageable.
         what: names the contents in errors.
 
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
     """
-    offsets: list[dict[str, int]] = []
-    end = 0
-    for state in states:
-        offsets.append({})
-        for key, like in state.items():
-            if like.nbytes:
-                offsets[-1][key] = end
-                end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+    *offsets, end = accumulate((-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes), initial=0)
     demand_memory(end, ranks=1)  # other ranks may have their memory already
     host = _HostMemory(end, pin=pin, what=what)
-    return [
-        {key: Entry(host, offset, state[key]) for key, offset in placed.items()}
-        for state, placed in zip(states, offsets, strict=True)
-    ]
+    return [Entry(host, offset, like) for offset, like in zip(offsets, likes, strict=True)]
+
+
+class StateEntry(NamedTuple):
+    """A state entry of a parameter that is moved from and to the parameter's device.
+
+    Attributes:
+        device: the parameter's device.
+        state: the optimizer's entries of the parameter, of which this one is replaced.
+        key: the entry's name.
+        spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
+            entries are plain tensors.
+    """
+
+    device: torch.device
+    state: StateDict
+    key: str
+    spec: TensorState | None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
+
+    def replace(self, local: Tensor) -> None:
+        """Replaces this rank's part; the entry's sharding does not change."""
+        self.state[self.key] = local if self.spec is None else self.spec.like(self.key, local)
+
+
+class Sleep:
+    """Moves the state to the host's memory and back, see ``ShardedOptimizer.offload``. A stream of its own copies it.
+
+    The host's memory is kept from one sleep to the next: page-locking memory takes longer than the copies.
+
+    Attributes:
+        asleep: whether the state is in the host's memory, or on the way there.
+    """
+
+    def __init__(self) -> None:
+        self.asleep = False
+        self._beds: list[Entry] = []  # the entries' places in the host's memory
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._arriving: dict[torch.device, torch.cuda.Event] = {}  # the ends of copies to devices
+
+    def begin(self, entries: Sequence[StateEntry]) -> None:
+        """Copies entries to the host's memory, and lets go of the devices'.
+
+        Raises:
+            MemoryError: the host has too little memory. Nothing was moved.
+        """
+        likes = [torch.empty_like(entry.local, device="meta") for entry in entries]
+        if [(x.shape, x.dtype) for x in likes] != [(bed.like.shape, bed.like.dtype) for bed in self._beds]:
+            self._beds = []  # freed before new memory is allocated
+            gpu = next((entry.device for entry in entries if entry.device.type == "cuda"), None)
+            self._beds = make_homes(likes, pin=gpu)
+        self._move(entries, [bed.view() for bed in self._beds])
+        self._arriving.clear()
+        self.asleep = True
+
+    def end(self, entries: Sequence[StateEntry]) -> None:
+        """Copies entries to their parameters' devices."""
+        dense = torch.contiguous_format
+        self._move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
+        self._arriving = {device: stream.record_event() for device, stream in self._streams.items()}
+        self.asleep = False
+
+    def _move(self, entries: Sequence[StateEntry], places: Sequence[Tensor]) -> None:
+        """Copies entries to other places, after work that is queued now: it may use the state and freed memory."""
+        for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        for entry, place in zip(entries, places, strict=True):
+            source, stream = entry.local, self._streams.get(entry.device)
+            if stream is None:
+                place.copy_(source)
+            else:
+                with torch.cuda.stream(stream):
+                    place.copy_(source, non_blocking=True)
+                (place if place.is_cuda else source).record_stream(stream)  # it may be freed before the copy is made
+            entry.replace(place)
+
+    def arrive(self) -> bool:
+        """Has the current streams wait for the copies to their devices.
+
+        Returns:
+            Whether all copies are complete.
+
+        Raises:
+            RuntimeError: copies are under way while a CUDA graph is captured, as the graph could not wait for them.
+        """
+        for device, event in list(self._arriving.items()):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "got a step captured into a CUDA graph while reload() copies the state, expected copies that are "
+                    "complete; call optimizer.synchronize() before the capture"
+                )
+            if event.query():  # type: ignore[no-untyped-call]
+                del self._arriving[device]
+            else:
+                torch.cuda.current_stream(device).wait_event(event)
+        return not self._arriving
+
+    def synchronize(self) -> None:
+        """Waits until all copies are complete."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._arriving.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory outside of state entries: all of it while awake, else the alignment's."""
+        taken = sum(bed.like.nbytes for bed in self._beds) if self.asleep else 0
+        return self._beds[0].host.memory.nbytes - taken if self._beds else 0
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""State entries that come from outside: checks and copies."""
+"""Checks of state entries that come from outside."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
         name: the parameter's name in errors.
 
     Raises:
-        ValueError: the entry is no dense tensor, or has another type, shape or sharding.
+        ValueError: the entry is no dense tensor with values, or has another type, shape or sharding.
     """
     alike = (
         isinstance(value, Tensor)
@@ -52,15 +52,6 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
             "ranks and with the same options, or either with shardopt.checkpoint"
         )
     assert isinstance(value, Tensor)
-    check_dense(value, key, name)
-
-
-def check_dense(value: Tensor, key: str, name: str) -> None:
-    """Checks that an entry has all its elements in memory.
-
-    Raises:
-        ValueError: the entry is sparse, of another layout, or on the meta device.
-    """
     if value.layout != torch.strided:
         raise ValueError(f"{name}: got {key} of layout {value.layout}, expected a dense tensor; call to_dense() on it")
     if value.is_meta:
@@ -103,14 +94,3 @@ def checked_step(loaded: Mapping[str, Any], name: str) -> float:
             f"{name}: got step as {step!r}, expected a whole number >= 0, or a tensor of one; load an undamaged state"
         )
     return count
-
-
-def copy_to(value: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy on a device."""
-    copy = value.detach().clone(memory_format=torch.contiguous_format)
-    return copy if copy.device == device else copy.to(device)
-
-
-def step_on(device: torch.device, step: float) -> Tensor:
-    """A step count as a state entry: float32 scalar."""
-    return torch.tensor(step, dtype=torch.float32, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -129,33 +129,44 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
+#: Values that options may have, as a test and in words.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "codec": (lambda x: isinstance(x, str), f"one of {', '.join(map(repr, CODECS))}"),
+    "block_size": (
+        lambda x: isinstance(x, int) and MIN_BLOCK_SIZE <= x <= MAX_BLOCK_SIZE and not x & (x - 1),
+        f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
+    ),
+    "min_quantized_numel": (lambda x: is_whole(x) and x >= 0, "a whole number >= 0"),
+    "nonfinite": (lambda x: x in ("skip", "raise", "propagate"), "'skip', 'raise' or 'propagate'"),
+    "master_weight_bits": (lambda x: x is None or (is_whole(x) and x in (24, 32)), "None, 24 or 32"),
+    "stochastic_rounding": (lambda x: isinstance(x, bool), "True or False"),
+    "stochastic_rounding_seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "maximize": (lambda x: isinstance(x, bool), "True or False"),
+    "offload": (lambda x: x in (None, "state", "step"), "None, 'state' or 'step'"),
+}
+
+
 def check_options(group: Mapping[str, Any]) -> None:
     """Checks the options in a param group.
 
     Raises:
         ValueError: a value is not allowed.
     """
-    if not isinstance(group["codec"], str):
-        raise ValueError(f"codec: got {group['codec']!r}, expected one of {', '.join(map(repr, CODECS))}")
+    for name, (is_allowed, expected) in _VALUES.items():
+        if not is_allowed(group[name]):
+            raise ValueError(f"{name}: got {group[name]!r}, expected {expected}")
     get_codec(group["codec"])
-    size = group["block_size"]
-    if not isinstance(size, int) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
-        raise ValueError(f"block_size: got {size!r}, expected a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
-    least = group["min_quantized_numel"]
-    if not is_whole(least) or least < 0:
-        raise ValueError(f"min_quantized_numel: got {least!r}, expected a whole number >= 0")
-    if group["nonfinite"] not in ("skip", "raise", "propagate"):
-        raise ValueError(f"nonfinite: got {group['nonfinite']!r}, expected 'skip', 'raise' or 'propagate'")
-    _check_weight_options(group)
-    check_flag(group, "maximize")
-    if group["offload"] not in (None, "state", "step"):
-        raise ValueError(f"offload: got {group['offload']!r}, expected None, 'state' or 'step'")
+    if group["stochastic_rounding"] and group["master_weight_bits"] is not None:
+        raise ValueError(
+            f"stochastic_rounding: got True and master_weight_bits={group['master_weight_bits']}, expected one of the "
+            "two options; master weights are rounded to nearest, so leave stochastic_rounding out"
+        )
     try:
         bytes_of(group["device_state_budget"])
     except ValueError as error:
         raise ValueError(f"device_state_budget: {error}") from None
     if group["differentiable"]:
-        raise ValueError(_unsupported("differentiable"))
+        raise ValueError("differentiable: got True, which shardopt does not support; leave the option out")
 
 
 def repays(group: Mapping[str, Any]) -> bool:
@@ -246,23 +257,6 @@ def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
             )
 
 
-def _check_weight_options(group: Mapping[str, Any]) -> None:
-    bits, stochastic, seed = (
-        group[name] for name in ("master_weight_bits", "stochastic_rounding", "stochastic_rounding_seed")
-    )
-    if bits is not None and not (is_whole(bits) and bits in (24, 32)):
-        raise ValueError(f"master_weight_bits: got {bits!r}, expected None, 24 or 32")
-    if not isinstance(stochastic, bool):
-        raise ValueError(f"stochastic_rounding: got {stochastic!r}, expected True or False")
-    if stochastic and bits is not None:
-        raise ValueError(
-            f"stochastic_rounding: got True and master_weight_bits={bits}, expected one of the two options; master "
-            "weights are rounded to nearest, so leave stochastic_rounding out"
-        )
-    if not is_whole(seed) or not 0 <= seed < 2**64:
-        raise ValueError(f"stochastic_rounding_seed: got {seed!r}, expected a whole number from 0 to 2**64 - 1")
-
-
 #: The largest finite float32: the kernels compute in float32.
 LARGEST = 2.0**128 - 2.0**104
 
@@ -340,7 +334,3 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
     elif largest not in (_BELOW_ONE, LARGEST):
         bounds = f"from {least} to {largest}"
     raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {_CORRECT}")
-
-
-def _unsupported(name: str) -> str:
-    return f"{name}: got True, which shardopt does not support; leave the option out"

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +39,8 @@ def is_packed(entries: Iterable[str]) -> bool:
 
 def words_of(specs: Iterable[TensorState]) -> int:
     """The words per element that the state of each of some tensors fits in, on any number of ranks."""
-    return max((_Layout(slice_.spec).words for spec in specs for slice_ in spec.slices), default=0)
+    sizes = (sum(field.beside for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
+    return max((-(-size // _WORD) for size in sizes), default=0)
 
 
 def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
@@ -50,8 +49,8 @@ def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
     packed = torch.zeros((math.prod(shape), words * _WORD), dtype=torch.uint8, device=device)
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-        layout = _Layout(slice_.spec)
-        layout.pack(slice_state, packed[slice_.offset : slice_.offset + layout.numel])
+        for field in _fields(slice_):
+            field.pack(slice_state, slice_.elements(packed))
     step = state["step"].clone()
     if not words:
         return {"step": step}
@@ -83,199 +82,164 @@ def unpack_loaded(
         return list(loaded)
     tensors = all_or_none(exchanges, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
     shared: dict[Exchange, list[Tensor]] = {}
-    for slice_ in (slice_ for slices in tensors for slice_ in slices):
-        for scales in slice_.scales:
-            if (exchange := slice_.spec.shard.holders) is not None and len(scales.cut):
-                shared.setdefault(exchange, []).append(scales.cut)
+    for unpacked in (unpacked for slices in tensors for fields in slices for unpacked in fields):
+        if (exchange := unpacked.field.spec.shard.holders) is not None and len(unpacked.cut):
+            shared.setdefault(exchange, []).append(unpacked.cut)
     for exchange, of_blocks in shared.items():
         reduce_together(exchange.all_reduce_sum, of_blocks)
     items = list(zip(specs, loaded, tensors, names, strict=True))
     return all_or_none(exchanges, lambda: [_completed(*item) for item in items])
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the bytes of a slice's state, described by ``spec``, are in packed state: uint8, ``(numel, 4 * words)``."""
-
-    spec: SliceSpec
-
-    @cached_property
-    def elements(self) -> dict[str, int]:
-        """Bytes of an element, by entry."""
-        dims = len(self.spec.shard.local_shape)
-        widths = {key: math.prod(entry.shape[dims:]) * entry.dtype.itemsize for key, entry in self.spec.entries.items()}
-        outside = {key for key in widths if self.spec.is_whole(key) or self.spec.grid_of(key) is not None}
-        return {key: width for key, width in widths.items() if key not in outside}
-
-    @cached_property
-    def blocks(self) -> list[_Blocks]:
-        """The blocks that have scales, and the rows that have second moments."""
-        entries: dict[BlockGrid, dict[str, int]] = {}
-        for key, entry in self.spec.entries.items():
-            grid = self.spec.grid_of(key)
-            if grid is not None:
-                per_block = entry.shape[len(self.spec.shard.scales(grid).local_shape) :]
-                entries.setdefault(grid, {})[key] = _WORD * math.prod(per_block)
-        blocks, at = [], sum(self.elements.values())
-        for grid, widths in entries.items():
-            blocks.append(_Blocks(self.spec, grid, widths, at))
-            at += blocks[-1].beside
-        return blocks
-
-    @property
-    def words(self) -> int:
-        """Words per element that hold the slice's state."""
-        return -(-(sum(self.elements.values()) + sum(blocks.beside for blocks in self.blocks)) // _WORD)
-
-    @property
-    def numel(self) -> int:
-        """Elements on this rank."""
-        return math.prod(self.spec.shard.local_shape)
-
-    def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
-        """Writes the slice's state to its bytes."""
-        at = 0
-        for key, width in self.elements.items():
-            packed[:, at : at + width] = _as_bytes(state[key], self.numel, width)
-            at += width
-        for blocks in self.blocks:
-            elements, inside = blocks.places(packed.device)
-            scales = torch.cat([_as_bytes(state[key], len(inside), w) for key, w in blocks.widths.items()], 1)
-            scales = torch.nn.functional.pad(scales, (0, inside.shape[1] * blocks.beside - scales.shape[1]))
-            packed[elements, blocks.bytes] = scales.view(*inside.shape, blocks.beside)[inside]
-
-    def unpack(self, packed: Tensor) -> StateDict:
-        """Reads the entries of the parameter's shape."""
-        state: StateDict = {}
-        at = 0
-        for key, width in self.elements.items():
-            entry = self.spec.entries[key]
-            state[key] = packed[:, at : at + width].contiguous().view(entry.dtype).view(entry.shape)
-            at += width
-        return state
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Where the bytes of the scales of a grid's blocks are in packed state.
+class _Field(NamedTuple):
+    """Bytes of an element of packed state: of the entries with the parameter's shape, or with numbers for some blocks.
 
     Attributes:
         spec: describes the slice's state.
-        grid: the blocks.
-        widths: bytes of a block's scales, by entry.
+        grid: the blocks; None for entries of the parameter's shape.
+        widths: bytes of an element or a block, by entry.
         first: index of the first byte in an element.
+        beside: bytes in an element: of a block's, as many as suffice for the shortest block to carry them all.
     """
 
     spec: SliceSpec
-    grid: BlockGrid
+    grid: BlockGrid | None
     widths: dict[str, int]
     first: int
+    beside: int
 
     @property
-    def beside(self) -> int:
-        """Bytes of the scales in an element: as many as suffice for the shortest block."""
-        shortest = self.grid.row_numel % self.grid.block_size or self.grid.block_size
-        return -(-sum(self.widths.values()) // shortest)
-
-    @property
-    def local(self) -> tuple[int, int]:
-        """The blocks of which this rank has scales: their numbers in the grid are ``[first, end)``."""
+    def blocks(self) -> tuple[int, int]:
+        """The blocks of which this rank has numbers: their indices in the grid are ``[first, end)``."""
         shard, grid = self.spec.shard, self.grid
+        if grid is None:
+            return 0, 0
         return shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
 
     @property
     def cut(self) -> list[int]:
-        """The blocks whose scales are on several ranks, on this rank or not: their numbers in the grid."""
+        """The blocks whose numbers are on several ranks, on this rank or not: their indices in the grid."""
         shard = self.spec.shard
-        return shard.cut_blocks(self.grid) if isinstance(shard, FlatShard) and shard.exchange is not None else []
-
-    @property
-    def bytes(self) -> slice:
-        """The bytes of an element that are of its block's scales."""
-        return slice(self.first, self.first + self.beside)
+        if self.grid is None or not isinstance(shard, FlatShard) or shard.exchange is None:
+            return []
+        return shard.cut_blocks(self.grid)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The elements here that carry scales, and per block whether each of the elements that do is here."""
+        """The elements here that carry numbers of blocks, and per block which of its elements that do are here."""
         grid, shard = self.grid, self.spec.shard
-        numbers, start = torch.arange(*self.local, device=device), getattr(shard, "start", 0)
+        assert grid is not None
+        numbers, start = torch.arange(*self.blocks, device=device), getattr(shard, "start", 0)
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
         count = -(-sum(self.widths.values()) // self.beside)
         elements = begins[:, None] + torch.arange(count, device=device) - start
         inside = (elements >= 0) & (elements < math.prod(shard.local_shape))
         return elements[inside], inside
 
-    def unpack(self, packed: Tensor | None) -> _Scales:
-        """Reads the scales that this rank's elements carry, if there are any."""
-        width, (first, end) = sum(self.widths.values()), self.local
+    def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
+        """Writes the entries' bytes to the slice's elements: uint8, ``(numel, 4 * words)``."""
+        of_entries = [state[key].detach().reshape(-1).view(torch.uint8).view(-1, w) for key, w in self.widths.items()]
+        fields = packed[:, self.first : self.first + self.beside]
+        if self.grid is None:
+            torch.cat(of_entries, 1, out=fields)
+            return
+        elements, inside = self.places(packed.device)
+        carried = torch.cat(of_entries, 1)
+        carried = torch.nn.functional.pad(carried, (0, inside.shape[1] * self.beside - carried.shape[1]))
+        fields[elements] = carried.view(*inside.shape, self.beside)[inside]
+
+    def unpack(self, packed: Tensor | None) -> _Unpacked:
+        """Reads the bytes that this rank's elements carry, if there are any."""
+        width, (first, end) = sum(self.widths.values()), self.blocks
         cut = torch.zeros((len(self.cut), width + 1), dtype=torch.int32, device="cpu")
         if packed is None:
-            return _Scales(self, None, cut)
+            return _Unpacked(self, None, cut)
+        fields = packed[:, self.first : self.first + self.beside]
+        if self.grid is None:
+            return _Unpacked(self, fields, cut)
         elements, inside = self.places(packed.device)
         carried = packed.new_zeros((*inside.shape, self.beside))
-        carried[inside] = packed[elements, self.bytes]
-        scales = carried.flatten(1)[:, :width].contiguous()
+        carried[inside] = fields[elements]
+        found = carried.flatten(1)[:, :width].contiguous()
         known = inside[..., None].expand_as(carried).flatten(1)[:, :width].sum(1)
         for row, number in zip(cut, self.cut, strict=True):
             if first <= number < end:
-                row[:-1], row[-1] = scales[number - first], known[number - first]
-        return _Scales(self, scales, cut)
+                row[:-1], row[-1] = found[number - first], known[number - first]
+        return _Unpacked(self, found, cut)
 
 
-class _Scales(NamedTuple):
-    """The bytes of the scales of this rank's blocks, with zeros where other ranks have them.
+class _Unpacked(NamedTuple):
+    """Bytes on their way out of packed state.
 
     Attributes:
-        blocks: the blocks.
-        scales: uint8, ``(blocks, bytes of a block's scales)``; None without packed state.
+        field: describes them.
+        found: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have them; None without
+            packed state.
         cut: the same of all cut blocks, and how many of the bytes are known: int32, on the CPU.
     """
 
-    blocks: _Blocks
-    scales: Tensor | None
+    field: _Field
+    found: Tensor | None
     cut: Tensor
 
     def entries(self, name: str) -> StateDict:
-        """The entries of the scales, after the ranks have put together the bytes of cut blocks.
+        """The entries, after the ranks have put together the bytes of cut blocks.
 
         Raises:
             ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
         """
-        assert self.scales is not None
-        first, end = self.blocks.local
-        for row, number in zip(self.cut, self.blocks.cut, strict=True):
+        assert self.found is not None
+        (first, end), formats = self.field.blocks, self.field.spec.entries
+        for row, number in zip(self.cut, self.field.cut, strict=True):
             if first <= number < end:
                 if row[-1] != len(row) - 1:
                     raise ValueError(
                         f"{name}: got packed state with {int(row[-1])} bytes of the scales of block {number}, expected "
                         f"{len(row) - 1}; load on all ranks what torch's optim_state_dict_to_load gives"
                     )
-                self.scales[number - first] = row[:-1].to(self.scales)
-        widths, spec = self.blocks.widths, self.blocks.spec
-        parts = zip(widths, torch.split(self.scales, list(widths.values()), 1), strict=True)
-        return {key: part.contiguous().view(torch.float32).view(spec.entries[key].shape) for key, part in parts}
+                self.found[number - first] = row[:-1].to(self.found)
+        parts = torch.split(self.found, list(self.field.widths.values()), 1)
+        of_keys = zip(self.field.widths, parts, strict=True)
+        return {key: x.contiguous().view(formats[key].dtype).view(formats[key].shape) for key, x in of_keys}
 
 
-class _Slice(NamedTuple):
-    """A slice on its way out of packed state: its entries of the parameter's shape, if any, and its scales."""
+def _fields(spec: SliceSpec) -> list[_Field]:
+    """The bytes of an element of packed state, in order."""
+    widths: dict[BlockGrid | None, dict[str, int]] = {None: {}}
+    for key, entry in spec.entries.items():
+        if not spec.is_whole(key):
+            grid = spec.grid_of(key)
+            counted = spec.shard if grid is None else spec.shard.scales(grid)
+            per_item = math.prod(entry.shape[len(counted.local_shape) :])
+            widths.setdefault(grid, {})[key] = per_item * entry.dtype.itemsize
+    fields: list[_Field] = []
+    at = 0
+    for grid, of_grid in widths.items():
+        shortest = 1 if grid is None else grid.row_numel % grid.block_size or grid.block_size
+        if of_grid:
+            fields.append(_Field(spec, grid, of_grid, at, -(-sum(of_grid.values()) // shortest)))
+            at += fields[-1].beside
+    return fields
 
-    spec: SliceSpec
-    elements: StateDict | None
-    scales: list[_Scales]
 
-
-def _as_bytes(entry: Tensor, count: int, width: int) -> Tensor:
-    return entry.detach().reshape(-1).view(torch.uint8).view(count, width)
-
-
-def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[_Slice]:
-    """The slices of a tensor, with what this rank's part of its packed state has of theirs.
+def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
+    """What this rank's part of a tensor's packed state, if any, has of each field of each slice.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
     """
-    if entries is None or not is_packed(entries):
-        layouts = [_Layout(slice_.spec) for slice_ in spec.slices]
-        return [_Slice(layout.spec, None, [blocks.unpack(None) for blocks in layout.blocks]) for layout in layouts]
+    packed = _packed_bytes(spec, entries, name) if entries is not None and is_packed(entries) else None
+    return [
+        [field.unpack(None if packed is None else slice_.elements(packed)) for field in _fields(slice_)]
+        for slice_ in spec.slices
+    ]
+
+
+def _packed_bytes(spec: TensorState, entries: Mapping[str, Any], name: str) -> Tensor:
+    """The bytes of packed state: uint8, ``(numel, 4 * words)``.
+
+    Raises:
+        ValueError: packed state is of another parameter, another optimizer or other options.
+    """
     if not (isinstance(spec.shard, FlatBuffer | FlatShard) or type(spec.shard) is Shard):
         raise ValueError(
             f"{name}: got state that torch's optim_state_dict of FSDP1 gathered, expected a parameter of FSDP1, not a "
@@ -301,23 +265,14 @@ def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> li
             f"{name}: got {_EXACT} {float(entries[_EXACT])!r}, expected {_EXACT_VALUE!r}: packed state was converted, "
             "as to half precision and back, and its bytes are lost; carry it as it was saved"
         )
-    packed = torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
-    slices = []
-    for slice_ in spec.slices:
-        layout = _Layout(slice_.spec)
-        part = packed[slice_.offset : slice_.offset + layout.numel]
-        slices.append(_Slice(slice_.spec, layout.unpack(part), [blocks.unpack(part) for blocks in layout.blocks]))
-    return slices
+    return torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
 
 
 def _completed(
-    spec: TensorState, entries: Mapping[str, Any] | None, slices: Sequence[_Slice], name: str
+    spec: TensorState, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
 ) -> Mapping[str, Any] | None:
     """The state of a tensor, after the ranks have put together the scales of cut blocks."""
-    states = []
-    for _, elements, of_blocks in slices:
-        if elements is not None:
-            states.append(dict(elements))
-            for scales in of_blocks:
-                states[-1].update(scales.entries(name))
-    return entries if entries is None or not states else {"step": entries["step"], **spec.join(states)}
+    if entries is None or not is_packed(entries):
+        return entries
+    states = [{k: x for unpacked in fields for k, x in unpacked.entries(name).items()} for fields in slices]
+    return {"step": entries["step"], **spec.join(states)}

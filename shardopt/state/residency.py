@@ -16,11 +16,9 @@ from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVE
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import ALIGNMENT as ALIGNMENT
-from shardopt.state.host_memory import Entry, demand_memory, make_homes
+from shardopt.state.host_memory import ALIGNMENT, Entry, Sleep, StateEntry, demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.options import bytes_of
-from shardopt.state.sleep import Sleep, Stateful
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
@@ -35,7 +33,7 @@ CHUNK_BYTES = 32 << 20
 #: Makes copies from the CPU to the CPU in slots of so many bytes, for tests; None: parameters there are not offloaded.
 FROM_CPU: Callable[[int], CudaTransfers] | None = None
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Residency(NamedTuple):
@@ -68,42 +66,6 @@ class Residency(NamedTuple):
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
 
-class Budget:
-    """The bytes of state that may stay on the device, given to as many parameters as fit, in order.
-
-    Args:
-        nbytes: the whole budget.
-        taken: the bytes that earlier parameters have taken.
-    """
-
-    def __init__(self, nbytes: int, taken: int = 0) -> None:
-        self._nbytes = nbytes
-        self.taken = taken
-
-    def takes(self, nbytes: int) -> bool:
-        """Takes the bytes of the next parameter's state if they fit, and returns whether they do."""
-        fits = self.taken + nbytes <= self._nbytes
-        if fits:
-            self.taken += nbytes
-        return fits
-
-
-class _Choice(NamedTuple):
-    """Residency chosen for a parameter.
-
-    Attributes:
-        param: the parameter.
-        offload: the operands to offload.
-        entries: the state's entries without memory, but the step count; empty if the param group does not offload.
-        in_budget: the part of the budget that the parameter takes.
-    """
-
-    param: Tensor
-    offload: Offload
-    entries: dict[str, Tensor]
-    in_budget: int
-
-
 class _Decision(NamedTuple):
     """Where a parameter's state lives.
 
@@ -111,12 +73,14 @@ class _Decision(NamedTuple):
         device: the parameter's device at the time of the decision.
         residency: the place.
         in_budget: the part of the budget that the parameter takes.
-        home: the entries' places in the optimizer's part of the host's memory.
+        entries: if the state is offloaded, its entries without memory, but the step count.
+        home: their places in the optimizer's part of the host's memory.
     """
 
     device: torch.device
     residency: Residency
     in_budget: int
+    entries: dict[str, Tensor]
     home: dict[str, Entry]
 
 
@@ -139,7 +103,6 @@ class StateResidency:
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
         self._decisions: dict[Tensor, _Decision] = {}
-        self._taken = 0  # of the budget
         # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
         self._foreseen, self._taken_then = 0, 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
@@ -170,13 +133,13 @@ class StateResidency:
             MemoryError: there is not enough. Nothing was moved.
         """
         if not self.asleep:
-            self._sleep.begin(self._stateful())
+            self._sleep.begin(self._entries())
             self.settled = False
 
     def wake(self) -> None:
         """Moves the state back, and has the current streams wait until it is there."""
         if self.asleep:
-            self._sleep.end(self._stateful())
+            self._sleep.end(self._entries())
         self.settled = self._sleep.arrive()
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
@@ -268,31 +231,32 @@ class StateResidency:
             MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
-        groups, before, taken = self._optimizer.param_groups, 0, self._taken
+        groups, before, taken = self._optimizer.param_groups, 0, _in_budget(self._decisions)
         if added is not None:  # checks this group alone, so that making an optimizer of many groups stays linear
             first = next((group for group in groups if group["offload"] is not None), added)
             groups, before, taken = [first, added], self._foreseen, self._taken_then
-        budget = Budget(_shared_budget(groups), taken)
-        choices = self._choose(groups if added is None else [added], budget)
-        new = sum(_bytes(choice.entries) for choice in choices if choice.offload is not None)
+        chosen = self._choose(groups if added is None else [added], _shared_budget(groups) - taken)
+        new = sum(entry.nbytes for decision in chosen.values() for entry in decision.entries.values())
         if new:
             demand_memory(before + new, ranks_here())
-        self._foreseen, self._taken_then = before + new, budget.taken
+        self._foreseen, self._taken_then = before + new, taken + _in_budget(chosen)
 
     @property
     def foreseen_bytes(self) -> int:
         """Bytes of the state that is to be offloaded and has no memory yet, until places are decided on."""
         return self._foreseen
 
-    def _stateful(self) -> list[Stateful]:
-        """The parameters whose state is beside them, on a device, except while it sleeps."""
+    def _entries(self) -> list[StateEntry]:
+        """The entries of state beside parameters on devices, except while it sleeps. Step counts stay: 4 bytes each."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
-        stateful = []
+        entries = []
         for param, state in self._optimizer.state.items():
             if state and _can_offload(param.device) and self.of(param).offload is None:
                 spec = self._state_of(param, group_of[param]) if param in group_of else None
-                stateful.append(Stateful(param.device, state, spec))
-        return stateful
+                for key, value in state.items():
+                    if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
+                        entries.append(StateEntry(param.device, state, key, spec))
+        return entries
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._decisions and self._decisions[param].device == param.device
@@ -301,34 +265,42 @@ class StateResidency:
         """Whether a parameter has state or is about to get some, unlike frozen parameters."""
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
-    def _choose(self, groups: Iterable[Mapping[str, Any]], budget: Budget) -> list[_Choice]:
-        """Chooses places for all parameters without one, and takes their parts of the budget.
+    def _choose(self, groups: Iterable[Mapping[str, Any]], room: int) -> dict[Tensor, _Decision]:
+        """Chooses places for all parameters without one.
+
+        Args:
+            groups: the param groups.
+            room: bytes of the budget that are left.
 
         Raises:
             RuntimeError: ``offload`` is not possible for a parameter.
         """
-        choices: list[_Choice] = []
+        chosen: dict[Tensor, _Decision] = {}
         for group in groups:
-            offload = group["offload"]
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
-                if offload is None:
-                    choices.append(_Choice(param, None, {}, 0))
-                    continue
-                try:
-                    spec = self._state_of(param, group)
-                except UnknownShardError:
-                    continue
-                if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
-                    raise RuntimeError(
-                        "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or "
-                        "DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
-                    )
-                entries, before = _local_entries(spec), budget.taken
-                stays = spec.exchanges_columns or budget.takes(_bytes(entries))
-                choices.append(_Choice(param, None if stays else offload, entries, budget.taken - before))
-        return choices
+                offload, in_budget, entries = group["offload"], 0, {}
+                if offload is not None:
+                    try:
+                        spec = self._state_of(param, group)
+                    except UnknownShardError:
+                        continue
+                    if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
+                        raise RuntimeError(
+                            "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters "
+                            "or DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
+                        )
+                    entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
+                    nbytes = sum(entry.nbytes for entry in entries.values())
+                    if spec.exchanges_columns:
+                        offload, entries = None, {}
+                    elif nbytes <= room:
+                        offload, in_budget, entries = None, nbytes, {}
+                        room -= nbytes
+                residency = Residency.of(offload, param.device)
+                chosen[param] = _Decision(param.device, residency, in_budget, entries, {})
+        return chosen
 
     def _decide(self) -> None:
         """Decides for all parameters without a place, and lets go of parameters that the optimizer no longer has."""
@@ -342,18 +314,20 @@ class StateResidency:
         }
         if len(decisions) < len(self._decisions):
             self.synchronize()  # copies to memory that is let go may be under way
-        taken = sum(decision.in_budget for decision in decisions.values())
-        budget = Budget(_shared_budget(groups), taken)
-        choices = self._choose(groups, budget)
-        moved = {choice.param: choice.entries for choice in choices if choice.offload == "state"}
+        chosen = self._choose(groups, _shared_budget(groups) - _in_budget(decisions))
+        moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
+        likes = [like for entries in moved.values() for like in entries.values()]
         gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
-        homes = make_homes(list(moved.values()), pin=gpu) if moved else []
-        home_of = dict(zip(moved, homes, strict=True))
-        for param, offload, _, in_budget in choices:
-            where = Residency.of(offload, param.device)
-            decisions[param] = _Decision(param.device, where, in_budget, home_of.get(param, {}))
-        self._decisions, self._taken = decisions, budget.taken
-        self._foreseen, self._taken_then = 0, budget.taken
+        homes = iter(make_homes(likes, pin=gpu) if likes else ())
+        for param, entries in moved.items():
+            chosen[param] = chosen[param]._replace(home={key: next(homes) for key in entries})
+        self._decisions = {**decisions, **chosen}
+        self._foreseen, self._taken_then = 0, _in_budget(self._decisions)
+
+
+def _in_budget(decisions: Mapping[Tensor, _Decision]) -> int:
+    """Bytes of the budget that parameters take."""
+    return sum(decision.in_budget for decision in decisions.values())
 
 
 def _shared_budget(groups: Iterable[Mapping[str, Any]]) -> int:
@@ -393,13 +367,3 @@ def warn_of_one_thread() -> None:
 
 def _can_offload(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and FROM_CPU is not None)
-
-
-def _local_entries(spec: TensorState) -> dict[str, Tensor]:
-    """This rank's part of all entries but the step count, without memory."""
-    state = spec.new(torch.device("meta"))
-    return {key: spec.shard.local(value) for key, value in state.items() if key != "step"}
-
-
-def _bytes(entries: Mapping[str, Tensor]) -> int:
-    return sum(entry.nbytes for entry in entries.values())

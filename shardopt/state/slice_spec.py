@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ ROW_MOMENTS = "second_momentum_buffer"
 
 #: The state entry with the codes that both moments share.
 SHARED_CODES = "moment_codes"
+
+#: Entries that are not a moment's.
+BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
 #: Elements that are coded at a time in PyTorch, which takes about 60 bytes for each.
 CODED_AT_A_TIME = 1 << 20
@@ -77,7 +80,8 @@ class SliceSpec:
     ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
     State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``.
 
-    All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors.
+    All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors. In a
+    flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
     """
 
     shard: Shard
@@ -87,6 +91,9 @@ class SliceSpec:
     weights: WeightFormat
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
     kept: tuple[KeptEntry, ...] | None = None
+    offset: int = field(default=0, compare=False)
+    name: str | None = field(default=None, compare=False)
+    number: int | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
@@ -103,6 +110,15 @@ class SliceSpec:
         grid = BlockGrid(shard.global_shape, group["block_size"])
         row_grid = _row_grid(shard.global_shape, group)
         return cls(shard, grid, codec, moments, weights, row_grid)
+
+    def elements(self, local: Tensor) -> Tensor:
+        """The slice's elements in a tensor laid out like the optimizer's: a view."""
+        return local if self.name is None else local[self.offset : self.offset + self.shard.local_shape[0]]
+
+    def entry_name(self, key: str) -> str:
+        """The name of an entry in the optimizer's state: in a flat buffer all entries of a name have one dtype."""
+        renamed = self.name is not None and not self.codec.blockwise and self.codec.code_dtype != torch.float32
+        return f"{key}_{self.codec.name}" if renamed and key not in BESIDE_MOMENTS else key
 
     @property
     def relative(self) -> bool:
@@ -293,12 +309,8 @@ class SliceSpec:
         """
         if self.kept is None:
             checked_step(state, name)
-        self.check_moments(state, name)
         if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
             raise unsound(ROW_MOMENTS, name, signed=False)
-
-    def check_moments(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the moments' values; see :meth:`check_local`."""
         local = [self.local_coded(state, moment) for moment in self.moments]
         blocks = (coded for _, coded in self.blocks_of(local)) if self.codec.blockwise else iter([local])
         for coded in blocks:

@@ -6,10 +6,10 @@ A plain or DTensor parameter, or its single flat shard, is one slice; a flat buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,58 +17,11 @@ from torch import Tensor
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.state.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
-from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
-
-#: Entries that are not a moment's.
-_BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
+from shardopt.state.loaded_entries import check_entry, check_moment, checked_step
+from shardopt.state.slice_spec import BESIDE_MOMENTS, LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
 #: Entries of torch.optim's state that follow from the step count (NAdam's).
 _DERIVED = frozenset(["mu_product"])
-
-
-class Slice(NamedTuple):
-    """Elements of one model parameter in a tensor that the optimizer steps.
-
-    Attributes:
-        spec: describes the elements' state.
-        offset: index of the first element in the local tensor.
-        name: the parameter's fully qualified name; None if the tensor itself is the parameter or its shard.
-        number: the parameter's index among the model's; None if the tensor itself is the parameter or its shard.
-    """
-
-    spec: SliceSpec
-    offset: int = 0
-    name: str | None = None
-    number: int | None = None
-
-    def of(self, local: Tensor) -> Tensor:
-        """The slice's elements in a tensor laid out like the local one: a view."""
-        return local if self.name is None else local[self.offset : self.offset + self.spec.shard.local_shape[0]]
-
-    def entry_name(self, key: str) -> str:
-        """The name in the tensor's state of a slice's entry: in a flat buffer all entries of a name have one dtype."""
-        codec = self.spec.codec
-        renamed = self.name is not None and not codec.blockwise and codec.code_dtype != torch.float32
-        return f"{key}_{codec.name}" if renamed and key not in _BESIDE_MOMENTS else key
-
-
-class Part(NamedTuple):
-    """A slice with its elements and state, for the kernels.
-
-    Attributes:
-        spec: describes the state.
-        first: index of the first element in the local tensor.
-        param: the elements.
-        state: the state's entries: this rank's plain tensors, views of the optimizer's.
-        number: the parameter's index among the model's, if the tensor is a flat buffer.
-    """
-
-    spec: SliceSpec
-    first: int
-    param: Tensor
-    state: StateDict
-    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,9 +34,7 @@ class TensorState:
     """
 
     shard: Shard
-    slices: tuple[Slice, ...]
-    moments: tuple[Moment, ...]
-    weights: WeightFormat
+    slices: tuple[SliceSpec, ...]
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
@@ -92,21 +43,30 @@ class TensorState:
         Raises:
             ValueError: the group's weight format, or ``repay``, does not suit the dtype.
         """
-        if isinstance(shard, FlatBuffer):
-            slices = [
-                Slice(SliceSpec.of(segment.shard, dtype, group, moments), segment.offset, segment.name, segment.number)
-                for segment in shard.segments
-            ]
-        else:
-            slices = [Slice(SliceSpec.of(shard, dtype, group, moments))]
-        return cls(shard, tuple(slices), moments, WeightFormat.of(dtype, group))
+        if not isinstance(shard, FlatBuffer):
+            return cls(shard, (SliceSpec.of(shard, dtype, group, moments),))
+        slices = []
+        for part in shard.segments:
+            spec = SliceSpec.of(part.shard, dtype, group, moments)
+            slices.append(replace(spec, offset=part.offset, name=part.name, number=part.number))
+        return cls(shard, tuple(slices))
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments, which all slices have."""
+        return self.slices[0].moments
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of the weights, which all slices have."""
+        return self.slices[0].weights
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
         """This rank's part of the state's entries, by name."""
         entries: dict[str, EntryFormat] = {}
         for slice_ in self.slices:
-            for key, entry in slice_.spec.entries.items():
+            for key, entry in slice_.entries.items():
                 name = slice_.entry_name(key)
                 if name in entries and key != "step":
                     rows, *rest = entry.shape
@@ -122,7 +82,7 @@ class TensorState:
     @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
-        return any(slice_.spec.exchanges_columns for slice_ in self.slices)
+        return any(slice_.exchanges_columns for slice_ in self.slices)
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
@@ -132,9 +92,8 @@ class TensorState:
         """The state entry named ``key`` whose part here is ``local``."""
         if key == "step":
             return local
-        spec = self.slices[0].spec
-        grid = spec.grid_of(key)
-        return (spec.shard if grid is None else spec.shard.scales(grid)).like_parameter(local)
+        shard, grid = self.slices[0].shard, self.slices[0].grid_of(key)
+        return (shard if grid is None else shard.scales(grid)).like_parameter(local)
 
     def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
         """The tensor's state, or some entries of it, from the slices' entries."""
@@ -153,10 +112,10 @@ class TensorState:
         states = []
         for slice_ in self.slices:
             slice_state: StateDict = {}
-            for key, entry in slice_.spec.entries.items():
+            for key, entry in slice_.entries.items():
                 name = slice_.entry_name(key)
                 if name in state:
-                    slice_state[key] = state[name] if slice_.spec.is_whole(key) else self.shard.local(state[name])
+                    slice_state[key] = state[name] if slice_.is_whole(key) else self.shard.local(state[name])
                     if slice_.name is not None and key != "step":
                         first = ends.get(name, 0)
                         ends[name] = first + entry.shape[0]
@@ -164,20 +123,15 @@ class TensorState:
             states.append(slice_state)
         return states
 
-    def parts(self, local_param: Tensor, state: Mapping[str, Any]) -> Iterator[Part]:
-        """The slices with their elements and state."""
-        for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
-            yield Part(slice_.spec, slice_.offset, slice_.of(local_param), slice_state, slice_.number)
-
     def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Each slice's part of float moments that are sharded like the tensor: plain tensors, views."""
         local = [self.shard.local(values[moment.name]) for moment in self.moments]
-        return [[slice_.of(x) for x in local] for slice_ in self.slices]
+        return [[slice_.elements(x) for x in local] for slice_ in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
         """The state entries for float moments by name, sharded like the tensor, of which no rank shares blocks."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
-        return self.join([slice_.spec.encode(slice_moments) for slice_, slice_moments in moments])
+        return self.join([slice_.encode(slice_moments) for slice_, slice_moments in moments])
 
     def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The moments as float32, sharded like the tensor, with zeros for padding."""
@@ -185,15 +139,15 @@ class TensorState:
         if isinstance(self.shard, FlatBuffer):
             values = [torch.zeros(self.shard.local_shape, device=state["step"].device) for _ in self.moments]
             for slice_, slice_state in states:
-                for x, moment in zip(values, slice_.spec.decode(slice_state), strict=True):
-                    slice_.of(x).copy_(moment)
+                for x, moment in zip(values, slice_.decode(slice_state), strict=True):
+                    slice_.elements(x).copy_(moment)
         else:
-            (values,) = (slice_.spec.decode(slice_state) for slice_, slice_state in states)
+            (values,) = (slice_.decode(slice_state) for slice_, slice_state in states)
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
     def has_floats(self, loaded: Mapping[str, Any]) -> bool:
         """Whether loaded entries have float moments laid out like the tensor, as in torch.optim."""
-        floats, entries = {moment.name for moment in self.moments}, self.entries.keys() - _BESIDE_MOMENTS
+        floats, entries = {moment.name for moment in self.moments}, self.entries.keys() - BESIDE_MOMENTS
         if not floats or not floats <= loaded.keys():
             return False
         if isinstance(self.shard, FlatBuffer) and entries == floats:  # but the state's own moments have no padding
@@ -231,7 +185,7 @@ class TensorState:
                 "full_precision_parameters() gave"
             )
         has_floats, template = self.has_floats(loaded), self.new(torch.device("meta"))
-        wanted = {key: like for key, like in template.items() if key not in _BESIDE_MOMENTS}
+        wanted = {key: like for key, like in template.items() if key not in BESIDE_MOMENTS}
         if has_floats:
             floats = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
             wanted = {moment.name: floats for moment in self.moments}
@@ -246,7 +200,7 @@ class TensorState:
             )
         for key, like in wanted.items():
             check_entry(loaded[key], like, key, name)
-            if loaded[key].dtype != like.dtype and not (has_floats and key not in _BESIDE_MOMENTS):
+            if loaded[key].dtype != like.dtype and not (has_floats and key not in BESIDE_MOMENTS):
                 raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
         for slice_moments in self.split_moments(loaded) if has_floats else ():
             for moment, x in zip(self.moments, slice_moments, strict=True):
@@ -258,15 +212,17 @@ class TensorState:
         state: StateDict = {}
         for key, entry in self.entries.items():
             if key == "step":
-                state[key] = step_on(device, checked_step(loaded, name))
+                state[key] = torch.tensor(checked_step(loaded, name), dtype=torch.float32, device=device)
+            elif key in loaded:
+                state[key] = loaded[key].detach().clone(memory_format=torch.contiguous_format).to(device)
             else:  # torch.optim's state has neither low bits nor second moments of rows
-                state[key] = copy_to(loaded[key], device) if key in loaded else self.like(key, entry.new(device))
+                state[key] = self.like(key, entry.new(device))
         return state
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the values of the state's entries; see :meth:`SliceSpec.check_local`."""
         for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
-            slice_.spec.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
+            slice_.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
 
 
 def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
@@ -276,4 +232,4 @@ def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Mome
 
 def flat_slices(spec: TensorState) -> list[SliceSpec]:
     """The specs of the slices that are flat shards: of all slices or of none."""
-    return [slice_.spec for slice_ in spec.slices if isinstance(slice_.spec.shard, FlatShard)]
+    return [slice_ for slice_ in spec.slices if isinstance(slice_.shard, FlatShard)]

@@ -57,7 +57,7 @@ class ExactSums:
         for summed in tensors:
             places[summed.index] = []
             for part in summed.spec.slices:
-                ranks = ranks_of_sums(part.spec.shard, summed.rule)
+                ranks = ranks_of_sums(part.shard, summed.rule)
                 devices.setdefault(ranks, set()).add(summed.device)
                 place = self._totals.get(ranks) if summed.rule.totals else None
                 if place is None:
@@ -65,7 +65,7 @@ class ExactSums:
                     counts[ranks] = place.stop
                 if summed.rule.totals:
                     self._totals[ranks] = place
-                    own = self._own.setdefault(part.spec.shard.counted(), {})
+                    own = self._own.setdefault(part.shard.counted(), {})
                     if summed.device not in own:
                         shape = (summed.rule.sums, _C.sum_words)
                         own[summed.device] = torch.zeros(shape, dtype=torch.int64, device=summed.device)

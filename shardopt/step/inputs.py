@@ -108,7 +108,7 @@ def describe(
             number = number_of(param)
             if number is None:
                 number = numbers.get(param, first + len(inputs))
-                is_random = spec is not None and any(part.spec.is_random for part in spec.slices)
+                is_random = spec is not None and any(part.is_random for part in spec.slices)
                 if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
                     warn_user(
                         f"{known_as}: got a parameter without a number in the model, unlike others, to be rounded at "
@@ -130,7 +130,7 @@ def _check_noise(inputs: Sequence[Input]) -> None:
     params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
     for parameter in inputs:
         spec, name = parameter.spec, parameter.name
-        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(s.spec.is_random for s in spec.slices):
+        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(s.is_random for s in spec.slices):
             known = spec.shard.known_params
             if known is not None and known < params:
                 raise UnknownShardError(

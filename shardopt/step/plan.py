@@ -9,7 +9,7 @@ from shardopt.layout import Exchange, FlatBuffer, FlatShard
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.options import TABLE_FORMAT
-from shardopt.state.tensor_state import Slice
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, Members, Plan
 from shardopt.step.inputs import Input, ParamGroups
 from shardopt.step.over_all import OverAll, ranks_of_sums
@@ -27,7 +27,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     """
     sets: dict[Exchange, Members] = {}
     summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
-    over_all = OverAll(slice_.spec.shard.counted() for slices in summed for slice_ in slices)
+    over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
     stepped = set()
     for index, parameter in enumerate(inputs):
         options = param_groups[parameter.group]
@@ -48,15 +48,15 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     return Plan(sets, stepped, over_all.refuse, single=single)
 
 
-def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> dict[Exchange, bool]:
+def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[Exchange, bool]:
     """The ranks with which a step exchanges data of a slice, or would with other options.
 
     Returns:
         For each set of ranks whether all of them or none must have a gradient.
     """
-    shard = slice_.spec.shard
+    shard = slice_.shard
     are_joint: list[tuple[Exchange | None, bool]] = [
-        (shard.row_owners, bool(shared_blocks(slice_.spec))),
+        (shard.row_owners, bool(shared_blocks(slice_))),
         (ranks_of_sums(shard, group.rule) if group.rule.sums else None, True),
         (_division(parameter, slice_, group), True),
     ]
@@ -67,21 +67,21 @@ def _ranks_of(parameter: Input, slice_: Slice, group: Group) -> dict[Exchange, b
     return found
 
 
-def _division(parameter: Input, slice_: Slice, group: Group) -> Exchange | None:
+def _division(parameter: Input, slice_: SliceSpec, group: Group) -> Exchange | None:
     """The ranks that share the orthogonalization of a slice."""
     if group.rule.orthogonalized is None:
         return None
-    division = slice_.spec.shard.division()
+    division = slice_.shard.division()
     return division.ranks if division else parameter.copies.ranks if parameter.copies else None
 
 
-def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: Group) -> Line:
-    shard, rule, orthogonalized = slice_.spec.shard, group.rule, group.rule.orthogonalized
+def _line(index: int, parameter: Input, slice_: SliceSpec, name: str | None, group: Group) -> Line:
+    shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
     is_flat = isinstance(shard, FlatShard)
     says: dict[str, Any] = {
         "name": slice_.name or name,
         "shape": list(shard.global_shape),
-        "dtype": str(slice_.spec.weights.dtype),
+        "dtype": str(slice_.weights.dtype),
         "rule": rule.name if rule.has_sums else f"{rule.name} without sums",
         **dict(zip(TABLE_FORMAT, group.table_format, strict=True)),
         "nonfinite='raise'": group.nonfinite == "raise",
@@ -93,7 +93,7 @@ def _line(index: int, parameter: Input, slice_: Slice, name: str | None, group: 
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-    is_sized = not is_flat and slice_.spec.exchanges_columns
+    is_sized = not is_flat and slice_.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)
     return Line(index, slice_.name or parameter.name, says, is_sized, is_held)

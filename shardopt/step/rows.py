@@ -20,8 +20,8 @@ from shardopt.layout import BlockGrid, FlatShard, Rectangle
 from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.residency import Residency
 from shardopt.state.rule import Rule, hyper_row
-from shardopt.state.slice_spec import LOW_BITS, StateDict
-from shardopt.state.tensor_state import Part, TensorState
+from shardopt.state.slice_spec import LOW_BITS, SliceSpec, StateDict
+from shardopt.state.tensor_state import TensorState
 from shardopt.step.cut_blocks import CutParameter, FlatCuts
 
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time for codecs without blocks
@@ -138,6 +138,14 @@ class Group(NamedTuple):
         return GroupRow(hyper_row(rule, hyper), address, sign, rule=int(_C.rules[rule]["index"]), nonfinite=int(policy))
 
 
+class Part(NamedTuple):
+    """A slice with its elements and state entries: this rank's plain tensors, views of the optimizer's."""
+
+    spec: SliceSpec
+    param: Tensor
+    state: StateDict
+
+
 class SliceOfStep(NamedTuple):
     """A slice's data in a step, beside its state.
 
@@ -189,10 +197,11 @@ def rows_of(
     _check(name, "step", state["step"], torch.float32, 1, residency.steps)
     rows: list[Row] = []
     cut = None
-    for part, of_step in zip(spec.parts(param, state), slices, strict=True):
+    for slice_, slice_state, of_step in zip(spec.slices, spec.split(state), slices, strict=True):
+        part = Part(slice_, slice_.elements(param), slice_state)
         cut = _cut_parameter(part)
         seed, number = seed_and_number
-        key_of_noise = noise_key(seed, number if part.number is None else part.number)
+        key_of_noise = noise_key(seed, number if slice_.number is None else slice_.number)
         first_unit = rows[-1].unit + 1 if rows else 0
         rows += _rows_of_part(name, part, cut, of_step, residency, key_of_noise, indices, first_unit)
     return rows, cut
@@ -266,7 +275,7 @@ def _rows_of_part(
                     scales=_padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
                 ),
                 tensor=indices[0],
-                element=part.first + rectangle.element,
+                element=spec.offset + rectangle.element,
                 unit=unit,
             )
 

@@ -20,7 +20,7 @@ from shardopt.state.encoding import encode_loaded
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import EntryFormat, KeptEntry, SliceSpec
-from shardopt.state.tensor_state import Slice, TensorState
+from shardopt.state.tensor_state import TensorState
 from shardopt.wrapper.known import full_name, is_known
 
 State = dict[str, Any]
@@ -192,7 +192,7 @@ class Entries:
         names = coded_names(stored)
         coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
         kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
-        return replace(coding.slices[0].spec, kept=kept)
+        return replace(coding.slices[0], kept=kept)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, State]:
         """Form and entries of a parameter's present state: tensors.
@@ -269,7 +269,7 @@ class Entries:
 
 
 def _form(shard: Shard, spec: SliceSpec) -> TensorState:
-    return TensorState(shard, (Slice(spec),), spec.moments, spec.weights)
+    return TensorState(shard, (spec,))
 
 
 def _kept(shard: Shard, key: str, x: Any) -> KeptEntry:

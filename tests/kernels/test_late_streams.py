@@ -121,10 +121,10 @@ step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) |
 step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
 state.residency:StateResidency.put | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
-state.sleep:Sleep._follow | .wait_stream(torch.cuda.current_stream(device)) | slept
-state.sleep:Sleep._copy | .record_stream(stream) | slept
-state.sleep:Sleep.arrive | .wait_event(event) | slept @ behind 0
-state.sleep:Sleep.synchronize | stream.synchronize() | slept
+state.host_memory:Sleep._move | .wait_stream(torch.cuda.current_stream(device)) | slept
+state.host_memory:Sleep._move | .record_stream(stream) | slept
+state.host_memory:Sleep.arrive | .wait_event(event) | slept @ behind 0
+state.host_memory:Sleep.synchronize | stream.synchronize() | slept
 release.deferred:DeferredStep.take | self._stream.wait_event(self._ready) | released step
 release.deferred:DeferredStep.wait | self._back.synchronize() | released forward @ behind 0
 release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step @ behind 0

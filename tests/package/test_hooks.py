@@ -124,7 +124,7 @@ def test_settings(tmp_path: Path) -> None:
     (tmp_path / "transformers" / "trainer.py").write_text(TRAINER)
     (tmp_path / "transformers-5.24.0.dist-info").mkdir()
     (tmp_path / "transformers-5.24.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.24.0\n")
-    modules = sorted({hook.module for hook in HOOKS})
+    modules = sorted({module for hooks in HOOKS.values() for module, _ in hooks})
     program = CHANGED_PACKAGES
     for name, value in {"MODULES": modules, "CASES": list(CASES)}.items():
         program = program.replace(name, repr(value))

@@ -316,7 +316,7 @@ class ReferenceOptimizer:
     def _spec(self, name: str) -> SliceSpec:
         param = self._originals[name]
         group = self._groups[param]
-        return tensor_state_of(param, group, self._optimizer.rule(group).moments).slices[0].spec
+        return tensor_state_of(param, group, self._optimizer.rule(group).moments).slices[0]
 
 
 def single(optimizer: ShardedOptimizer) -> tuple[Tensor, dict[str, Any]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.sharding.deepspeed.experts import unnamed_experts
 from shardopt.sharding.deepspeed.offload import masters_in_memory
+from shardopt.sharding.deepspeed.partitions import unnamed_experts
 from shardopt.sharding.in_model import replaced_parameters
 
 #: Engines by their bare models, which Hugging Face's Trainer hands to callbacks.
@@ -49,8 +49,13 @@ def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
     """
     engine = engine_of(model)
-    wrapper = engine.optimizer
-    _refuse_model_parallel(engine)
+    wrapper, unnamed = engine.optimizer, unnamed_experts(engine.module)
+    if engine.pipeline_parallelism or max(engine.autotp_size(), engine.mp_world_size) > 1 or unnamed:
+        raise ValueError(
+            "got a DeepSpeed engine with tensor or pipeline parallelism or AutoEP, whose ranks hold different "
+            "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
+            "engine.save_checkpoint and load_checkpoint"
+        )
     if hasattr(wrapper, "fp32_groups"):
         with replaced_parameters(engine.module, _masters(wrapper)):
             yield engine.module, engine.basic_optimizer
@@ -71,16 +76,6 @@ def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
         wrapper._clear_fp32_optimizer_param_groups()
 
 
-def _refuse_model_parallel(engine: Any) -> None:
-    unnamed = unnamed_experts(engine.module)
-    if engine.pipeline_parallelism or max(engine.autotp_size(), engine.mp_world_size) > 1 or unnamed:
-        raise ValueError(
-            "got a DeepSpeed engine with tensor or pipeline parallelism or AutoEP, whose ranks hold different "
-            "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
-            "engine.save_checkpoint and load_checkpoint"
-        )
-
-
 def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
     """ZeRO 0: the float32 masters, by parameter."""
     masters: dict[Tensor, Tensor] = {}
@@ -93,9 +88,8 @@ def refresh(model: Module) -> None:
     """Makes the model's parameters from the masters, after these were loaded."""
     wrapper = engine_of(model).optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
-        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                param.data.copy_(master.data)
+        for param, master in _masters(wrapper).items():
+            param.data.copy_(master.data)
     elif hasattr(wrapper, "update_lp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper.update_lp_params()
     elif hasattr(wrapper, "_reassign_or_swap_out_partitioned_parameters"):  # ZeRO 3

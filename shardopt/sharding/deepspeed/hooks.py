@@ -1,4 +1,4 @@
-"""All hooks into DeepSpeed: methods of its engine and of ZeRO, and its list of optimizers that ZeRO supports.
+"""All hooks into DeepSpeed, its engine, ZeRO and list of supported optimizers, and into Accelerate for its sake.
 
 - ``DeepSpeedEngine._is_supported_optimizer`` decides which types a config may name: with the hook, shardopt's, too.
 - ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: with the hook, shardopt's.
@@ -8,6 +8,8 @@
   stages they separate masters and parameters that are one tensor: the hook joins both again.
 - ``ZeROOptimizer._configure_master_weights`` decides whether masters may be in bf16: with the hook they may.
 - ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
+- Accelerate, and so Hugging Face's Trainer, replaces offloaded optimizers by DeepSpeedCPUAdam, in 32 bits, unless the
+  config says ``"zero_force_ds_cpu_optimizer": false``: with the hook, ours stay.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -104,6 +107,22 @@ def install(engine_module: ModuleType) -> None:
     ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
     known = [ShardedOptimizer, *OPTIMIZERS.values()]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def hook_accelerate(module: ModuleType) -> None:
+    """Hooks into ``accelerate.accelerator``, which has the function only if DeepSpeed is installed.
+
+    If another version of Accelerate has the function elsewhere, DeepSpeed's engine refuses the replacement.
+    """
+    replace = getattr(module, "map_pytorch_optim_to_deepspeed", None)
+    if replace is None:
+        return
+
+    @wraps(replace)
+    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+        return optimizer if isinstance(optimizer, ShardedOptimizer) else replace(optimizer)
+
+    module.map_pytorch_optim_to_deepspeed = map_pytorch_optim_to_deepspeed  # type: ignore[attr-defined]
 
 
 def _accepted(engine: Any, optimizer: Any) -> Any:

@@ -1,11 +1,13 @@
 """Contents of DeepSpeed's flat partitions: ZeRO 1, 2 and 3, and BF16_Optimizer.
 
-Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused.
+Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused. For checkpoints, the experts of its MoE
+layers are named by their numbers in the whole model: the layers number the experts of each rank from 0 on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,8 +22,7 @@ from shardopt.layout import (
     keep_float32_state,
     keeps_float32_state,
 )
-from shardopt.layout.names import parameter_names
-from shardopt.sharding.deepspeed.experts import name_experts
+from shardopt.layout.names import name_children, parameter_names
 from shardopt.sharding.exchange import exchange_among
 
 #: Places and names of a model's parameters, by identity.
@@ -124,8 +125,26 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def name_experts(model: Any) -> None:
+    """Names the experts of MoE layers as in DeepSpeed's own checkpoints, by the order of the group's ranks."""
+    for layer in model.modules():
+        if _is_moe_layer(layer):
+            from deepspeed.utils import groups  # type: ignore[import-untyped]
+
+            first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+            experts = layer.deepspeed_moe.experts.deepspeed_experts
+            name_children(experts, {name: str(first + int(name)) for name in experts._modules})
+
+
+def unnamed_experts(model: Any) -> list[Tensor]:
+    """Parameters that differ between ranks of a group and are in no known MoE layer, such as AutoEP's stacks."""
+    layers = [layer for layer in model.modules() if _is_moe_layer(layer)]
+    known = {id(param) for layer in layers for param in layer.deepspeed_moe.experts.parameters()}
+    return [param for param in model.parameters() if not getattr(param, "allreduce", True) and id(param) not in known]
+
+
+def _is_moe_layer(layer: Any) -> bool:
+    return hasattr(getattr(getattr(layer, "deepspeed_moe", None), "experts", None), "deepspeed_experts")

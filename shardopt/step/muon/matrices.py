@@ -136,7 +136,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
     """
     assert parameter.spec is not None
     for place, part in enumerate(parameter.spec.slices):
-        shard, first = part.spec.shard, part.offset
+        shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
         division = shard.division()
         if 0 in shard.global_shape or (division is None and 0 in shard.local_shape):  # nothing, or on other ranks
@@ -150,7 +150,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
             matrix = Matrix(
                 tensor=index,
                 part=place,
-                spec=part.spec,
+                spec=part,
                 rows=rows,
                 cols=cols,
                 start=start,
@@ -163,7 +163,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
                 newton_schulz=orthogonalized.newton_schulz,
                 row_decay=orthogonalized.row_decay,
                 row_ranges=tuple(
-                    (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part.spec, start, rows, cols)
+                    (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part, start, rows, cols)
                     for region in regions
                 ),
             )

@@ -260,7 +260,7 @@ def _refused(way: str, source: str, what: str, load: Callable[..., Any] = Sharde
 
 #: Where the state is from, what is wrong with it on the last rank, and what that rank says.
 DAMAGED = [
-    *(("fsdp1", "ours", what) for what in ("value", "tensor_state.copy_to")),
+    *(("fsdp1", "ours", what) for what in ("value", "tensor_state.TensorState.adopt")),
     *(("fsdp1", "torch", what) for what in ("missing", "encoding._messages")),
     *(("fsdp1 flat", "ours", "step"), ("fsdp1 flat", "torch", "value")),
     *(("fsdp columns", "ours", "missing"), ("fsdp columns", "torch", "slice_spec.encode_moments")),
