@@ -20,6 +20,8 @@ from shardopt.unit.functional import (
     residual_add,
     residual_split,
     rms_norm,
+    scale_bwd,
+    scale_fwd,
     silu,
     softmax,
     swiglu,
@@ -27,7 +29,6 @@ from shardopt.unit.functional import (
 from shardopt.unit.modules import Attention, Embedding, Linear, Readout, RMSNorm, Stack, SwiGLU, set_split
 from shardopt.unit.multipliers import residual_weights
 from shardopt.unit.products import product, to_fp8
-from shardopt.unit.scale import scale_bwd, scale_fwd
 
 __all__ = [
     "Attention",

@@ -12,6 +12,7 @@ a batch is split. :func:`shardopt.unit.set_split` sets ``share`` in modules.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,42 @@ from torch import Tensor
 
 from shardopt.unit import multipliers
 from shardopt.unit.products import product
-from shardopt.unit.scale import scale_bwd, scale_fwd
+
+
+class _Scale(torch.autograd.Function):
+    """``y = forward x``, and the gradient of x is ``backward`` times the gradient of y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float | Tensor, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x.view_as(x) if isinstance(forward, float) and forward == 1.0 else x * forward
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return (gradient if ctx.factor == 1.0 else gradient * ctx.factor), None, None
+
+
+def scale_fwd(x: Tensor, factor: float | Tensor) -> Tensor:
+    """``factor * x``, with the gradient of x as if the factor were 1.
+
+    Args:
+        x: floating, any shape.
+        factor: a number, or a tensor of one element that needs no gradient.
+    """
+    scaled: Tensor = _Scale.apply(x, factor, 1.0)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def scale_bwd(x: Tensor, factor: float) -> Tensor:
+    """A view of ``x``, whose gradient is multiplied by ``factor``.
+
+    Args:
+        x: floating, any shape.
+        factor: a number.
+    """
+    view: Tensor = _Scale.apply(x, 1.0, factor)  # type: ignore[no-untyped-call]
+    return view
 
 
 def linear(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardopt.unit import functional as U
 from shardopt.unit import multipliers
-from shardopt.unit.scale import scale_bwd
+from shardopt.unit.functional import scale_bwd
 
 
 class _Split(nn.Module):
