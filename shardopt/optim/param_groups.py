@@ -175,7 +175,7 @@ def param_groups(
     known: list[_Options] = []
     parameters = []
     for param, parts in tensors.items():
-        options = _common_options(param, parts, patterns, rates)
+        options = _options(param, parts, patterns, rates)
         key = _comparable(options)
         if key not in known:
             groups.append({"params": [], "param_names": [], **options})
@@ -202,33 +202,28 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
 
-def _options(param: Tensor, part: _Part, patterns: _Patterns, rates: UMup | None) -> _Options:
-    options: _Options = {} if rates is None else {"lr": rates.lr(param, part.names, part.shape)}
-    for pattern, of_pattern in patterns:  # later ones win
-        if any(fnmatchcase(name, pattern) for name in part.names):
-            options.update(of_pattern)
-    if rates and "weight_decay" not in options:
-        options["weight_decay"] = rates.weight_decay / float(options["lr"]) if options["lr"] else 0.0
-    return dict(sorted(options.items()))
-
-
-def _common_options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
+def _options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
     """The options of all parts of one tensor.
 
     Raises:
         ValueError: two parts have different options.
     """
-    first, *others = parts
-    options = _options(param, first, patterns, rates)
-    for other in others:
-        of_other = _options(param, other, patterns, rates)
-        if _comparable(options) != _comparable(of_other):
+    found: list[_Options] = []
+    for part in parts:
+        options: _Options = {} if rates is None else {"lr": rates.lr(param, part.names, part.shape)}
+        for pattern, of_pattern in patterns:  # later ones win
+            if any(fnmatchcase(name, pattern) for name in part.names):
+                options.update(of_pattern)
+        if rates and "weight_decay" not in options:
+            options["weight_decay"] = rates.weight_decay / float(options["lr"]) if options["lr"] else 0.0
+        found.append(dict(sorted(options.items())))
+        if _comparable(found[0]) != _comparable(found[-1]):
             raise ValueError(
-                f"got {first.names[0]} with {_shown(options)} and {other.names[0]} with {_shown(of_other)} in one flat "
-                "parameter, expected the same options for all of its parts; wrap the model with use_orig_params=True, "
-                "or wrap modules whose parameters need options of their own by themselves"
+                f"got {parts[0].names[0]} with {_shown(found[0])} and {part.names[0]} with {_shown(found[-1])} in one "
+                "flat parameter, expected the same options for all of its parts; wrap the model with "
+                "use_orig_params=True, or wrap modules whose parameters need options of their own by themselves"
             )
-    return options
+    return found[0]
 
 
 def _shown(options: _Options) -> str:

@@ -28,7 +28,6 @@ _PACKAGE_KINDS = {
     "LinearReadout": {"weight": "output", "bias": "bias"},
     "RMSNorm": _NORM,
 }
-_PACKAGE_STACKS = ("DepthModuleList", "DepthSequential")
 
 
 class UMup:
@@ -47,8 +46,7 @@ class UMup:
         patterns: kinds by patterns of :mod:`fnmatch`, the last one that matches wins.
 
     Raises:
-        ValueError: ``lr`` or ``weight_decay`` is out of range, or a pattern gives something that is neither a kind nor
-            a kind and a depth.
+        ValueError: ``lr``, ``weight_decay``, or the kind or depth that a pattern gives, is not allowed.
     """
 
     def __init__(self, model: Module, lr: float | None, weight_decay: float, patterns: KindPatterns) -> None:
@@ -116,17 +114,16 @@ def _of_module(module: Module) -> tuple[Mapping[str, str], int | None]:
     for base in type(module).__mro__:
         if base.__module__.partition(".")[0] == "unit_scaling":
             kinds = kinds or _PACKAGE_KINDS.get(base.__name__, {})
-            if base.__name__ in _PACKAGE_STACKS:
+            if base.__name__ in ("DepthModuleList", "DepthSequential"):
                 depth = len(module)  # type: ignore[arg-type]
     return kinds, depth
 
 
 def _checked(pattern: str, value: str | tuple[str, int | None]) -> tuple[str] | tuple[str, int | None]:
     given = (value,) if isinstance(value, str) else value
-    if isinstance(given, tuple) and len(given) in (1, 2) and given[0] in KINDS:
-        depth = given[1] if len(given) == 2 else None
-        if depth is None or (isinstance(depth, int) and depth > 0):
-            return given
+    is_kind = isinstance(given, tuple) and len(given) in (1, 2) and given[0] in KINDS
+    if is_kind and all(depth is None or (isinstance(depth, int) and depth > 0) for depth in given[1:]):
+        return given
     raise ValueError(
         f"kinds[{pattern!r}]: got {value!r}, expected one of {', '.join(KINDS)}, or such a kind and the number of "
         'residual blocks in its stack, ("weight", 12)'
