@@ -139,9 +139,9 @@ def _check_reduction(name: str, group: Any, factor: float | None) -> None:
         )
 
 
-def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
-    """Raises if FSDP2 does not reduce all of a model's gradients, or not in its own way."""
-    managed: set[int] = set()
+def checked_meshes(model: Module, sharded: dict[str, FSDPModule]) -> dict[str, list[ProcessGroup]]:
+    """The meshes of a model's modules; raises if FSDP2 does not reduce all of its gradients, or not in its own way."""
+    meshes, managed = {}, set[int]()
     for name, module in sharded.items():
         groups = groups_of(module)
         if len(groups) > 1:
@@ -154,6 +154,7 @@ def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
                 "ordered_gradients once, and set no other communication hook"
             )
         _check_reduction(name, group, None)
+        meshes[name] = mesh_of(group)
         managed.update(id(param.sharded_param) for param in group.fsdp_params)
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in managed:
@@ -161,3 +162,4 @@ def check_untouched(model: Module, sharded: dict[str, FSDPModule]) -> None:
                 f"{name}: got a parameter outside of all modules that fully_shard made, expected all parameters within "
                 "such modules, as others' gradients are not reduced; call fully_shard on the module that has it"
             )
+    return meshes

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.ddp import DdpReducer
-from shardopt.comm.fsdp2 import FsdpReducer, check_untouched, mesh_of
+from shardopt.comm.fsdp2 import FsdpReducer, checked_meshes
 from shardopt.comm.progress import Progress, progresses_of
 from shardopt.comm.reduction import PlainReducer
 from shardopt.comm.wire import WIRES, WireFormat
@@ -139,9 +139,7 @@ def _ranks_of(
         return group.size(), [group]
     if not sharded:
         return 1, []
-    check_untouched(model, sharded)
-    meshes = {name: mesh_of(group) for name, module in sharded.items() for group in groups_of(module)}
-    (first, mesh), *others = meshes.items()
+    (first, mesh), *others = checked_meshes(model, sharded).items()
     ranks, rank = _place_in(mesh)
     for name, other in others:
         if _place_in(other) != (ranks, rank):
