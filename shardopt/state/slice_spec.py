@@ -149,19 +149,14 @@ class SliceSpec:
     @property
     def moment_entries(self) -> dict[str, EntryFormat]:
         """The entries of the moments, by name."""
-        formats = {}
+        formats, shape = {}, self.shard.local_shape
         for moment in self.moments:
-            codes, scales = self._initial(moment)
-            formats[self.codes_name(moment)] = codes
+            dtype, code, scales = _first_codes(self.codec, moment)
+            codes_shape = shape if len(code) == 1 else (*shape, len(code))
+            formats[self.codes_name(moment)] = EntryFormat(codes_shape, dtype, code)
             if self.has_scales(moment):
                 formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
         return formats
-
-    def _initial(self, moment: Moment) -> tuple[EntryFormat, tuple[float, ...]]:
-        """A moment's codes before the first step, and the scales of each block."""
-        dtype, fill, scales = _first_codes(self.codec, moment)
-        shape = self.shard.local_shape
-        return EntryFormat(shape if len(fill) == 1 else (*shape, len(fill)), dtype, fill), scales
 
     def codes_name(self, moment: Moment) -> str:
         """The state entry with a moment's codes."""
