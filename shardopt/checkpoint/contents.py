@@ -234,14 +234,13 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
     """
     tensors: dict[str, Chunks] = {}
     for item in (*items, *buffers):
-        for key, value in item.state.items():
-            check_storage(item.name, f"state {key}", value, CheckpointError)
-        if not item.shard.is_here:
-            continue
         shard, spec, state = item.shard, item.spec, item.state
+        for key, value in state.items():
+            check_storage(item.name, f"state {key}", value, CheckpointError)
+        if not shard.is_here:
+            continue
         is_flat = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
         if spec is not None and is_flat and not state:
-            tensors |= tensors_of(item, item.local, spec, spec.new(_CPU), is_assumed=True)
-        else:
-            tensors |= tensors_of(item, item.local, spec, state)
+            state = spec.new(_CPU)
+        tensors |= tensors_of(item, item.local, spec, state)
     return tensors

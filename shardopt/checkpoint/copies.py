@@ -103,10 +103,7 @@ def digest(tensor: Tensor) -> int:
         sums = [_sum(words, *weights) for words in torch.split(aligned.view(torch.int64), _WORDS)]
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
-    combined = data.numel()
-    for value in torch.stack([*sums, rest.view(torch.int64)[0]]).tolist():
-        combined = (combined * 0x9E3779B97F4A7C15 + value) % 2**64
-    return combined
+    return _combined([data.numel(), *torch.stack([*sums, rest.view(torch.int64)[0]]).tolist()])
 
 
 def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:

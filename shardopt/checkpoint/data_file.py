@@ -2,6 +2,17 @@
 
 Threads write and read chunks in pieces of a few MiB, a few pieces ahead of the caller, so that checksums, disk and
 copies to or from a GPU overlap without a large buffer.
+
+At the end is the table of the chunks, in binary columns. All numbers are little-endian. With ``n`` chunks of tensors of
+at most ``d`` dimensions::
+
+    n, d        2 x uint64
+    position    n x int64    of the chunk's first byte in the file
+    tensor      n x uint32   the tensor's number, the names of the index in order of code points
+    crc32       n x uint32   of the chunk's bytes
+    corners     n x 2 x d x int64   offsets and shape in the tensor; behind the tensor's dimensions, 0 and 1
+
+No chunk is empty, or larger than 8 MiB. The index has the table's length and CRC-32.
 """
 
 from __future__ import annotations
@@ -16,27 +27,41 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from shardopt.checkpoint import table
-from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.index import Index, StoredFile, unknown_content
+from shardopt.checkpoint.errors import CheckpointError, demand
+from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, unknown_content
+from shardopt.checkpoint.rectangles import slices
 from shardopt.checkpoint.storage import Folder
-from shardopt.checkpoint.table import StoredChunk
+from shardopt.checkpoint.wording import named
 from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
 
-#: A value that a job returned, or an error that it raised.
-_Result: TypeAlias = "tuple[T | None, BaseException | None]"
+#: A job, and the queue that gets its result, or the error that it raised.
+_Task = tuple["SimpleQueue[tuple[Any, BaseException | None]]", Callable[[], Any]]
 
-_MAX_BYTES = table.MAX_BYTES  # of a piece; each piece is stored as a chunk of its own
+_MAX_BYTES = 1 << 23  # of a chunk, so that no file makes a reader allocate more
+_HEAD = 16  # bytes of a table
+_PER_CHUNK = 16  # bytes of a table, without corners
 _ALIGNMENT = 64  # bytes
 _THREADS = 2
 #: Most jobs under way, from a job's start until the caller has used the result.
-_AHEAD = _THREADS + 1
+AHEAD = _THREADS + 1
+
+
+class StoredChunk(NamedTuple):
+    """A rectangle of a tensor, and the location of its bytes."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int  # number
+    position: int  # offset of the first byte in the file
+    bytes: int
+    crc32: int
 
 
 def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> StoredFile:
@@ -62,7 +87,7 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
                 chunk = StoredChunk(inside, extents, 0, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
                 end = chunk.position + chunk.bytes
                 numbers.append(number)
-                yield partial(_with_checksum, chunk, memoryview_of(data[rectangle(corner, extents)]))
+                yield partial(_with_checksum, chunk, memoryview_of(data[slices(corner, extents)]))
 
     with folder.writing(name) as write:
         # One thread writes: several would wait for each other at the file.
@@ -70,10 +95,78 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
             for chunk, data in checked:
                 write(data, chunk.position)
                 stored.append(chunk)
-        of_chunks = table.encoded(numbers, stored)
+        of_chunks = table_of(numbers, stored)
         begin = _aligned(stored[-1].position + stored[-1].bytes) if stored else 0
         write(memoryview(of_chunks), begin)
     return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
+
+
+def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
+    """The table of some chunks, given the number of each chunk's tensor."""
+    dims = max((len(chunk.shape) for chunk in chunks), default=0)
+    corners = np.zeros((len(chunks), 2, dims), dtype="<i8")
+    corners[:, 1] = 1
+    for row, chunk in zip(corners, chunks, strict=True):
+        row[0, : len(chunk.shape)], row[1, : len(chunk.shape)] = chunk.offsets, chunk.shape
+    columns = [
+        np.array([len(chunks), dims], dtype="<u8"),
+        np.array([chunk.position for chunk in chunks], dtype="<i8"),
+        np.array(tensors, dtype="<u4"),
+        np.array([chunk.crc32 for chunk in chunks], dtype="<u4"),
+        corners,
+    ]
+    return b"".join(column.tobytes() for column in columns)
+
+
+def chunks_in(
+    data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], file: int, length: int
+) -> dict[int, list[StoredChunk]]:
+    """The chunks of each tensor in a table whose checksum is right, by the tensor's number.
+
+    Args:
+        data: the table.
+        shapes: of the checkpoint's tensors, in the order of their names.
+        itemsizes: bytes per element of these tensors.
+        file: the number of the data file.
+        length: the bytes of the chunks in the data file.
+
+    Raises:
+        InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
+            bytes.
+    """
+    demand(len(data) >= _HEAD, "a table without a head")
+    count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
+    length_said = _HEAD + count * (_PER_CHUNK + 16 * dims)
+    demand(dims <= MAX_DIMS and len(data) == length_said, "a table of another length than it says")
+    at = _HEAD
+    position = np.frombuffer(data, "<i8", count, at)
+    tensor = np.frombuffer(data, "<u4", count, at + 8 * count)
+    crc32 = np.frombuffer(data, "<u4", count, at + 12 * count)
+    corners = np.frombuffer(data, "<i8", 2 * count * dims, at + 16 * count).reshape(count, 2, dims)
+    demand(not count or int(tensor.max()) < len(shapes), "a chunk of a tensor that is not in the index")
+    used, rows = np.unique(tensor, return_inverse=True)
+    limits = np.ones((len(used), dims), dtype=np.int64)
+    sizes = np.empty(len(used), dtype=np.int64)
+    for row, number in enumerate(used.tolist()):
+        shape = shapes[number]
+        demand(len(shape) <= dims, f"a chunk of too few dimensions of tensor {named(str(number))}")
+        limits[row, : len(shape)], sizes[row] = shape, itemsizes[number]
+    low, extents = corners[:, 0], corners[:, 1]
+    within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
+    demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
+    nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
+    demand(bool((nbytes <= _MAX_BYTES).all()), f"a chunk of more than {_MAX_BYTES} bytes")
+    order = np.argsort(position, kind="stable")
+    begin, most = position[order], nbytes[order]
+    within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
+    demand(bool(within.all()), "chunks beyond the end of the file")
+    demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
+    chunks: dict[int, list[StoredChunk]] = {number: [] for number in used.tolist()}
+    columns = (tensor, low, extents, position, nbytes, crc32)
+    for number, offsets, shape, at, size, checksum in zip(*(column.tolist() for column in columns), strict=True):
+        dims = len(shapes[number])
+        chunks[number].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), file, at, size, checksum))
+    return chunks
 
 
 def require_little_endian() -> None:
@@ -114,11 +207,6 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
             )
 
 
-def rectangle(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a rectangle in a tensor."""
-    return tuple(slice(offset, offset + extent) for offset, extent in zip(offsets, shape, strict=True))
-
-
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and shapes of a chunk's pieces of at most ``_MAX_BYTES``.
 
@@ -153,18 +241,24 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """
     # Not a ThreadPoolExecutor: an asynchronous save could not use it while the interpreter exits, and Ctrl-C in one of
     # its locks would leave the threads waiting. A SimpleQueue is of C, which signals do not interrupt half-way.
-    todo: SimpleQueue[tuple[SimpleQueue[_Result[T]], Callable[[], T]] | None] = SimpleQueue()
+    todo: SimpleQueue[_Task | None] = SimpleQueue()
     threads = [Thread(target=_work, args=(todo,), daemon=True, name="shardopt chunks") for _ in range(_THREADS)]
+    pending: deque[SimpleQueue[tuple[Any, BaseException | None]]] = deque()
+
+    def first() -> Any:
+        value, error = pending.popleft().get()
+        if error is not None:
+            raise error
+        return value
 
     def results() -> Iterator[T]:
-        pending: deque[SimpleQueue[_Result[T]]] = deque()
         for job in jobs:
             pending.append(SimpleQueue())
             todo.put((pending[-1], job))
-            if len(pending) == _AHEAD:
-                yield _value(pending.popleft().get())
+            if len(pending) == AHEAD:
+                yield first()
         while pending:
-            yield _value(pending.popleft().get())
+            yield first()
 
     try:
         for thread in threads:
@@ -181,17 +275,10 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
                 thread.join()
 
 
-def _work(todo: SimpleQueue[tuple[SimpleQueue[_Result[T]], Callable[[], T]] | None]) -> None:
+def _work(todo: SimpleQueue[_Task | None]) -> None:
     while (task := todo.get()) is not None:
         result, job = task
         try:
             result.put((job(), None))
         except BaseException as error:
             result.put((None, error))
-
-
-def _value(result: _Result[T]) -> T:
-    value, error = result
-    if error is not None:
-        raise error
-    return cast(T, value)

@@ -13,3 +13,13 @@ class LostRanksError(CheckpointError):
 
 class ReplacedError(CheckpointError):
     """Another process saved into the folder while a checkpoint was loaded from it; loading again may succeed."""
+
+
+class InvalidError(Exception):
+    """A file has content that no version of shardopt writes."""
+
+
+def demand(holds: object, what: str) -> None:
+    """Raises InvalidError, with the words, unless the condition holds."""
+    if not holds:
+        raise InvalidError(what)

@@ -82,36 +82,31 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
     return {key: value for key, value in group["options"].items() if key not in OF_THE_RUN}
 
 
-def options_by_name(saved: Sequence[SavedGroup]) -> dict[str, dict[str, Any]]:
-    """The options of each parameter in a checkpoint's param groups, from the first group with the parameter."""
-    options: dict[str, dict[str, Any]] = {}
-    for group in reversed(saved):
-        options.update(dict.fromkeys(group["parameters"], group["options"]))
-    return options
-
-
-def saved_options(saved: Mapping[str, dict[str, Any]], names: Sequence[str], index: int) -> dict[str, Any]:
-    """The options that the parameters of a param group were saved with, given :func:`options_by_name`.
+def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The options that the parameters of each param group were saved with; of two groups with one, the first's.
 
     Raises:
-        CheckpointError: the parameters were saved with different options, or one was saved in no group.
+        CheckpointError: a group's parameters were saved with different options, or one was saved in no group.
     """
-    first: dict[str, Any] | None = None
-    for name in names:
-        options = saved.get(name)
-        if options is None:
-            raise CheckpointError(
-                f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
-            )
-        if first is None:
-            first = options
-        elif options is not first and options != first:
-            keys = [key for key in {*first, *options} if first.get(key) != options.get(key)]
-            raise CheckpointError(
-                f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
-                "be alike; make param groups like those of the checkpoint"
-            )
-    return first or {}
+    options: dict[str, dict[str, Any]] = {}
+    for each in reversed(saved):
+        options.update(dict.fromkeys(each["parameters"], each["options"]))
+    of_groups = []
+    for index, of_group in enumerate(names):
+        for name in of_group:
+            if name not in options:
+                raise CheckpointError(
+                    f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
+                )
+            first, other = options[of_group[0]], options[name]
+            if other is not first and other != first:
+                keys = [key for key in {*first, *other} if first.get(key) != other.get(key)]
+                raise CheckpointError(
+                    f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
+                    "be alike; make param groups like those of the checkpoint"
+                )
+        of_groups.append(options[of_group[0]] if of_group else {})
+    return of_groups
 
 
 def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGroup]:

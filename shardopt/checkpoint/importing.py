@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import package_of
-from shardopt.checkpoint.peers.base import Peer, PeerState
-from shardopt.checkpoint.peers.coded import CodedMoment
-from shardopt.checkpoint.peers.structure import are_floats, check_structure, is_dense
+from shardopt.checkpoint.peers.base import DERIVED, CodedMoment, Peer, are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, named, shown
 from shardopt.kernels.autograd import without_autograd
-from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, Shard, all_or_none, loading_groups, shard_of
+from shardopt.layout import FlatBuffer, FlatShard, all_or_none, loading_groups, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name
+from shardopt.optim.loading import by_name, checked_containers
 from shardopt.state.encoding import encode_loaded
-from shardopt.state.loaded_entries import check_moment, checked_step
+from shardopt.state.loaded_entries import check_moment
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
@@ -66,6 +65,17 @@ class ImportReport:
 #: A param group's options in a state dict, and the names and states of its parameters.
 _SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
 
+_MAX_NESTING = 16  # of lists in a hyper-parameter
+
+
+class _Found(NamedTuple):
+    """The state of one parameter in another package, with its name here and the form that it is to get."""
+
+    name: str
+    spec: TensorState
+    moments: Mapping[str, Tensor | CodedMoment]
+    step: Mapping[str, Any]  # the entry `step`; empty if the package counts no steps
+
 
 @without_autograd
 def import_state(
@@ -105,41 +115,42 @@ def import_state(
         ValueError: the state has no known form, is damaged, or is of other parameters or another kind of optimizer; a
             hyper-parameter is out of range; or the optimizer's parameters are flat. Nothing was changed.
     """
-    _check_not_flat(optimizer)
-    exchanges = loading_groups(param for group in optimizer.param_groups for param in group["params"])
-    package, groups, imported, ignored = all_or_none(exchanges, lambda: _read(optimizer, state_dict, names or {}))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(hasattr(p, "_fsdp_flattened") or isinstance(shard_of(p), FlatShard | FlatBuffer) for p in params):
+        raise ValueError(
+            "got flat parameters, as those of FullyShardedDataParallel, expected whole ones or DTensors; do this with "
+            "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
+        )
+    package, groups, imported, ignored = all_or_none(
+        loading_groups(params),
+        lambda: _read(optimizer, state_dict, {id(param): name for name, param in (names or {}).items()}),
+    )
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, found) in imported.items():
-        entries, parameters[name] = _converted(spec, found.moments, name)
+    for index, (name, spec, moments, step) in imported.items():
+        entries, parameters[name] = _converted(spec, moments, name)
         of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
         if of_rows is not None:
             entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
-        state[index] = {**entries, **found.step}
-
-    def check_values() -> None:
-        for index, (name, spec, _) in imported.items():
-            spec.check_local(state[index], name)
-
-    all_or_none(exchanges, check_values)
+        state[index] = {**entries, **step}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return ImportReport(package, parameters, tuple(ignored))
 
 
 def _read(
-    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[str, Tensor]
-) -> tuple[str, list[dict[str, Any]], dict[int, tuple[str, TensorState, PeerState]], list[str]]:
-    """The state that is to be imported, checked as far as one rank can.
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]
+) -> tuple[str, list[dict[str, Any]], dict[int, _Found], list[str]]:
+    """The state that is to be imported, checked as far as one rank can; ``names`` has names by the parameters' ids.
 
     Returns:
         The package, the param groups with the hyper-parameters that are taken over, the parameters with state by their
         numbers, and what is left out, in words.
     """
-    sources = _sources(optimizer, state_dict, {id(param): name for name, param in names.items()})
+    sources = _sources(optimizer, state_dict, names)
     states = [state for _, of_group in sources for _, state in of_group if state]
     peer = package_of(states)
     groups: list[dict[str, Any]] = []
-    imported: dict[int, tuple[str, TensorState, PeerState]] = {}
+    imported: dict[int, _Found] = {}
     ignored: list[str] = []
     first = 0
     for index, (group, (saved, of_group)) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
@@ -149,21 +160,26 @@ def _read(
         first = numbers.stop
         groups.append({**taken, "params": [*numbers]})
         rule = optimizer.rule(group)
-        expected = rule.moments
-        if any(moment.name == "exp_avg" and moment.own_units for moment in expected):
+        if any(moment.name == "exp_avg" and moment.own_units for moment in rule.moments):
             raise ValueError(
                 f"got the state of {peer.name}, whose averages are of gradients, expected exp_avg in units of its own, "
                 f"as {rule.name} keeps it; begin with new state"
             )
+        expected = [moment.name for moment in rule.moments]
         for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
             if not state:
                 continue
-            found = peer.read(state, saved, expected, name)
-            spec = tensor_state_of(param, group, expected)
-            _check_moments(spec, param, found.moments, name)
-            checked_step(found.step, name)
-            imported[number] = name, spec, found
-            ignored += [f"{key} of {name}" for key in found.ignored]
+            entries = peer.read(state, saved, rule.moments, name)
+            if (got := entries.keys() - {"step", *DERIVED, *peer.extra}) != set(expected):
+                raise ValueError(
+                    f"{name}: got state with {few(got) or 'no moments'}, expected {', '.join(expected) or 'none'}; "
+                    "choose the optimizer of the same kind"
+                )
+            spec = tensor_state_of(param, group, rule.moments)
+            moments = {key: entries[key] for key in expected}
+            _check_moments(spec, param, moments, name)
+            imported[number] = _Found(name, spec, moments, {k: v for k, v in entries.items() if k == "step"})
+            ignored += [f"{key} of {name}" for key in sorted(peer.extra & entries.keys())]
     peer.check_together(states)
     return peer.name, groups, imported, ignored
 
@@ -171,11 +187,10 @@ def _read(
 def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:
     """The param groups of a state dict, with its parameters in the order of the optimizer's.
 
-    ``names`` has names by the parameters' ids. A parameter without state has an empty one.
+    A parameter without state has an empty one.
     """
-    known_options = {key for group in optimizer.param_groups for key in group if key != "params"}
-    check_structure(state_dict, known_options | {"amsgrad", "initial_lr"})
-    saved, groups = state_dict["param_groups"], optimizer.param_groups
+    groups = optimizer.param_groups
+    saved, states = _checked(state_dict, {*(key for group in groups for key in group), "amsgrad", "initial_lr"})
     are_named = names and any(isinstance(key, str) for group in saved for key in group["params"])
     ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     sources: list[_SavedGroup] = []
@@ -187,11 +202,66 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
                 f"param group {index}: got a state dict of {few(saved_group['params'])}, expected {few(listed)}; make "
                 "the optimizer with the same param groups, of the same model"
             )
-        states = [state_dict["state"].get(key, {}) for key in keys]
-        present = [{key: value for key, value in state.items() if value is not None} for state in states]
+        present = [{k: v for k, v in states.get(key, {}).items() if v is not None} for key in keys]
         options = {key: value for key, value in saved_group.items() if key not in ("params", "param_names")}
         sources.append((options, list(zip(listed, present, strict=True))))
     return sources
+
+
+def _checked(state_dict: Any, hyper: set[str]) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
+    """The param groups and states of a state dict: containers with text keys, numbers, and tensors with elements.
+
+    Args:
+        state_dict: whatever it is.
+        hyper: names of the hyper-parameters that will be looked at.
+
+    Raises:
+        ValueError: something is of another type.
+    """
+    fields = state_dict if isinstance(state_dict, Mapping) else {}
+    if not {"state", "param_groups"} <= fields.keys():
+        got = f"a state dict with {few(fields)}" if fields else type(state_dict).__name__
+        remedy = "pass what an optimizer's state_dict() or get_optimizer_state_dict() gives, not flattened"
+        if "optimizer" in fields:
+            remedy = "pass its entry 'optimizer'"
+        elif isinstance(state_dict, str | os.PathLike):
+            got = "a path"
+            remedy = "read it with torch.load, torch.distributed.checkpoint.load or safetensors.torch.load_file first"
+        raise ValueError(f"got {got}, expected a state dict with state and param_groups; {remedy}")
+    for index, group in enumerate(fields["param_groups"] if isinstance(fields["param_groups"], list | tuple) else ()):
+        for key, value in group.items() if isinstance(group, Mapping) else ():
+            if not isinstance(key, str) or (key in hyper and not _is_plain(value, _MAX_NESTING)):
+                got = f"param group {index}: got {named(key)} as {shown(value)}"
+                raise ValueError(f"{got}, expected text and numbers; save the state dict again")
+    groups, states = checked_containers(state_dict)
+    for key, state in states.items():
+        _check_state(state, f"state of {named(key)}")
+    return groups, states
+
+
+def _check_state(state: Any, what: str, *, wraps: bool = True) -> None:
+    """Checks the state of a parameter, which may wrap some of it in one more dict."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{what}: got {shown(state)}, expected a dict of entries; save the state dict again")
+    for key, value in state.items():
+        if wraps and isinstance(value, Mapping):
+            _check_state(value, f"{what}: {named(key)}", wraps=False)
+        elif isinstance(value, Tensor) and not is_dense(value):
+            raise ValueError(
+                f"{what}: got {named(key)} of {value.dtype} and {value.layout} on {value.device}, expected a dense "
+                "tensor of real numbers in memory; convert or load it first"
+            )
+    step = state.get("step")
+    if not (step is None or isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)):
+        raise ValueError(f"{what}: got step as {shown(step)}, expected a number; save the state dict again")
+
+
+def _is_plain(value: object, levels: int) -> bool:
+    """Whether a value is a number, text or None, or a list of such."""
+    if isinstance(value, list | tuple):
+        return levels > 0 and all(_is_plain(item, levels - 1) for item in value)
+    one = is_dense(value) and value.numel() == 1
+    return one or value is None or isinstance(value, int | float | str)
 
 
 def _taken_hyper(
@@ -261,55 +331,35 @@ def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], n
             given the same ones.
     """
     first = spec.slices[0]
-    coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
     taken: StateDict = {}
+    values: dict[str, Tensor] = {}
     for moment in spec.moments:
-        found = coded.get(moment.name)
-        if found is None or found.codec != moment.codec(first.codec).name or not found.is_laid_out_as(first.grid):
-            continue
-        scales = found.scales.reshape(first.grid.rows, first.grid.blocks_per_row)
-        taken[first.codes_name(moment)] = _sharded(first.shard, found.codes)
-        taken[first.scales_name(moment)] = _sharded(first.shard, scales, first.grid)
+        found = moments[moment.name]
+        if isinstance(found, Tensor):
+            values[moment.name] = found if isinstance(found, DTensor) else _own(spec, moment.name, found.float())
+        elif found.codec == moment.codec(first.codec).name and found.is_laid_out_as(first.grid):
+            codes, scales = first.codes_name(moment), first.scales_name(moment)
+            taken[codes] = _own(spec, codes, found.codes)
+            taken[scales] = _own(spec, scales, found.scales.reshape(first.grid.rows, first.grid.blocks_per_row))
     if all(first.codes_name(moment) in taken for moment in spec.moments):
         return taken, "exact"
-    values = {k: v if isinstance(v, Tensor) else v.values() for k, v in moments.items()}
+    coded = {key: found for key, found in moments.items() if isinstance(found, CodedMoment)}
     for moment in spec.moments:
         if moment.name in coded:
-            check_moment(values[moment.name], moment.name, name, signed=moment.signed)
-    in_parts = {k: v if isinstance(v, DTensor) else _sharded(spec.shard, v.float()) for k, v in values.items()}
-    (encoded,) = encode_loaded([spec], [in_parts], [name], ())
+            decoded = coded[moment.name].values()
+            check_moment(decoded, moment.name, name, signed=moment.signed)
+            values[moment.name] = _own(spec, moment.name, decoded.float())
+    (encoded,) = encode_loaded([spec], [values], [name], ())
     state = {**(encoded or {}), **taken}
     if first.codec.name != "fp32":
         return state, "requantized" if coded else "quantized"
     return state, "as float32" if coded else "exact"
 
 
-def _check_not_flat(optimizer: ShardedOptimizer) -> None:
-    """Checks that the parameters are whole or DTensors.
-
-    Raises:
-        ValueError: a parameter is flat, as FSDP1's are.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(
-        hasattr(param, "_fsdp_flattened") or isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params
-    ):
-        raise ValueError(
-            "got flat parameters, as those of FullyShardedDataParallel, expected whole ones or DTensors; do this with "
-            "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
-        )
-
-
-def _sharded(shard: Shard, whole: Tensor, scales_of: BlockGrid | None = None) -> Tensor:
-    """This rank's part of a whole tensor, in the form of a state entry: wrapped as the parameter is.
-
-    Args:
-        shard: the shard of the parameter.
-        whole: a tensor of the parameter's shape, possibly with trailing dimensions; the same on all ranks.
-        scales_of: the block grid, if `whole` has the scales of a grid's blocks instead.
-    """
-    of = shard if scales_of is None else shard.scales(scales_of)
-    part = of.part(whole).contiguous()
+def _own(spec: TensorState, key: str, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, the same on all ranks, as a state entry: sharded as the parameter is."""
+    grid = spec.slices[0].grid_of(key)
+    part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()
     if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
         part = part.clone()
-    return of.like_parameter(part)
+    return spec.like(key, part)

@@ -11,8 +11,9 @@ The file is JSON, so that any program can read it, with one line per tensor, how
     "crc32": "0123abcd"}
 
 ``files`` has, of the data file ``<token>-<number>.bin``, the bytes of its chunks, the bytes of its table behind them,
-and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.table`) says where the
-chunks are. The last line is the CRC-32 of all bytes before. A chunk's elements are in row-major order, little-endian.
+and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.data_file`) says where
+the chunks are. The last line is the CRC-32 of all bytes before. A chunk's elements are in row-major order,
+little-endian.
 
 A tensor says in which files its elements are, in one of three ways (:mod:`shardopt.layout.partition`):
 
@@ -41,17 +42,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardopt.checkpoint.errors import CheckpointError, ReplacedError
+from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError, demand
 from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
-from shardopt.checkpoint.table import MAX_DIMS, InvalidError, demand
 from shardopt.checkpoint.wording import named, shown
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
 FORMAT_VERSION = 2
+MAX_DIMS = 64  # of a torch.Tensor
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Ranges, Shard, boxes
+from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard, boxes
 from shardopt.layout.flat import FlatRange
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
@@ -36,7 +36,6 @@ class Chunks:
         written: the rectangles that this rank can save.
         placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
             if there is no rule: the ranks then tell each other their rectangles.
-        is_assumed: whether this rank, which holds no part, only assumes that other ranks have the tensor.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +43,6 @@ class Chunks:
     held: dict[tuple[int, ...], Tensor]
     written: dict[tuple[int, ...], Tensor]
     placed: Placed | None
-    is_assumed: bool = False
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
@@ -75,7 +73,7 @@ class Item:
         group: the index of the parameter's param group; None if no optimizer has the parameter.
         spec: the form of the state in the optimizer; None if no optimizer has the parameter.
         state: the state's entries as plain tensors; empty if this rank has or needs none.
-        values: on a load, the elements as read, in the checkpoint's dtype.
+        values: on a load, the elements as read, in the checkpoint's dtype; unset before.
         saved: on a load, the form of the state in the checkpoint; None if no state is to be loaded.
     """
 
@@ -87,59 +85,36 @@ class Item:
     group: int | None = None
     spec: SliceSpec | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
-    values: Tensor | None = None
+    values: Tensor = field(init=False)
     saved: SliceSpec | None = None
 
     @property
-    def read(self) -> Tensor:
-        """The elements as read. For loads only."""
-        assert self.values is not None
-        return self.values
-
-    @property
-    def form(self) -> SliceSpec:
-        """The form of the state in the optimizer. For parameters of an optimizer only."""
-        assert self.spec is not None
-        return self.spec
-
-    @property
-    def converts_state(self) -> bool:
-        """Whether a load has to encode moments anew."""
+    def state_conversion(self) -> str:
+        """How a load has to encode moments anew, in words; empty if they are as saved."""
         if self.saved is None or self.spec is None or not self.spec.moments:
-            return False
-        return described(self.saved) != described(self.spec)
+            return ""
+        saved, present = _described(self.saved), _described(self.spec)
+        return "" if saved == present else f"{saved} state for {present}"
 
     @property
     def weight_formats(self) -> tuple[WeightFormat, WeightFormat]:
         """The weights' format in the checkpoint and in the model. Without state, there are no low bits."""
         bits = [0 if spec is None or self.saved is None else spec.weights.low_bits for spec in (self.saved, self.spec)]
-        return WeightFormat(self.read.dtype, bits[0]), WeightFormat(self.local.dtype, bits[1])
-
-    @property
-    def converts_weights(self) -> bool:
-        """Whether a load has to store the weights in another format."""
-        old, new = self.weight_formats
-        return old != new
+        return WeightFormat(self.values.dtype, bits[0]), WeightFormat(self.local.dtype, bits[1])
 
     @property
     def conversion(self) -> str:
         """The conversions of state and weights, in words; empty if there are none."""
-        texts = []
-        if self.converts_state:
-            assert self.saved is not None
-            assert self.spec is not None
-            texts.append(f"{described(self.saved)} state for {described(self.spec)}")
-        if self.converts_weights:
-            old, new = self.weight_formats
-            texts.append(f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}")
-        return " and ".join(texts)
+        (old, new), of_state = self.weight_formats, self.state_conversion
+        of_weights = f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}"
+        return " and ".join(filter(None, [of_state, "" if old == new else of_weights]))
 
     def convert_weights(self) -> None:
         """Converts the checkpoint's weights to the format of the parameter and the optimizer."""
-        if not self.converts_weights:
-            return
         old, new = self.weight_formats
-        stored = new.store(old.load(StoredWeights(self.read, self.state.pop(LOW_BITS, None))))
+        if old == new:
+            return
+        stored = new.store(old.load(StoredWeights(self.values, self.state.pop(LOW_BITS, None))))
         if stored.low_bits is not None and self.state:
             self.state[LOW_BITS] = stored.low_bits
         for entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
@@ -152,7 +127,7 @@ class Item:
         return self.saved.decode(self.state) if self.saved is not None and self.state else None
 
 
-def described(spec: SliceSpec) -> str:
+def _described(spec: SliceSpec) -> str:
     """The codec and block size of a state, in words."""
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
 
@@ -166,7 +141,8 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     local = local.detach()
     shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
     if not isinstance(of, FlatRange):
-        held = _boxes(of.indices, local) if local.numel() else {}
+        behind = (0,) * (local.dim() - len(of.indices))
+        held = {(*offsets, *behind): local[within] for offsets, within in boxes(of.indices)} if local.numel() else {}
         return Chunks(shape, local.dtype, held, held, of.partition)
     written = of.start
     if grid is not None:
@@ -177,9 +153,7 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     return Chunks(shape, local.dtype, held, own, of.partition)
 
 
-def tensors_of(
-    item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, is_assumed: bool = False
-) -> dict[str, Chunks]:
+def tensors_of(item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any]) -> dict[str, Chunks]:
     """The tensors of a checkpoint that an item becomes, by their names.
 
     Args:
@@ -187,7 +161,6 @@ def tensors_of(
         local: its elements on this rank.
         spec: the form of its state, if there is any.
         state: this rank's part of each state entry, plain tensors.
-        is_assumed: whether this rank only assumes that there is state.
     """
     tensors = {model_key(item.name): chunks_of(item.shard, local)}
     if spec is None:
@@ -197,7 +170,7 @@ def tensors_of(
             chunks = Chunks.whole(value, _of_first_element(spec.shard))
         else:
             chunks = chunks_of(spec.shard, value, spec.grid_of(key))
-        tensors[f"optimizer.{item.name}.{key}"] = replace(chunks, is_assumed=True) if is_assumed else chunks
+        tensors[f"optimizer.{item.name}.{key}"] = chunks
     return tensors
 
 
@@ -215,14 +188,6 @@ def _of_first_element(shard: Shard) -> Placed:
     if placed is None or not isinstance(placed.partition, RangePartition):
         return WHOLE
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
-
-
-def _boxes(indices: Sequence[Ranges], local: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """The rectangles of a tensor of which this rank holds some indices of each leading dimension."""
-    zeros = (0,) * (local.dim() - len(indices))
-    if all(len(ranges) == 1 for ranges in indices):  # by far the most: all of the elements
-        return {(*(start for ((start, _),) in indices), *zeros): local}
-    return {(*offsets, *zeros): local[elements] for offsets, elements in boxes(indices)}
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:

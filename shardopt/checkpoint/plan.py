@@ -12,12 +12,13 @@ them in one file; large ones by ranks in turn, so that each writes about as much
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,29 +108,32 @@ class Planning:
             "tensors": {name: tensor_to_json(stored) for name, stored in self._described.items()},
         }
         self._text = json.dumps(content).encode()
-        is_assumed = any(chunks.is_assumed for chunks in self._tensors.values())
-        starts = [ranks.rank - offsets[strides] for strides in sorted(offsets)]
-        numbers = np.array([self._numel_held(self._described), is_assumed, *starts], dtype="<i8")
-        self.message = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest() + numbers.tobytes()
+        starts = np.array([ranks.rank - offsets[strides] for strides in sorted(offsets)], dtype="<i8")
+        self.message = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest() + starts.tobytes()
 
-    def plan(self, messages: Sequence[bytes]) -> Plan:
+    def plan(self, messages: Sequence[bytes], *, assumes: bool = True) -> Plan:
         """The plan, given the message of each rank. All ranks must call this.
+
+        ``assumes``: a rank without elements of a flat shard assumes state that perhaps no rank has; see below.
 
         Raises:
             CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
                 or overlap.
         """
-        held, some_rank_assumed = self._hear(messages)
-        if held != sum(math.prod(self._all[name].shape) * len(self._copies[name][0]) for name, _ in self._ruled()):
-            if some_rank_assumed:
-                return self._plan_without_assumed()
-            self._refuse_holes()
+        self._hear(messages)
+        for name, partition in sorted(self._ruled()):
+            shape = self._all[name].shape
+            if any(partition.parts(shape, offset) for offset in self._copies[name][2]):  # each rank holds its own
+                if not assumes:
+                    raise _not_filled(name, shape)
+                planning, messages = self._ranks.exchange(self._of_own_parts)
+                return planning.plan(messages, assumes=False)
         unequal: frozenset[str] = frozenset().union(*(kind.unequal for kind in self._kinds))
         copies: dict[tuple[Any, ...], Copies] = {}
         stored = self._written(unequal) | self._listed(unequal, copies)
         tensors = {name: stored[name] for name in sorted(stored)}
         for name, partition in sorted(self._ruled()):
-            starts, of_ranks = self._copies[name]
+            starts, of_ranks, _ = self._copies[name]
             if len(starts) > 1 and name not in unequal:
                 key = (self._kinds_of[name], partition.strides)
                 copies.setdefault(key, Copies([], of_ranks)).tensors.append((name, None))
@@ -145,31 +149,26 @@ class Planning:
         groups = [kind.groups for kind in self._kinds if kind.groups is not None]
         return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
 
-    def _hear(self, messages: Sequence[bytes]) -> tuple[int, bool]:
-        """Takes up what all ranks say of their tensors.
+    def _of_own_parts(self) -> tuple[Planning, bytes]:
+        """The description without tensors of which this rank has no part, such as state that it assumed."""
+        tensors = {name: each for name, each in self._tensors.items() if each.written or 0 in each.shape}
+        planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
+        return planning, planning.message
 
-        Returns:
-            The number of elements that the ranks hold of tensors with a rule, and whether one assumed that others
-            hold some.
-        """
+    def _hear(self, messages: Sequence[bytes]) -> None:
+        """Takes up what all ranks say of their tensors."""
         own_digest = messages[self._ranks.rank][:_DIGEST_BYTES]
         members_of: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
             members_of[message[:_DIGEST_BYTES]].append(rank)
         self._kinds: list[Kind] = []
         self._starts: dict[Strides, npt.NDArray[np.int64]] = {}
-        held, some_rank_assumed = 0, False
         for each, members in members_of.items():
             kind = self._kind(members, is_own=each == own_digest, is_only=len(members_of) == 1)
             self._kinds.append(kind)
-            ruled = [(name, x.shape, x.partition) for name, x in kind.tensors.items() if x.partition is not None]
-            for name, shape, partition in ruled:
-                if sum((ways - 1) * stride for ways, stride in partition.strides) >= self._ranks.size:
-                    raise _not_filled(name, shape)  # more ranks than save together
             values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
-            held += int(values[:, 0].sum())
-            some_rank_assumed |= bool(values[:, 1].any())
-            for column, strides in enumerate(sorted({partition.strides for _, _, partition in ruled}), start=2):
+            rules = {x.partition.strides for x in kind.tensors.values() if x.partition is not None}
+            for column, strides in enumerate(sorted(rules)):
                 starts = self._starts.setdefault(strides, np.full(self._ranks.size, -1, dtype=np.int64))
                 starts[members] = values[:, column]
         self._kinds_of: dict[str, tuple[int, ...]] = {}
@@ -177,11 +176,12 @@ class Planning:
             for name in kind.tensors:
                 self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
         self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
-        if len(self._kinds) > 1 and self._compare_kinds():
-            held = sum(of_rank for (of_rank,) in self._ranks.gathered_numbers(lambda: [self._numel_held(self._all)]))
-        #: The rank that begins each copy of a tensor, and for each rank, the one that begins its copy, or -1.
-        self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        if len(self._kinds) > 1:
+            self._compare_kinds()
+        #: The rank that begins each copy of a tensor; for each rank, the one that begins its copy, or -1; and the
+        #: offsets at which a copy has no rank.
+        self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
+        known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
         for name, partition in self._ruled():
             key = (self._kinds_of[name], partition.strides)
             if key not in known:
@@ -189,9 +189,12 @@ class Planning:
                 for i in key[0]:
                     members_of_kind = self._kinds[i].ranks
                     of_ranks[members_of_kind] = self._starts[partition.strides][members_of_kind]
-                known[key] = np.unique(of_ranks[of_ranks >= 0]), of_ranks
+                starts = np.unique(of_ranks[of_ranks >= 0])
+                steps = (range(0, ways * stride, stride) for ways, stride in partition.strides)
+                offsets = set(map(sum, itertools.product(*steps)))
+                present = ({*(np.flatnonzero(of_ranks == start) - start).tolist()} for start in starts)
+                known[key] = starts, of_ranks, set().union(*(offsets - held for held in present))
             self._copies[name] = known[key]
-        return held, some_rank_assumed
 
     def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> Kind:
         """The description that some ranks have in common; their first rank sends it to the others."""
@@ -205,50 +208,17 @@ class Planning:
         tensors = {name: tensor_from_json(name, stored, sys.maxsize) for name, stored in content["tensors"].items()}
         return Kind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
 
-    def _compare_kinds(self) -> bool:
-        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none.
-
-        Returns:
-            Whether there is such a tensor.
-        """
+    def _compare_kinds(self) -> None:
+        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""
         every = self._all
         named = [(name, stored) for kind in self._kinds for name, stored in kind.tensors.items()]
         refuse({name for name, stored in named if stored[:2] != every[name][:2]}, "shapes or dtypes")
         other = {name for name, stored in named if stored != every[name]}
         every.update({name: every[name]._replace(partition=None) for name in other})
-        return bool(other)
-
-    def _plan_without_assumed(self) -> Plan:
-        """The plan without the state that ranks without elements assumed, and no rank has."""
-        certain = {name: chunks for name, chunks in self._tensors.items() if not chunks.is_assumed}
-
-        def described() -> tuple[Planning, bytes]:
-            planning = Planning(self._contents._replace(tensors=certain), self._ranks)
-            return planning, planning.message
-
-        planning, messages = self._ranks.exchange(described)
-        return planning.plan(messages)
 
     def _ruled(self) -> Iterator[tuple[str, Partition]]:
         """The tensors that have a rule."""
         return ((name, x.partition) for name, x in self._all.items() if x.partition is not None)
-
-    def _numel_held(self, tensors: Mapping[str, StoredTensor]) -> int:
-        """The number of elements that this rank holds of those tensors that have a rule."""
-        return sum(self._numel(name) for name, stored in tensors.items() if stored.partition is not None)
-
-    def _numel(self, name: str) -> int:
-        """The number of elements that this rank can write of a tensor."""
-        return sum(x.numel() for x in self._tensors[name].written.values()) if name in self._tensors else 0
-
-    def _refuse_holes(self) -> None:
-        """Raises the error of the first tensor whose parts not all ranks hold."""
-        names = sorted(name for name, _ in self._ruled())
-        of_ranks = self._ranks.gathered_numbers(lambda: [self._numel(name) for name in names])
-        for name, held in zip(names, map(sum, zip(*of_ranks, strict=True)), strict=True):
-            shape = self._all[name].shape
-            if held != len(self._copies[name][0]) * math.prod(shape):
-                raise _not_filled(name, shape)
 
     def _written(self, unequal: frozenset[str]) -> dict[str, StoredTensor]:
         """The tensors that have a rule, each with the rank that begins the copy to write."""
@@ -257,7 +227,7 @@ class Planning:
         for less, name in sorted((-self._all[name].nbytes, name) for name, _ in self._ruled()):
             dtype, shape, _, partition, _ = self._all[name]
             assert partition is not None
-            starts, _ = self._copies[name]
+            starts, _, _ = self._copies[name]
             start = int(starts[0])
             if len(starts) > 1 and -less >= _SPREAD_BYTES and name not in unequal:
                 start = int(starts[np.argmin(loads[starts])])

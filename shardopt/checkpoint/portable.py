@@ -22,11 +22,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Contents, contents_of, opened
+from shardopt.checkpoint.data_file import require_little_endian
 from shardopt.checkpoint.errors import ReplacedError
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.saving import Saving
+from shardopt.checkpoint.retention import check_keep_last
+from shardopt.checkpoint.saving import write_checkpoint
 from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import without_autograd
@@ -79,9 +81,18 @@ def save(
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
-    saving = Saving(folder_at(path), keep_last)
+    folder = folder_at(path)
     with on_device_of(model):
-        saving.run(lambda: contents_of(model, optimizer, extra), Ranks())
+        write_checkpoint(folder, keep_last, lambda: _contents(folder, model, optimizer, keep_last, extra), Ranks())
+
+
+def _contents(
+    folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
+) -> Contents:
+    """What this rank saves, once the machine and the option ``keep_last`` are checked."""
+    require_little_endian()
+    check_keep_last(folder, keep_last)
+    return contents_of(model, optimizer, extra)
 
 
 @without_autograd
@@ -123,12 +134,11 @@ def async_save(
             shardopt's, or is not that of the DeepSpeed engine.
     """
     global _last_saving
-    saving = Saving(folder_at(path), keep_last)
+    folder = folder_at(path)
     stager = _free_stager(None if staging_dir is None else Path(staging_dir))
 
     def staged() -> Contents:
-        saving.check()
-        contents = contents_of(model, optimizer, extra)
+        contents = _contents(folder, model, optimizer, keep_last, extra)
         return contents._replace(tensors=stager.stage(contents.tensors))
 
     with on_device_of(model):
@@ -136,7 +146,7 @@ def async_save(
         done = _Saving(stager)
         _last_saving = weakref.ref(done)
         others = Ranks(_group_of_saves())
-    _begin(done, lambda: saving.run(lambda: contents, others))
+    _begin(done, lambda: write_checkpoint(folder, keep_last, lambda: contents, others))
     return done
 
 

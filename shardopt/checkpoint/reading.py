@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint import table
-from shardopt.checkpoint.data_file import check_lengths, computed_ahead, rectangle, require_little_endian
-from shardopt.checkpoint.errors import CheckpointError
+from shardopt.checkpoint.data_file import (
+    AHEAD,
+    StoredChunk,
+    check_lengths,
+    chunks_in,
+    computed_ahead,
+    require_little_endian,
+)
+from shardopt.checkpoint.errors import CheckpointError, InvalidError
 from shardopt.checkpoint.index import INDEX_NAME, Index, noticing_replacement, unknown_content
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.rectangles import common_part, fill, inside, slices
 from shardopt.checkpoint.storage import Folder, Source
-from shardopt.checkpoint.table import StoredChunk
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
 
@@ -41,19 +47,17 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         reads = _reads(files, index, tensors)
         in_order = sorted(reads, key=lambda chunk: (chunk.file, chunk.position))
         longest = max((chunk.bytes for chunk in in_order), default=0)
-        free: list[Tensor] = []
+        buffers = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(min(AHEAD, len(in_order)))]
 
         def jobs() -> Iterator[Callable[[], Tensor]]:
-            for chunk in in_order:
-                buffer = free.pop() if free else torch.empty(longest, dtype=torch.uint8, device="cpu")
-                yield partial(_read_chunk, files[chunk.file], files.path(chunk.file), chunk, buffer)
+            for chunk, buffer in zip(in_order, itertools.cycle(buffers), strict=False):
+                place = files[chunk.file], files.path(chunk.file), chunk.position, chunk.crc32
+                yield partial(_filled, buffer[: chunk.bytes], *place)
 
-        with computed_ahead(jobs()) as buffers:
-            for chunk, buffer in zip(in_order, buffers, strict=True):
-                for tensor, inside in reads[chunk]:
-                    values = buffer[: chunk.bytes].view(tensor.dtype).view(chunk.shape)
-                    tensor.copy_(values[inside])
-                free.append(buffer)
+        with computed_ahead(jobs()) as filled:
+            for chunk, data in zip(in_order, filled, strict=True):
+                for tensor, within in reads[chunk]:
+                    tensor.copy_(data.view(tensor.dtype).view(chunk.shape)[within])
 
 
 class _DataFiles(ExitStack):
@@ -104,16 +108,16 @@ class _DataFiles(ExitStack):
         stored, path = self._index.files[number], self.path(number)
         assert stored is not None  # opening it would have raised
         try:
-            data = memoryview(bytearray(stored.table))
-        except MemoryError as error:
+            data = torch.empty(stored.table, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
             raise CheckpointError(
                 f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another "
                 "checkpoint"
             ) from error
-        _read(file, path, data, stored.data, stored.crc32)
+        _filled(data, file, path, stored.data, stored.crc32)
         try:
-            chunks = table.decoded(bytes(data), self._shapes, self._itemsizes, number, stored.data)
-        except table.InvalidError as error:
+            chunks = chunks_in(data.numpy().tobytes(), self._shapes, self._itemsizes, number, stored.data)
+        except InvalidError as error:
             raise unknown_content(path, str(error)) from None
         return {self._names[tensor]: of_tensor for tensor, of_tensor in chunks.items()}
 
@@ -136,12 +140,11 @@ def _reads(files: _DataFiles, index: Index, tensors: Mapping[str, Chunks]) -> _R
         for at in targets_of[number]:
             name, offsets, tensor = targets[at]
             for chunk in chunks.get(name, ()):
-                common = _common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
+                common = common_part((offsets, tuple(tensor.shape)), (chunk.offsets, chunk.shape))
                 if common is not None:
-                    inside = _inside(common, offsets)
-                    to = tensor[rectangle(*inside)]
-                    reads[chunk].append((to, rectangle(*_inside(common, chunk.offsets))))
-                    filled[at].append(inside)
+                    part = inside(common, offsets)
+                    reads[chunk].append((tensor[slices(*part)], slices(*inside(common, chunk.offsets))))
+                    filled[at].append(part)
     for (name, offsets, tensor), parts in zip(targets, filled, strict=True):
         if not fill(tensor.shape, parts):
             what = f"chunks that do not fill {named(name)} {tuple(tensor.shape)} from {offsets}"
@@ -149,22 +152,9 @@ def _reads(files: _DataFiles, index: Index, tensors: Mapping[str, Chunks]) -> _R
     return reads
 
 
-def _common_part(one: Part, other: Part) -> Part | None:
-    """The rectangle that two rectangles have in common; None if there is none."""
-    corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
-    if any(low >= high for low, high in corners):
-        return None
-    return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
-
-
-def _inside(part: Part, offsets: tuple[int, ...]) -> Part:
-    """A rectangle, counted from the beginning of one that begins at these offsets."""
-    return tuple(a - b for a, b in zip(part[0], offsets, strict=True)), part[1]
-
-
-def _read(file: Source, path: str, data: memoryview, position: int, crc32: int) -> None:
-    """Fills ``data`` with the bytes at a position of a file, and verifies them."""
-    filled = 0
+def _filled(buffer: Tensor, file: Source, path: str, position: int, crc32: int) -> Tensor:
+    """Fills a buffer with the bytes at a position of a file, and verifies them."""
+    data, filled = buffer.numpy().data, 0
     while filled < len(data):
         try:
             count = file.read_into(data[filled:], position + filled)
@@ -179,9 +169,4 @@ def _read(file: Source, path: str, data: memoryview, position: int, crc32: int) 
             f"{path}: got checksum {got:08x} of the {len(data)} bytes at {position}, expected {crc32:08x}: the bytes "
             "were damaged after the save; load another checkpoint"
         )
-
-
-def _read_chunk(file: Source, path: str, chunk: StoredChunk, buffer: Tensor) -> Tensor:
-    """Reads a chunk into the buffer and verifies it."""
-    _read(file, path, buffer.numpy().data[: chunk.bytes], chunk.position, chunk.crc32)
     return buffer

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged, options_by_name, saved_options
+from shardopt.checkpoint.groups import apply, checked_groups, merged, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
 from shardopt.checkpoint.items import Chunks, Item, chunks_of, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
@@ -42,16 +42,15 @@ class Restoration:
     """
 
     def __init__(self, folder: Folder, index: Index, model: Module, optimizer: Optimizer | None) -> None:
-        self._folder = folder
-        self._path = str(folder)
-        self._index = index
+        self._folder, self._index = folder, index
         if "extra" not in index.header:
             raise CheckpointError(
                 f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
             )
         self._owner = None if optimizer is None else Owner.of(optimizer)
         self._items = items_of(model, self._owner)
-        self._buffers = buffers_of(model)
+        self._all = [*self._items, *buffers_of(model)]
+        self._saved_names = [name for name in index.tensors if name.startswith("model.")]
         #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
         self._equal = {
             alias: name
@@ -88,9 +87,9 @@ class Restoration:
             item.convert_weights()
         #: Moments of blocks that several ranks hold and encode together: a rank that cannot decode raises before.
         self._shared = [
-            (item, Floats(item.form, item.moments(), item.name))
+            (item, Floats(item.spec, item.moments(), item.name))
             for item in self._items
-            if item.converts_state and sharing_ranks(item.form) is not None
+            if item.spec is not None and item.state_conversion and sharing_ranks(item.spec) is not None
         ]
 
     def _plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
@@ -108,21 +107,25 @@ class Restoration:
         self._check_lengths(list(extra.values()))
         for item in self._items:
             self._plan_item(item, saved_groups)
-        for item in self._buffers:
+        for item in self._all[len(self._items) :]:
             item.values = torch.empty(item.local.shape, dtype=item.local.dtype, device="cpu")
         self.converted = {item.name: conversion for item in self._items if (conversion := item.conversion)}
         if self.converted and not convert:
             name, conversion = next(iter(self.converted.items()))
             raise CheckpointError(
-                f"{self._path}: got {conversion} for {named(name)} and {len(self.converted) - 1} other parameters, "
+                f"{self._folder}: got {conversion} for {named(name)} and {len(self.converted) - 1} other parameters, "
                 "expected the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
         by_name = {item.name: item for item in self._items}
         #: The item and the values read of each alias.
         self._aliases = {
-            alias: (by_name[name], torch.empty_like(by_name[name].read)) for alias, name in self._equal.items()
+            alias: (by_name[name], torch.empty_like(by_name[name].values)) for alias, name in self._equal.items()
         }
-        self._extra_tensors = {name.removeprefix("extra."): self._empty(stored) for name, stored in extra.items()}
+        with self._in_memory():
+            self._extra_tensors = {
+                name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                for name, stored in extra.items()
+            }
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -133,7 +136,7 @@ class Restoration:
         """The tensors to read into, by the names in the checkpoint, which has each in this dtype and shape."""
         tensors: dict[str, Chunks] = {}
         for item in self._all:
-            tensors |= tensors_of(item, item.read, item.saved, item.state)
+            tensors |= tensors_of(item, item.values, item.saved, item.state)
         for alias, (item, values) in self._aliases.items():
             tensors[model_key(alias)] = chunks_of(item.shard, values)
         for name, values in self._extra_tensors.items():
@@ -142,7 +145,7 @@ class Restoration:
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, target.shape):
                 raise CheckpointError(
-                    f"{self._path}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"{self._folder}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
                     f"{target.dtype} and {target.shape}; load another checkpoint"
                 )
         return tensors
@@ -160,14 +163,13 @@ class Restoration:
         of_shared = {id(item): state for (item, _), state in zip(shared, encoded, strict=True)}
         del shared
         for item in self._items:
-            if not item.converts_state:
+            if item.spec is None or item.saved is None or not item.state_conversion:
                 continue
-            assert item.saved is not None
             state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
             if id(item) in of_shared:
                 state |= of_shared[id(item)] or {}
             elif (moments := item.moments()) is not None:
-                state |= item.form.encode(moments)
+                state |= item.spec.encode(moments)
             item.saved, item.state = item.spec, state
             self._check_values(item)
         self._states: dict[Tensor, Any] = {}
@@ -188,29 +190,22 @@ class Restoration:
         """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
         with torch.no_grad():
             for item in self._all:
-                item.local.copy_(item.read)
+                item.local.copy_(item.values)
         if self._owner is None:
             return
-        every, own = self._owner.groups, self._owner.optimizer.param_groups
-        dropped = [group.keys() - new.keys() for group, new in zip(every, self._options, strict=True)]
-        for groups in (every,) if own is every else (every, own):  # a ZeroRedundancyOptimizer has an optimizer inside
-            for group, new, keys in zip(groups, self._options, dropped, strict=True):
-                apply(group, new, keys)
+        # A ZeroRedundancyOptimizer has groups of its own, and an optimizer inside.
+        for group, inside, new in zip(
+            self._owner.groups, self._owner.optimizer.param_groups, self._options, strict=True
+        ):
+            dropped = group.keys() - new.keys()
+            for each in (group,) if inside is group else (group, inside):
+                apply(each, new, dropped)
         for param in self._owned:
             if param in self._states:
                 self._owner.internals.put(param, self._states[param])
             else:
                 self._owner.optimizer.state.pop(param, None)
         self._owner.internals.forget_tables(anew=True)
-
-    @property
-    def _all(self) -> list[Item]:
-        """Parameters and buffers."""
-        return [*self._items, *self._buffers]
-
-    @property
-    def _saved_names(self) -> list[str]:
-        return [name for name in self._index.tensors if name.startswith("model.")]
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
@@ -229,7 +224,7 @@ class Restoration:
                 f"shapes saved and in the model differ: {shapes}" if other else "",
             ]
             raise CheckpointError(
-                f"{self._path}: got a checkpoint of another model: {'; '.join(filter(None, differences))}; expected "
+                f"{self._folder}: got a checkpoint of another model: {'; '.join(filter(None, differences))}; expected "
                 "the model that was saved: build it with the same sizes and names"
             )
 
@@ -241,7 +236,7 @@ class Restoration:
         lengths = [stored.data for number in files if (stored := self._index.files[number]) is not None]
         if sum(stored.nbytes for stored in tensors) > sum(lengths):
             raise CheckpointError(
-                f"{self._path}: got tensors of more bytes than the data files have, expected no more; load another "
+                f"{self._folder}: got tensors of more bytes than the data files have, expected no more; load another "
                 "checkpoint"
             )
         with noticing_replacement(self._folder, self._index):
@@ -253,22 +248,22 @@ class Restoration:
             return [], []
         if self._index.header.get("param_groups") is None:
             raise CheckpointError(
-                f"{self._path}: got a checkpoint without an optimizer, expected one; load it without optimizer"
+                f"{self._folder}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
         saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
         if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
             raise CheckpointError(
-                f"{self._path}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
+                f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
-        options = options_by_name(checked_groups(self._path, self._index.header["param_groups"]))
+        groups = checked_groups(str(self._folder), self._index.header["param_groups"])
         names = names_by_group(self._items, len(self._owner.groups))
-        new, saved = [], []
+        with self._naming():
+            saved = saved_options(groups, names)
+        new = []
         for index, group in enumerate(self._owner.groups):
-            with self._naming():
-                saved.append(saved_options(options, names[index], index))
             with self._naming(f"param group {index}: "):
-                new.append(self._merged(group, saved[-1]) if names[index] else dict(group))
+                new.append(self._merged(group, saved[index]) if names[index] else dict(group))
         return new, saved
 
     def _merged(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,68 +287,46 @@ class Restoration:
         try:
             yield
         except CheckpointError as error:
-            raise CheckpointError(f"{self._path}: {what}{error}") from error
+            raise CheckpointError(f"{self._folder}: {what}{error}") from error
         except ValueError as error:
-            raise CheckpointError(f"{self._path}: {what}{line(error)}") from error
+            raise CheckpointError(f"{self._folder}: {what}{line(error)}") from error
 
     def _plan_item(self, item: Item, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Gives a parameter memory for what is to be read, and the forms of its state."""
+        """Gives a parameter memory for what is to be read, and the forms of its state, here and in the checkpoint."""
         dtype = self._index.tensors[model_key(item.name)].dtype
         if dtype != item.local.dtype and not {dtype, item.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
-                f"{self._path}: got {named(item.name)} of {dtype}, expected {item.local.dtype}; only "
+                f"{self._folder}: got {named(item.name)} of {dtype}, expected {item.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
         item.values = torch.empty(item.local.shape, dtype=dtype, device="cpu")
         item.state = {}
         if self._owner is None or item.group is None:
             return
+        stored, internals = self._entries.get(item.name, {}), self._owner.internals
+        options, saved_options = self._options[item.group], saved_groups[item.group]
         with self._naming():
-            self._set_forms(item, saved_groups[item.group], dtype)
-        if item.saved is None:
-            return
+            item.spec = internals.form(item.shard, item.local.dtype, options, stored)
+            if not stored:
+                return
+            of_state = {key: saved_options[key] for key in {*STATE_FORMAT, *internals.format} & saved_options.keys()}
+            # State has the same entries with repay and without. With it, some dtypes of weights would be refused.
+            saved = internals.form(item.shard, dtype, {**options, **of_state, "repay": False}, stored)
+            if stored.keys() != saved.entries.keys():
+                saved_by = named(self._index.header.get("optimizer"))
+                raise CheckpointError(
+                    f"got {few(stored)} of {named(item.name)}, saved by {saved_by}, expected "
+                    f"{', '.join(sorted(saved.entries))} of {internals.name}; load it into {saved_by}, or the model "
+                    "alone: load(path, model)"
+                )
+        item.saved = saved
         is_flat = isinstance(item.shard, FlatShard)  # then a rank without elements has no state
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
-        is_here = has_state and id(item.param) in self._owned_ids
-        stored = self._entries[item.name]
-        self._check_lengths([x for key, x in stored.items() if x.shape and item.saved.is_whole(key)])
-        if is_here or item.converts_weights:
+        self._check_lengths([x for key, x in stored.items() if x.shape and saved.is_whole(key)])
+        old, new = item.weight_formats
+        if (has_state and id(item.param) in self._owned_ids) or old != new:
             with self._in_memory():
-                item.state = item.saved.new(_CPU)
-
-    def _set_forms(self, item: Item, saved_options: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Sets the forms of a parameter's state: in the optimizer, and in the checkpoint, unless this has no state.
-
-        Args:
-            item: the parameter.
-            saved_options: those of its param group in the checkpoint.
-            dtype: its dtype in the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint has entries of another optimizer.
-        """
-        assert self._owner is not None
-        assert item.group is not None
-        options, stored = self._options[item.group], self._entries.get(item.name, {})
-        internals = self._owner.internals
-        item.spec = internals.form(item.shard, item.local.dtype, options, stored)
-        if not stored:
-            return
-        format_keys = {*STATE_FORMAT, *internals.format} & saved_options.keys()
-        # State has the same entries with repay and without. With it, some dtypes of saved weights would be refused.
-        as_saved = {**options, **{key: saved_options[key] for key in format_keys}, "repay": False}
-        item.saved = internals.form(item.shard, dtype, as_saved, stored)
-        if stored.keys() != item.saved.entries.keys():
-            saved_by = named(self._index.header.get("optimizer"))
-            raise CheckpointError(
-                f"got {few(stored)} of {named(item.name)}, saved by {saved_by}, expected "
-                f"{', '.join(sorted(item.saved.entries))} of {internals.name}; load it into {saved_by}, or the model "
-                "alone: load(path, model)"
-            )
-
-    def _empty(self, stored: StoredTensor) -> Tensor:
-        with self._in_memory():
-            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                item.state = saved.new(_CPU)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -362,16 +335,16 @@ class Restoration:
             yield
         except RuntimeError as error:
             raise CheckpointError(
-                f"{self._path}: got a tensor that does not fit into the host's memory, expected one that does: "
+                f"{self._folder}: got a tensor that does not fit into the host's memory, expected one that does: "
                 f"{line(error)}; load another checkpoint"
             ) from error
 
     def _check_aliases(self) -> None:
         """Checks that a parameter was saved with one value under all of its names."""
         for alias, (item, values) in self._aliases.items():
-            if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, item.read))):
+            if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, item.values))):
                 raise CheckpointError(
-                    f"{self._path}: got {named(item.name)} and {named(alias)} with different values, expected equal "
+                    f"{self._folder}: got {named(item.name)} and {named(alias)} with different values, expected equal "
                     "ones for a parameter that the model has under both names; load into a model that does not share "
                     "them"
                 )
@@ -391,6 +364,6 @@ class Restoration:
         for counts in steps.values():
             if len(counts) > 1:
                 raise CheckpointError(
-                    f"{self._path}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
+                    f"{self._folder}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
                     "expected one count; wrap the model with use_orig_params=True"
                 )

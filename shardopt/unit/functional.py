@@ -12,7 +12,6 @@ a batch is split. :func:`shardopt.unit.set_split` sets ``share`` in modules.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F

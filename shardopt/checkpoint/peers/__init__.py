@@ -1,15 +1,12 @@
-"""The packages whose optimizer state shardopt reads, one small file for each."""
+"""The packages whose optimizer state shardopt reads."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shardopt.checkpoint.peers.base import Peer
+from shardopt.checkpoint.peers.base import Dion, Flashoptim, Peer, Torchao
 from shardopt.checkpoint.peers.bitsandbytes import Bitsandbytes
-from shardopt.checkpoint.peers.dion import Dion
-from shardopt.checkpoint.peers.flashoptim import Flashoptim
-from shardopt.checkpoint.peers.torchao import Torchao
 from shardopt.checkpoint.wording import few
 
 #: torch.optim comes last: the other packages keep the state of some parameters as it does.

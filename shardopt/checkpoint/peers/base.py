@@ -1,38 +1,28 @@
-"""The interface to another package's optimizer state: recognizing and reading that package's state dicts."""
+"""The state of other packages' optimizers: torch.optim, torchao, flashoptim and dion; moments in codes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
-from shardopt.checkpoint.peers.coded import CodedMoment
-from shardopt.checkpoint.wording import few
-from shardopt.codec import Moment
+from shardopt.checkpoint.wording import kind_of, shown
+from shardopt.codec import Moment, get_codec
+from shardopt.codec.base import are_finite
+from shardopt.codec.dynamic8 import dynamic_map
+from shardopt.kernels.numeric import from_blocks, to_blocks
+from shardopt.layout import BlockGrid
 
 #: Entries of torch.optim's state that follow from the step count.
-_DERIVED = {"mu_product"}
+DERIVED = {"mu_product"}
 
 #: The moments that optimizers of torch.optim keep.
 _MOMENTS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),
     *("momentum_buffer", "square_avg", "grad_avg", "sum"),
 }
-
-
-class PeerState(NamedTuple):
-    """The state of one parameter in another package.
-
-    Attributes:
-        moments: the moments under shardopt's names, in float or in codes.
-        step: the entry ``step``; empty if the package counts no steps.
-        ignored: the names of entries that shardopt does not have.
-    """
-
-    moments: Mapping[str, Tensor | CodedMoment]
-    step: Mapping[str, Any]
-    ignored: Sequence[str]
 
 
 class Peer:
@@ -42,12 +32,12 @@ class Peer:
     name = "torch.optim"
     #: The form of the package's state, in words.
     form = "exp_avg, exp_avg_sq, momentum_buffer and the like in float"
-    #: Entries that a state may have beside the moments.
+    #: Entries that a state may have beside the moments, which shardopt does not have.
     extra: frozenset[str] = frozenset()
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
         """Whether the state of one parameter, without entries that are None, is of this form."""
-        return state.keys() <= {"step", *_DERIVED, *_MOMENTS} and all(
+        return state.keys() <= {"step", *DERIVED, *_MOMENTS} and all(
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
 
@@ -60,8 +50,8 @@ class Peer:
 
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> PeerState:
-        """Reads the state of one parameter.
+    ) -> Mapping[str, Any]:
+        """The entries of one parameter under torch.optim's names, each moment in float or as a :class:`CodedMoment`.
 
         Args:
             state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
@@ -72,18 +62,7 @@ class Peer:
         Raises:
             ValueError: the state is of another kind of optimizer, or damaged.
         """
-        names = set(state) - {"step"} - _DERIVED - self.extra
-        if names != {moment.name for moment in expected}:
-            raise ValueError(
-                f"{name}: got state with {few(names) or 'no moments'}, expected "
-                f"{', '.join(moment.name for moment in expected) or 'none'}; choose the optimizer of the same kind"
-            )
-        return self.with_moments({moment.name: state[moment.name] for moment in expected}, state)
-
-    def with_moments(self, moments: Mapping[str, Tensor | CodedMoment], state: Mapping[str, Any]) -> PeerState:
-        """The state with these moments, and the other entries of ``state``."""
-        step = {"step": state["step"]} if "step" in state else {}
-        return PeerState(moments, step, sorted(self.extra & state.keys()))
+        return state
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         """The hyper-parameters of a param group under torch.optim's names.
@@ -96,3 +75,226 @@ class Peer:
             ValueError: the hyper-parameters are of another kind of optimizer.
         """
         return dict(group)
+
+
+class CodedMoment(NamedTuple):
+    """A moment in blocks of consecutive elements of the flattened parameter, which may cross rows.
+
+    Attributes:
+        codes: uint8, the parameter's shape.
+        scales: float32, ``(blocks,)``.
+        block_size: elements per block.
+        codec: shardopt's codec with the same codes and scales; None if no codec has them.
+        decode: function from blocks of codes ``(blocks, block_size)`` and their scales ``(blocks, 1)`` to float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block_size: int
+    codec: str | None
+    decode: Callable[[Tensor, Tensor], Tensor]
+
+    def values(self) -> Tensor:
+        """The moment in float32, the parameter's shape."""
+        (blocks,) = to_blocks(self.codes.reshape(1, -1), self.block_size)
+        decoded = self.decode(blocks, self.scales[:, None])
+        return from_blocks(decoded[None], self.codes.numel()).reshape(self.codes.shape)
+
+    def is_laid_out_as(self, grid: BlockGrid) -> bool:
+        """Whether the blocks are those of a grid: no block crosses a row."""
+        aligned = grid.row_numel % grid.block_size == 0 or grid.rows == 1
+        return aligned and self.block_size == grid.block_size
+
+
+def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
+    """A moment whose codes are indices into a map of 256 values, dynamic8's or another."""
+    expected = dynamic_map(signed=signed).to(values.device)
+    same = values.dtype == expected.dtype and torch.equal(values, expected)
+
+    def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+        return values[blocks.int()] * scales
+
+    return CodedMoment(codes, scales, block_size, "dynamic8" if same else None, decode)
+
+
+def of_companding(codes: Tensor, scales: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
+    """A moment in companded8's codes: int8 of the companded value, or uint8 of the root."""
+    codec = get_codec("companded8")
+
+    def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+        values = codec.decode(blocks, scales, signed=signed)
+        return values if signed else values * values
+
+    return CodedMoment(codes.view(torch.uint8), scales.float(), block_size, codec.name, decode)
+
+
+def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> None:
+    """Checks that there is one usable scale for each block.
+
+    Raises:
+        ValueError: the number of scales is not that of the blocks, or a scale cannot be used.
+    """
+    blocks = -(-codes.numel() // block_size)
+    if scales.shape != (blocks,):
+        raise ValueError(
+            f"{what}: got scales of shape {tuple(scales.shape)} for {codes.numel()} codes, expected ({blocks},) of "
+            f"blocks of {block_size}"
+        )
+    if not are_finite(scales, signed=False):
+        raise ValueError(
+            f"{what}: got scales with NaN or Inf, or below zero, expected finite ones >= 0; reset this parameter's "
+            "state"
+        )
+
+
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor with all its elements, real numbers, in memory."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_complex())
+
+
+def are_floats(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is such a tensor of a float dtype."""
+    return is_dense(value) and value.dtype.is_floating_point
+
+
+def is_map(values: object) -> TypeGuard[Tensor]:
+    """Whether a value has a number for each of 256 codes."""
+    return are_floats(values) and values.shape == (256,)
+
+
+_EIGHT_BIT = "OptimState8bit"
+_OTHERS = ("OptimState4bit", "OptimStateFp8")  # without a codec of ours
+
+
+class Torchao(Peer):
+    """Moments are tensor subclasses where blocks divide the parameter, and float tensors elsewhere.
+
+    The subclasses are known by their names and attributes: torchao need not be there.
+    """
+
+    name = "torchao"
+    form = f"exp_avg and exp_avg_sq as {_EIGHT_BIT}, {' or '.join(_OTHERS)}"
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        return any(type(value).__name__ in (_EIGHT_BIT, *_OTHERS) for value in state.values())
+
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> Mapping[str, Any]:
+        moments = {moment.name: moment for moment in expected if moment.name in state}
+        return {**state, **{k: self._moment(state[k], f"{name}: {k}", m.signed) for k, m in moments.items()}}
+
+    def _moment(self, value: Any, what: str, signed: bool) -> Any:
+        kind = type(value).__name__
+        if kind in _OTHERS:
+            return self._dequantized(value, what)
+        if kind != _EIGHT_BIT:
+            return value
+        codes, scales, values, of_sign = (getattr(value, key, None) for key in ("codes", "scale", "qmap", "signed"))
+        if not is_dense(codes) or codes.dtype != torch.uint8 or of_sign is not signed:
+            raise ValueError(
+                f"{what}: got codes of {kind_of(codes)}, signed={shown(of_sign)}, expected uint8, signed={signed}"
+            )
+        if not are_floats(scales) or not is_map(values):
+            raise ValueError(
+                f"{what}: got scales of {kind_of(scales)} and a map of {kind_of(values)}, expected floats, and 256 of "
+                "them in the map"
+            )
+        size = max(codes.numel() // max(scales.numel(), 1), 1)
+        check_blocks(codes, scales, size, what)
+        return of_map(codes, scales.float(), values, size, signed=signed)
+
+    def _dequantized(self, value: Any, what: str) -> Tensor:
+        try:
+            dequantized = value.dequantize()
+        except Exception as error:  # torchao's own: it checks nothing
+            raise ValueError(
+                f"{what}: got {type(value).__name__} that torchao cannot dequantize ({type(error).__name__}), expected "
+                "a whole one; save the state dict again"
+            ) from error
+        if not are_floats(dequantized):
+            raise ValueError(f"{what}: got {kind_of(dequantized)} from dequantize(), expected floats")
+        return dequantized
+
+
+_GROUP = 32
+_CODES, _SCALES, _LOW_BITS = "::quantized", "::scales", "error_bits"
+
+
+class Flashoptim(Peer):
+    """int8 and uint8 codes with float16 scales for groups of 32 elements of the flattened parameter.
+
+    ``q / 127 = 2 y / (1 + |y|)`` of ``y = m / scale``, and ``q / 255 = sqrt(v) / scale``: companded8's formulas, so
+    codes and scales go over as they are. Decoded, a second moment differs by float32's rounding, which is done in
+    another order. One above zero that has the code 0, which companded8 never gives, is 0 here as it is there.
+    ``error_bits`` are another form of low bits than ours.
+    """
+
+    name = "flashoptim"
+    form = f"exp_avg{_CODES} and exp_avg{_SCALES}"
+    extra = frozenset([_LOW_BITS])
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        return any(key.endswith(_CODES) for key in state) or _LOW_BITS in state
+
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> Mapping[str, Any]:
+        coded = dict.fromkeys(key.removesuffix(_CODES) for key in state if key.endswith(_CODES))
+        rest = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALES))}
+        moments = {m.name: self._moment(state, m, f"{name}: {m.name}") for m in expected if m.name in coded}
+        return {**rest, **coded, **moments}
+
+    def _moment(self, state: Mapping[str, Any], moment: Moment, what: str) -> CodedMoment:
+        codes, scales = state[moment.name + _CODES], state.get(moment.name + _SCALES)
+        dtype = torch.int8 if moment.signed else torch.uint8
+        if not is_dense(codes) or codes.dtype != dtype or not are_floats(scales):
+            got = "no scales" if scales is None else f"scales of {kind_of(scales)} and codes of {kind_of(codes)}"
+            raise ValueError(f"{what}: got {got}, expected {dtype} codes and float16 scales")
+        if scales.dtype == torch.bfloat16:  # beside bfloat16 parameters they are float16's bits under that name
+            scales = scales.view(torch.float16)
+        check_blocks(codes, scales, _GROUP, what)
+        return of_companding(codes, scales, _GROUP, signed=moment.signed)
+
+
+_ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
+
+
+class Dion(Peer):
+    """The dion package's Muon: matrices have ``momentum``, a sum of gradients; AdamW's also have ``variance``."""
+
+    name = "dion"
+    form = "momentum and variance in float"
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        return "momentum" in state and state.keys() <= {"momentum", "variance", "step_dev"}
+
+    def read(
+        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
+    ) -> Mapping[str, Any]:
+        step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
+        if "momentum" not in state:  # of another package, refused by its entries
+            return state
+        if "variance" in state:
+            return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
+        if group.get("algorithm") == "lion":
+            return {**step, "exp_avg": state["momentum"]}
+        momentum = group.get("mu")
+        if not isinstance(momentum, float) or not 0.0 <= momentum < 1.0:
+            raise ValueError(
+                f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again"
+            )
+        total = state["momentum"]  # a sum of gradients; ours is their average
+        return {**step, "momentum_buffer": total * (1.0 - momentum) if are_floats(total) else total}
+
+    def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+        names = {"mu": "momentum", "epsilon": "eps"}
+        hyper = {names.get(key, key): value for key, value in group.items() if key not in ("beta1", "beta2", "step")}
+        if {"beta1", "beta2"} <= group.keys():
+            hyper["betas"] = (group["beta1"], group["beta2"])
+        if group.get("algorithm") == "muon":  # there it guards a division, which is done otherwise here
+            hyper.pop("eps", None)
+        adjustment = hyper.pop("adjust_lr", None)
+        if adjustment in _ADJUSTMENTS:
+            hyper["adjust_lr_fn"] = _ADJUSTMENTS[adjustment]
+        return hyper

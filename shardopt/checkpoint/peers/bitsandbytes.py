@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.peers.base import Peer, PeerState
-from shardopt.checkpoint.peers.coded import CodedMoment, check_blocks, is_map, of_map
-from shardopt.checkpoint.peers.structure import are_floats, is_dense
+from shardopt.checkpoint.peers.base import CodedMoment, Peer, are_floats, check_blocks, is_dense, is_map, of_map
 from shardopt.checkpoint.wording import few, kind_of, shown
 from shardopt.codec import Moment
 from shardopt.kernels.numeric import to_blocks
@@ -68,10 +66,7 @@ _KINDS: dict[tuple[str, ...], _Kind] = {
         "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, ((1, None), (2, None))
     ),
     ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
-        "AdEMAMix's (three betas)",
-        lambda betas, eps: len(betas) == 3,
-        _ademamix,
-        ((1, 0), (1, 1), (2, None)),
+        "AdEMAMix's (three betas)", lambda betas, eps: len(betas) == 3, _ademamix, ((1, 0), (1, 1), (2, None))
     ),
     ("exp_avg",): _Kind(
         "Lion's (eps 0, betas[1] above 0)",
@@ -116,7 +111,7 @@ class Bitsandbytes(Peer):
 
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> PeerState:
+    ) -> Mapping[str, Any]:
         wrapped = state.get(_WRAPPED, {})
         if not isinstance(wrapped, Mapping):
             raise ValueError(
@@ -133,7 +128,7 @@ class Bitsandbytes(Peer):
         if "max1" in state:
             raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
         moments = {m.name: _read(state, *place, m, name) for place, m in zip(places, expected, strict=True)}
-        return self.with_moments(moments, state)
+        return {key: state[key] for key in ("step", *self.extra) if key in state} | moments
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         kind = _kind(moments)
