@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from quality import records, run
+from quality import records
 from quality.choices import choice_of
 from quality.over_time import courses
 from quality.task import Task, lr_factor
@@ -40,28 +37,6 @@ def test_a_step_has_the_clipped_mean_gradient_of_its_micro_batches() -> None:
     for mark in figures["marks"]:
         assert mark["loss"] == pytest.approx(losses[mark["step"]], rel=1e-5)
     assert figures["loss"] == figures["marks"][-1]["loss"]
-
-
-def _lines(folder: Path, *optimizers: str) -> list[records.Record]:
-    jobs = run.study([LONG], list(optimizers), 2, "cpu", (folder, folder))
-    for job, record in run.finished(run.pending(jobs), workers=1):
-        records.append(job.path, record)
-    return records.read(jobs[0].path)
-
-
-def test_drift_does_not_depend_on_a_cache(tmp_path: Path) -> None:
-    """The moments of a float32 run whose line is there while its files are gone are made anew."""
-    lines = _lines(tmp_path, "fp32", "log8")
-    for path in tmp_path.glob("moments-*"):
-        shutil.rmtree(path)
-    records.drop(tmp_path / "long.jsonl", ["log8"])
-    again = _lines(tmp_path, "fp32", "log8")
-    assert len(again) == len(lines) == 4
-    of = {(line["optimizer"], line["seed"]): line["marks"] for line in lines}
-    assert {(line["optimizer"], line["seed"]): line["marks"] for line in again} == of
-    assert "exp_avg" not in of["fp32", 0][0]
-    assert of["log8", 0][0]["exp_avg"] > 0
-    assert of["log8", 0] != of["log8", 1]
 
 
 def test_courses_pair_seeds_and_steps() -> None:
