@@ -12,9 +12,6 @@ import results
 import write_results
 from results import Column, Goal, Table
 
-ZEN4 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
-OTHER = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 1\nmodel name : Intel(R) Xeon(R) CPU\n"
-
 
 @pytest.mark.parametrize("path", write_results.outputs(), ids=lambda path: path.stem)
 def test_written_files_are_up_to_date(path: Path) -> None:
@@ -71,15 +68,3 @@ def test_faulty_files_are_refused(script: None, tmp_path: Path) -> None:
     path.write_text(dataclasses.replace(found, rows=(("ours", 1.0),)).json())
     with pytest.raises(ValueError, match=r"got 2 cells in the row 'ours', expected 3"):
         results.read(path)
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "kind"),
-    [
-        (ZEN4, "amd-zen4-1-cores"),
-        (ZEN4 + "\n" + ZEN4.replace(": 0", ": 1"), "amd-zen4-2-cores"),
-        (OTHER, "intel-r-xeon-r-cpu-1-cores"),
-    ],
-)
-def test_kinds_of_machines(cpuinfo: str, kind: str) -> None:
-    assert results.kind_of(cpuinfo) == kind

@@ -6,11 +6,12 @@ import ast
 import gc
 import importlib
 import inspect
+import os
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial, reduce
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from late_problem import CPU, CUDA, Peers, Problem, Scenario, chunks_of, device_
 from late_schedule import KINDS
 from late_streams import LateDevice, late_device
 from ranks.snapshot import assert_same
+from shardopt.state.residency import warn_of_one_thread
 from slow_cases import slow
 
 
@@ -62,8 +64,9 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Name
     return cache(lambda name: scenarios(tmp_path_factory.mktemp("cpu"))[name](CPU))
 
 
-#: Each scenario on a device that is late and on one of another kind.
-CASES = [*((name, "late", 0) for name in NAMES), *zip(NAMES, cycle(KINDS[1:]), cycle([0]), strict=False)]
+#: Each scenario on the late device, and on others on which alone faults that are planted below were noticed.
+CASES = [*((name, "late", 0) for name in NAMES), ("few chunks", "ahead", 0), ("offload state", "random", 23)]
+CASES += [(name, "behind", 0) for name in ("slept", "released forward", "released step")]
 ALL_CASES = [*product(NAMES, KINDS, [0]), *product(NAMES, ["random"], range(1, 21))]
 
 
@@ -89,7 +92,7 @@ def early(name: str) -> Named:
         return MUON[name](CUDA)
 
 
-@pytest.mark.parametrize(("name", "kind"), [*product(MUON, ["late", "random"])])
+@pytest.mark.parametrize(("name", "kind"), [*product(MUON, ["late"]), *slow(product(MUON, ["random"]))])
 def test_muon(name: str, kind: str) -> None:
     wanted = early(name)
     with late_device(kind):
@@ -233,6 +236,22 @@ def test_released_gradients_copy_once_per_step_and_nothing_spins() -> None:
         assert before[2] - before[1] == 1
         steps(CUDA, offload="step")
         assert device.spins == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("offload", ["step", "state"])
+def test_the_first_step_of_a_cpu_in_one_thread_warns(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+    """Once, where a GPU's step is offloaded to it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(12))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    warn_of_one_thread.cache_clear()
+    with late_device("early"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Problem(CUDA, offload=offload).step(0)
+    warn_of_one_thread.cache_clear()
+    found = ["got 1 thread for the CPU's steps, expected up to 6" in str(each.message) for each in caught]
+    assert found.count(True) == (offload == "step")
 
 
 @pytest.mark.parametrize("offload", ["state", "step"])

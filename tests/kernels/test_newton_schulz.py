@@ -25,21 +25,6 @@ def of(shape: Shape, seed: int = 0) -> Tensor:
     return values(shape, seed, torch.bfloat16)
 
 
-@pytest.mark.parametrize("shape", [(40, 96), (96, 40)], ids=str)
-def test_each_step_has_its_coefficients(shape: Shape) -> None:
-    """Several steps are as one after the other, each by itself, but for the norm, which comes first and once."""
-    x = of(shape)
-    x.div_(x.norm())
-    expected = x.clone()
-    for triple in POLAR_EXPRESS:
-        wide = expected.T.contiguous() if shape[0] > shape[1] else expected
-        gram = wide @ wide.T
-        a, b, c = triple
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-        expected = wide.T.contiguous() if shape[0] > shape[1] else wide
-    assert_same({"o": NewtonSchulz(POLAR_EXPRESS, 1e-7)(of(shape), in_float32=False)}, {"o": expected})
-
-
 @pytest.mark.parametrize(
     ("coefficients", "least", "largest"),
     [

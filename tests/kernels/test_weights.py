@@ -69,18 +69,34 @@ def written(x: Tensor, target: str, dtype: torch.dtype = BF16, **options: Any) -
     return param.detach(), optimizer.state[param]
 
 
+#: Biased exponents of float32: its ends and a middle; below, in and above float16's subnormals, its end.
+EXPONENTS = {BF16: (0, 127, 254), FP16: (101, 109, 112, 127, 142)}
+
+
 @each_master
-def test_kernels_split_as_the_formulas(dtype: torch.dtype, bits: int) -> None:
-    few = {BF16: (254, 0), FP16: (142, 112, 109)}[dtype]
-    for weights in [every_mantissa(127)[::29], *(-every_mantissa(each)[1::41] for each in few), special_values()]:
-        for x in weights[weights != 0].split(2**17):  # 0 - -0 is 0
-            high, low = split_weight(x, LOW[bits], dtype)
-            for target in TARGETS:
-                param, state = written(x, target, dtype, master_weight_bits=bits)
-                found = integers(state["master_low_bits"], bits)
-                assert torch.equal(int_bits(param.abs()), int_bits(high.abs()))
-                assert torch.equal(param.signbit()[~x.isnan()], high.signbit()[~x.isnan()])
-                assert torch.equal(found.int(), low)
+def test_kernels_split_as_the_definition(dtype: torch.dtype, bits: int) -> None:
+    """So do the formulas in PyTorch. Every 97th mantissa: the low 16 bits take all their values."""
+    for exponent in EXPONENTS[dtype]:
+        x = every_mantissa(exponent)[::97]
+        for sign in (1, -1):
+            check_split(x, sign, dtype, LOW[bits])
+            check_kernels(sign * x[x != 0], dtype, bits)  # 0 - -0 is 0
+    special = special_values()
+    back = join_weight(*split_weight(special, LOW[bits], dtype), LOW[bits])
+    for of in (torch.isnan, torch.isinf, torch.signbit):
+        assert torch.equal(of(back), of(special))
+    check_kernels(special[special != 0], dtype, bits)
+
+
+def check_kernels(x: Tensor, dtype: torch.dtype, bits: int) -> None:
+    """Compares what kernels write with the formulas."""
+    high, low = split_weight(x, LOW[bits], dtype)
+    for target in TARGETS:
+        param, state = written(x, target, dtype, master_weight_bits=bits)
+        found = integers(state["master_low_bits"], bits)
+        assert torch.equal(int_bits(param.abs()), int_bits(high.abs()))
+        assert torch.equal(param.signbit()[~x.isnan()], high.signbit()[~x.isnan()])
+        assert torch.equal(found.int(), low)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -278,23 +294,6 @@ def word_of(x: Tensor, dtype: torch.dtype, low_bits: int) -> Word:
     return Word(last_place, value, torch.where(overflows, torch.inf, nearest))
 
 
-#: Biased exponents of float32: its ends and a middle; below, in and above float16's subnormals, its end.
-SOME = [*((BF16, e) for e in (0, 127, 254)), *((FP16, e) for e in (101, 109, 112, 127, 142))]
-MORE = [*((BF16, e) for e in range(1, 254, 9)), *((FP16, e) for e in (0, 50, *range(98, 145), 254))]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "exponent", "each"),
-    [*((*case, 7) for case in SOME), *slow((*case, 1) for case in [*SOME, *MORE])],
-    ids=str,
-)
-def test_splitting_mantissas(dtype: torch.dtype, exponent: int, each: int) -> None:
-    """Every seventh: the low 16 bits take all their values, 18 times or more. The slow cases have all mantissas."""
-    for x in every_mantissa(exponent)[::each].split(2**17):  # pieces that stay in the processor's caches
-        for low_bits, sign in ((8, 1), (16, -1)):
-            check_split(x, sign, dtype, low_bits)
-
-
 def check_split(x: Tensor, sign: int, dtype: torch.dtype, low_bits: int) -> None:
     """Compares with the definition, and the definition with what is promised of it."""
     high, low = split_weight(sign * x, low_bits, dtype)
@@ -310,24 +309,6 @@ def check_split(x: Tensor, sign: int, dtype: torch.dtype, low_bits: int) -> None
         assert ((back.double() - sign * x.double()).abs() / unit).max() <= 2.0 ** -(low_bits + 1)
         if low_bits == 16 and x[0] >= begin:
             assert torch.equal(int_bits(back), int_bits(sign * x))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("low_bits", [8, 16])
-def test_splitting_special_values(low_bits: int, dtype: torch.dtype) -> None:
-    x = special_values()
-    high, low = split_weight(x, low_bits, dtype)
-    back = join_weight(high, low, low_bits)
-    assert torch.equal(back.isnan(), x.isnan())
-    assert torch.equal(back.isinf(), x.isinf())
-    assert torch.equal(back.isfinite(), x.isfinite())
-    assert torch.equal(back.signbit(), x.signbit())
-    assert (low[~x.isfinite() | (x == 0)] == 0).all()
-    finite = x.isfinite()
-    assert torch.equal(back[finite].abs().double(), word_of(x[finite].abs(), dtype, low_bits).value)
-    again = split_weight(back, low_bits, dtype)
-    assert torch.equal(int_bits(again[0]), int_bits(high))
-    assert torch.equal(again[1], low)
 
 
 def test_noise_depends_on_all_that_it_should() -> None:

@@ -15,20 +15,10 @@ import yaml
 
 from lm import runtime
 from lm.errors import UserError
-from ranks.pool import Pool
-from train_job import MULTINODE, PROGRAMS, ROOT, TINY, assert_same_run, free_port, run_on
+from train_job import CLEAR, MULTINODE, PROGRAMS, ROOT, assert_same_run, contents, free_port, losses
 from versions import needs_fsdp2_on_the_cpu
 
 TIMEOUT = 240
-CLEAR = (*TINY, "--clip", "0")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of the job on 2 ranks, which all launchers must leave."""
-    output = tmp_path_factory.mktemp("two_ranks")
-    run_on(ranks, 2, "--config", ROOT / "configs" / "small.yaml", *CLEAR, "--data", text, "--output", output)
-    return output
 
 
 def run(command: list[object], cwd: Path, path: str = "", **environment: str) -> None:
@@ -41,7 +31,10 @@ def run(command: list[object], cwd: Path, path: str = "", **environment: str) ->
 
 @needs_fsdp2_on_the_cpu
 def test_srun_and_torchrun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
-    """No Slurm is installed: stand-ins of srun and scontrol give a node with this machine's name."""
+    """No Slurm is installed: stand-ins of srun and scontrol give a node with this machine's name.
+
+    The job resumes, with the bits of the run that was not interrupted.
+    """
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, script in {"srun": 'shift; exec "$@"', "scontrol": "echo localhost"}.items():
@@ -49,9 +42,11 @@ def test_srun_and_torchrun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
         (programs / name).chmod(0o755)
     places = {"SLURM_NNODES": "1", "SLURM_JOB_ID": str(free_port() - 15000), "SLURM_JOB_NODELIST": "localhost"}
     places |= {"SLURM_SUBMIT_DIR": str(ROOT), "RANKS_PER_NODE": "2"}
-    command = ["bash", MULTINODE / "slurm.sbatch", *CLEAR, "--data", text, "--output", tmp_path]
+    saved = two_ranks / "checkpoints" / "step-00000004"
+    command = ["bash", MULTINODE / "slurm.sbatch", *CLEAR, "--data", text, "--output", tmp_path, "--resume", saved]
     run(command, tmp_path, str(programs), **places)
-    assert_same_run(tmp_path, two_ranks)
+    assert contents(tmp_path, 8) == contents(two_ranks, 8)
+    assert losses(tmp_path) == losses(two_ranks)[4:]
 
 
 @needs_fsdp2_on_the_cpu
@@ -61,7 +56,7 @@ def test_srun_and_torchrun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
 )
 def test_mpirun(two_ranks: Path, text: Path, tmp_path: Path) -> None:
     mpirun = ["mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", "-x", "PATH", "-x", "OMP_NUM_THREADS"]
-    job = [PROGRAMS / "python", ROOT / "launch" / "train.py", "--config", ROOT / "configs" / "small.yaml", *CLEAR]
+    job = [PROGRAMS / "python", ROOT / "launch" / "train.py", *CLEAR]
     as_root = [f"{package}_ALLOW_RUN_AS_ROOT{end}" for package in ("OMPI", "PRTE") for end in ("", "_CONFIRM")]
     run([*mpirun, *job, "--data", text, "--output", tmp_path], tmp_path, **dict.fromkeys(as_root, "1"))
     assert_same_run(tmp_path, two_ranks)

@@ -23,21 +23,22 @@ from lm.errors import EXIT_RANKS_LOST
 from ranks.pool import Pool
 from shardopt.checkpoint.errors import LostRanksError
 from shardopt.checkpoint.index import INDEX_NAME
-from train_job import ROOT, TINY, TINY_MODEL, assert_same_run, contents, edit_header, losses, run, run_on, summary
+from train_job import (
+    CLEAR,
+    ROOT,
+    TINY,
+    TINY_MODEL,
+    assert_same_run,
+    contents,
+    edit_header,
+    losses,
+    run,
+    run_on,
+    summary,
+)
+from versions import needs_fsdp2_on_the_cpu
 
 TRAIN = ROOT / "launch" / "train.py"
-CLEAR = (*TINY, "--clip", "0")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(ranks: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run on 2 ranks of FSDP2, with checkpoints at steps 4 and 8.
-
-    Gradients are not clipped: their norm would be summed in another order elsewhere.
-    """
-    output = tmp_path_factory.mktemp("two_ranks")
-    run_on(ranks, 2, *CLEAR, "--data", text, "--output", output)
-    return output
 
 
 def test_what_a_run_leaves(two_ranks: Path) -> None:
@@ -62,12 +63,15 @@ def test_backends_leave_the_same_bits(backend: str, ranks: Pool, two_ranks: Path
     assert found["parameters"] == expected["parameters"]
 
 
-def test_resumed_run_equals_an_uninterrupted_one(ranks: Pool, two_ranks: Path, text: Path, tmp_path: Path) -> None:
-    saved = two_ranks / "checkpoints" / "step-00000004"
-    run_on(ranks, 2, *CLEAR, "--data", text, "--output", tmp_path, "--resume", saved)
-    assert contents(tmp_path, 8) == contents(two_ranks, 8)
-    assert losses(tmp_path) == losses(two_ranks)[4:]
-    assert summary(tmp_path)["heldout_loss"] == summary(two_ranks)["heldout_loss"]
+@needs_fsdp2_on_the_cpu
+def test_ordered_gradients_on_other_numbers_of_ranks(ranks: Pool, text: Path, tmp_path: Path) -> None:
+    """A run that goes on with other backends, on 3, 1 and 2 ranks, has the bits of one process."""
+    job = (*TINY, "--ordered", "--micro-batches", "6", "--clip", "0.2", "--dropout", "0.1", "--data", text)
+    run_on(ranks, 1, *job, "--backend", "single", "--output", tmp_path / "alone")
+    job = (*job, "--output", tmp_path / "moved", "--resume", "auto", "--checkpoint-interval", 1)
+    for backend, world_size, step in (("ddp", 3, 3), ("fsdp2", 1, 6), ("fsdp2", 2, 8)):
+        run_on(ranks, world_size, *job, "--backend", backend, "--stop-at-step", step)
+    assert_same_run(tmp_path / "moved", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(("backend", "world_size"), [("fsdp1", 3), ("single", 1)])
@@ -145,25 +149,20 @@ def test_killed_run_resumes_from_its_last_complete_checkpoint(text: Path, tmp_pa
     assert contents(killed, last + 2) == contents(tmp_path / "whole", last + 2)
 
 
-@pytest.mark.parametrize(("backend", "precision"), [("single", "bf16"), ("fsdp1", "bf16-mixed")])
-def test_precisions(backend: str, precision: str, text: Path, tmp_path: Path) -> None:
-    options = [*TINY, "--data", text, "--output", tmp_path, "--backend", backend, "--precision", precision]
-    assert run(*options, "--stop-at-step", 2) == 0
-    assert run(*options, "--stop-at-step", 3, "--resume", "auto") == 0
-    assert summary(tmp_path)["heldout_loss"] < 5.8
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("backend", "precision", "options"),
     [
-        ("--optimizer", "sgd", "--options", "momentum=0.9", "nesterov=true", "codec=dynamic8"),
-        ("--options", "weight_decay=0.1", "min_quantized_numel=0", "nonfinite=raise", "codec=bf16"),
+        ("single", "bf16", ("--optimizer", "sgd", "--options", "momentum=0.9", "nesterov=true", "codec=dynamic8")),
+        ("fsdp1", "bf16-mixed", ("--options", "weight_decay=0.1", "min_quantized_numel=0", "codec=bf16")),
     ],
 )
-def test_optimizers_and_their_options(options: tuple[str, ...], text: Path, tmp_path: Path) -> None:
-    common = [*TINY, *options, "--data", text, "--output", tmp_path, "--backend", "single"]
+def test_precisions_and_options(
+    backend: str, precision: str, options: tuple[str, ...], text: Path, tmp_path: Path
+) -> None:
+    common = [*TINY, "--data", text, "--output", tmp_path, "--backend", backend, "--precision", precision, *options]
     assert run(*common, "--stop-at-step", 2) == 0
     assert run(*common, "--stop-at-step", 3, "--resume", tmp_path / "checkpoints") == 0
+    assert summary(tmp_path)["heldout_loss"] < 5.8
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -217,21 +216,17 @@ def test_bad_input_gets_one_line(
     assert complaint in printed[0]
 
 
-@pytest.mark.parametrize("cause", [RuntimeError("[gloo/transport] Read error. Or more"), None])
 def test_a_rank_lost_in_a_save_is_no_bad_input(
-    cause: Exception | None,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The save cannot complete, but the checkpoint's files are well."""
 
     def lose(*args: object, **options: object) -> None:
+        cause = RuntimeError("[gloo/transport] Read error. Or more")
         raise LostRanksError("the ranks cannot talk to each other any more") from cause
 
     monkeypatch.setattr(shardopt.checkpoint, "save", lose)
     assert run(*TINY, "--backend", "single", "--data", text, "--output", tmp_path / "output") == EXIT_RANKS_LOST
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
-    reason = "[gloo/transport] Read error" if cause else "the ranks cannot talk to each other any more"
+    reason = "[gloo/transport] Read error"
     assert line.startswith(f"train.py: error: another rank is gone or did not answer in time ({reason}): see")

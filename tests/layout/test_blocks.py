@@ -203,34 +203,6 @@ def splits(draw: st.DrawFn, kind: st.SearchStrategy[Shape] = shapes) -> Split:
 
 
 @settings(deadline=None)
-@given(drawn=splits(), data=st.data())
-def test_flat_shards_hold_each_element_once(drawn: Split, data: st.DataObject) -> None:
-    """At most three rectangles; cut where the parameter's matrices end, no part reaches from one into the next."""
-    shape, block_size, shards = drawn
-    grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
-    assert [element for shard in shards for element in range(shard.start, shard.end)] == list(range(len(numbers)))
-    begins = sorted(data.draw(st.sets(st.integers(0, shape[0]), max_size=3)))
-    for shard in shards:
-        mine = numbers[shard.start : shard.end]
-        first = mine[0] if mine else 0
-        assert shard.blocks(grid) == ((first, mine[-1] + 1) if mine else (0, 0))
-        assert shard.scales(grid).local_shape == (len(set(mine)),)
-        rectangles = shard.rectangles(grid)
-        assert len(rectangles) <= 3
-        starts = [max(row * grid.row_numel - shard.start, 0) for row in begins]
-        parts = [part for rectangle in rectangles for part in rectangle.ended(starts)]
-        for found in (rectangles, parts):
-            assert [element for x in found for element in local_elements(x)] == list(range(len(mine)))
-            assert all(x.first_col == (shard.start + x.element) % grid.row_numel for x in found)
-        blocks = [x for part in parts for piece in part.divided(grid) for x in local_blocks(piece, block_size)]
-        assert sorted(blocks) == [number - first for number in mine]
-        assert [x for rectangle in rectangles for x in local_blocks(rectangle, block_size)] == sorted(blocks)
-        for part in parts:
-            assert not any(part.element < end < part.element + part.rows * part.cols for end in starts)
-        assert len(parts) <= len(rectangles) + len(starts)
-
-
-@settings(deadline=None)
 @given(splits())
 def test_cut_blocks_are_those_with_several_owners(drawn: Split) -> None:
     shape, block_size, shards = drawn

@@ -20,12 +20,9 @@ from torch.nn import Parameter
 
 from ranks.layouts import Shape
 from shardopt.layout import (
-    Division,
     FlatShard,
     Placed,
-    Region,
     Shard,
-    UnknownShardError,
     assign,
     assign_later,
     assigned,
@@ -155,20 +152,6 @@ def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
 
 
 # Shards of parameters -------------------------------------------------------------------------------------------------
-
-
-def test_who_holds_all_of_it() -> None:
-    assert Shard((6, 10)).division() is None
-    assert FlatShard((6, 10)).division() is None
-    whole, *parts = (
-        Region((6, 10), start, shape) for start, shape in (((0, 0), (6, 10)), ((0, 0), (3, 10)), ((3, 0), (3, 10)))
-    )
-    assert Division(None, (whole, whole)).is_copied  # type: ignore[arg-type]
-    assert not Division(None, tuple(parts)).is_copied  # type: ignore[arg-type]
-    cuts = GridPartition((Cut(0, 2, 1),)), GridPartition((Cut(1, 2, 1),))
-    for shard in (*(Shard((6, 10), cut) for cut in cuts), FlatShard((6, 10), 0, 59)):
-        with pytest.raises(UnknownShardError, match=r"to say which ranks hold the rest"):
-            shard.division()
 
 
 def test_a_shard_that_is_assigned_when_it_is_asked_for() -> None:

@@ -19,14 +19,13 @@ from torch.nn import Parameter
 
 import shardopt
 import shardopt.checkpoint
-from helpers import CASES, CODEC_NAMES, ReferenceOptimizer, Shape, everything, with_gradient
+from helpers import CODEC_NAMES, ReferenceOptimizer, Shape, everything, with_gradient
 from ranks.layouts import values
-from ranks.offload import LateTransfers, late_transfers, offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.kernels.newton_schulz import POLAR_EXPRESS, QUINTIC, NewtonSchulz
 from shardopt.optim import ShardedOptimizer
-from step_problem import LAYOUTS, advance, assert_equal, gradient, params_of, set_gradients, start
 from step_problem import MUON_OPTIONS as OPTIONS
+from step_problem import advance, assert_equal, gradient, params_of, start
 from step_problem import make_muon as make
 from weight_formats import ALL
 
@@ -266,51 +265,6 @@ def test_a_rule_with_other_state_is_refused_between_steps(option: str, value: An
 
 
 # Storage --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype", "options"),
-    [
-        (torch.float32, None, {"codec": "fp32", "memory": 1}),
-        (torch.bfloat16, torch.float32, {"master_weight_bits": 24}),
-        (torch.bfloat16, None, {"stochastic_rounding": True}),
-    ],
-    ids=str,
-)
-def test_memory_formats(dtype: torch.dtype, grad_dtype: torch.dtype | None, options: dict[str, Any]) -> None:
-    """Channels last, transposed, parts of wider tensors: as contiguous copies."""
-    made = []
-    for strided in (True, False):
-        found = [(values(shape, i, dtype), layout) for i, (shape, layout) in enumerate(LAYOUTS)]
-        params = [Parameter(layout(x) if strided else x) for x, layout in found]
-        groups = [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}]
-        made.append(CASES["muon"].make(groups, **{"min_quantized_numel": 64, "block_size": 32, **options}))
-    strides = [param.stride() for param in params_of(made[0])]
-    for step in range(3):
-        for optimizer in made:
-            set_gradients(optimizer, step, grad_dtype)
-            optimizer.step()
-        assert_equal(*made)
-    assert [param.stride() for param in params_of(made[0])] == strides
-
-
-@pytest.mark.parametrize(
-    ("format", "options"),
-    [("fp32", {"memory": 1}), ("bf16 24", {}), ("bf16 stochastic", {"codec": "fp32"}), ("fp32", {"normalize": "rows"})],
-    ids=str,
-)
-def test_offloaded_state(format: str, options: dict[str, Any]) -> None:
-    """In chunks that are smaller than a parameter, with copies that come as late as they may."""
-    dtype, weights = ALL[format]
-    expected = advance(make(dtype, **weights, **options), range(STEPS))
-    with offload_from_cpu(4096, late_transfers("state")):
-        got = advance(make(dtype, offload="state", **weights, **options), range(STEPS))
-        got.synchronize()
-        assert_equal(got, expected)
-        if "normalize" not in options:
-            entries = [value.nbytes for state in got.state.values() for name, value in state.items() if name != "step"]
-            # Each entry there and back once, in one of the two passes.
-            assert LateTransfers.latest.bytes_in == LateTransfers.latest.bytes_out == STEPS * sum(entries)
 
 
 def test_a_parameter_that_is_no_matrix() -> None:

@@ -108,25 +108,40 @@ def test_replaced_parameters_are_named_once(at: int) -> None:
     assert message.startswith(f"{first} found no gradient in any of 7 parameters and changed nothing")
 
 
-def test_parts_that_are_skipped_are_no_noise() -> None:
-    """Experts without a token, layers that are skipped at random, parts that are frozen from the start or later."""
-    draws = torch.rand(100, 3, generator=torch.Generator().manual_seed(0))
-    assert _warned(100, lambda t, index: bool(draws[t, index] < 0.6)) == []
-    assert _warned(100, lambda t, index: index == 1 and t % 30 > 0) == []
-    assert _warned(31, lambda t, index: index == 1) == []
-    assert _warned(100, lambda t, index: index == 1 and t > 5) == []
+DRAWS = torch.rand(100, 3, generator=torch.Generator().manual_seed(0))
+#: Steps, which of three layers are skipped in which of them, and how the only warning begins, if there is one.
+SKIPS: dict[str, tuple[int, Callable[[int, int], bool], str]] = {
+    "at random": (100, lambda t, index: bool(DRAWS[t, index] < 0.6), ""),
+    "but every 30th time": (100, lambda t, index: index == 1 and t % 30 > 0, ""),
+    "a rare expert": (320, lambda t, index: index == 0 and t % 40 > 0, ""),
+    "not for long yet": (31, lambda t, index: index == 1, ""),
+    "soon after the start": (100, lambda t, index: index == 1 and t > 5, ""),
+    "later, not for long yet": (178, lambda t, index: t > 50 and index == 0, ""),
+    "from the start": (
+        100,
+        lambda t, index: index != 1,
+        "layers.0.weight (64, 64), layers.0.bias (64,), layers.2.weight (64, 64), layers.2.bias (64,): got no gradient "
+        "in 32 steps in which others had one; expected gradients",
+    ),
+    "later": (
+        320,
+        lambda t, index: t > 50 and index == 1,
+        "layers.1.weight (64, 64), layers.1.bias (64,): got no gradient in 128 steps in which",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SKIPS)
+def test_parts_that_are_cut_off_are_named_once(how: str) -> None:
+    """Also while the steps that go on have the same gradients, and are not looked at. Skipped parts are no noise."""
+    steps, skips, beginning = SKIPS[how]
+    found = _warned(steps, skips)
+    assert len(found) == bool(beginning)
+    assert all(message.startswith(beginning) for message in found)
+
+
+def test_parts_that_are_frozen_later_are_no_noise() -> None:
     assert _warned(100, at=5, act=lambda model: model.embed.requires_grad_(False)) == []
-
-
-def test_parameters_that_are_cut_off_are_named_once() -> None:
-    """From the start or later, also while the steps that go on have the same gradients, and are not looked at."""
-    (message,) = _warned(100, lambda t, index: index != 1)
-    expected = "layers.0.weight (64, 64), layers.0.bias (64,), layers.2.weight (64, 64), layers.2.bias (64,)"
-    assert message.startswith(f"{expected}: got no gradient in 32 steps in which others had one; expected gradients")
-    (message,) = _warned(320, lambda t, index: t > 50 and index == 1)
-    assert message.startswith("layers.1.weight (64, 64), layers.1.bias (64,): got no gradient in 128 steps in which")
-    assert _warned(178, lambda t, index: t > 50 and index == 0) == []
-    assert _warned(320, lambda t, index: index == 0 and t % 40 > 0) == []  # such as a rare expert
 
 
 # Parameters that are put into the param groups by assignment ----------------------------------------------------------

@@ -95,14 +95,6 @@ def _loaded_by_assignment(module: shardopt.StableEmbedding) -> shardopt.StableEm
     return other
 
 
-def _swapped(module: shardopt.StableEmbedding) -> nn.Module:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        return module.double().float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 def _shared_with_head(module: shardopt.StableEmbedding) -> nn.Module:
     head = nn.Linear(66, 97, bias=False)
     head.weight = module.weight
@@ -114,7 +106,6 @@ WAYS: dict[str, Callable[[shardopt.StableEmbedding], nn.Module]] = {
     "pickled": lambda module: pickle.loads(pickle.dumps(module)),
     "to_empty": lambda module: module.to("meta").to_empty(device="cpu"),
     "load_state_dict(assign=True)": _loaded_by_assignment,
-    "swapped on conversion": _swapped,
     "shared": _shared_with_head,
     "parametrized": nn.utils.parametrizations.spectral_norm,
 }

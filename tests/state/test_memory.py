@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch.nn import Parameter
 
 import shardopt
 from helpers import RULES
-from shardopt.state.residency import warn_of_one_thread
 
 ROWS, COLS = 64, 1024
 
@@ -100,22 +97,3 @@ def test_shared_storage_counts_once() -> None:
     buffer = torch.zeros(2 * ROWS * COLS)
     report = shardopt.memory_report(shardopt.AdamW8bit([Parameter(half.view(ROWS, COLS)) for half in buffer.chunk(2)]))
     assert report.host.parameters == 4 * report.numel == 4 * buffer.numel()
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("offload", ["step", "state"])
-def test_the_first_step_of_a_cpu_in_one_thread_warns(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
-    """Where a GPU's step is offloaded to it."""
-    monkeypatch.setattr("shardopt.state.residency.CudaTransfers", lambda *args, **options: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(12))
-    monkeypatch.setattr("shardopt.state.residency.FROM_CPU", lambda nbytes: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    warn_of_one_thread.cache_clear()
-    residency = shardopt.AdamW([Parameter(torch.zeros(2))])._internals.residency
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for device in ("cuda", "cuda", "cpu"):
-            residency.transfers(torch.device(device), offload)
-    warn_of_one_thread.cache_clear()
-    message = "got 1 thread for the CPU's steps, expected up to 6"
-    assert [message in str(each.message) for each in caught] == ([True] if offload == "step" else [])

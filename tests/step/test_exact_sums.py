@@ -12,7 +12,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
@@ -27,13 +26,6 @@ from shardopt.step.exact_sums import total_of
 def value_of(digits: list[int]) -> Fraction:
     total = sum(digit << (32 * i) for i, digit in enumerate(digits))
     return Fraction(total) * Fraction(2) ** _C.sum_lowest_bit
-
-
-def spread_over(shape: tuple[int, ...], orders: float, seed: int) -> Tensor:
-    """Numbers of both signs whose magnitudes are spread over so many orders of ten."""
-    generator = torch.Generator().manual_seed(seed)
-    magnitude = 10.0 ** ((torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5) * orders)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * magnitude).float()
 
 
 def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
@@ -54,37 +46,6 @@ def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     total = total_of(tables._sums.values())
     assert total is not None
     return [(value_of(digits), lost) for *digits, lost in total.tolist()]
-
-
-def prodigy_of(shapes: list[tuple[int, ...]], orders: float) -> tuple[shardopt.Prodigy, list[Tensor]]:
-    """An optimizer after two steps, before which the way from the first weights was spread over orders of ten."""
-    params = [Parameter(spread_over(shape, orders, seed)) for seed, shape in enumerate(shapes)]
-    optimizer = shardopt.Prodigy(params, d0=1.0, codec="fp32", nonfinite="propagate")
-    for param in params:
-        with_gradient(param, torch.zeros_like(param))
-    optimizer.step()
-    before = []
-    for seed, param in enumerate(params):
-        with_gradient(param, spread_over(tuple(param.shape), orders, 100 + seed))
-        optimizer.state[param]["p0"].copy_(spread_over(tuple(param.shape), orders, 200 + seed))
-        before.append(param.detach().clone())
-    optimizer.step()
-    return optimizer, before
-
-
-@pytest.mark.parametrize("target", _C.cpu_targets())
-@pytest.mark.parametrize("orders", [0, 8, 60])
-def test_products_over_all_parameters(orders: float, target: str) -> None:
-    with using(target, threads=2):
-        optimizer, before = prodigy_of([(7,), (16, 130), (0,), (3, 515)], orders)
-    away = slow = Fraction(0)
-    for param, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
-        state = optimizer.state[param]
-        way = (state["p0"] - old).double().flatten().tolist()
-        gradient = param.grad.double().flatten().tolist()
-        away += sum((Fraction(g) * Fraction(w) for g, w in zip(gradient, way, strict=True)), Fraction(0))
-        slow += sum((abs(Fraction(x)) for x in state["s"].double().flatten().tolist()), Fraction(0))
-    assert totals_of(optimizer) == [(away, 0), (slow, 0)]
 
 
 @pytest.mark.parametrize("target", _C.cpu_targets())

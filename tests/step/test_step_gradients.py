@@ -209,38 +209,6 @@ def test_a_loss_scale_of_zero_skips_all() -> None:
 # Parameters without memory: wrapper subclasses and zero tensors -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "options"),
-    [
-        ("adamw", FP32, {}),
-        ("adamw", BF16, {"master_weight_bits": 24}),
-        ("lamb", FP32, {}),
-        ("prodigy", FP32, {}),
-        ("adamw", FP32, {"offload": "step"}),
-    ],
-)
-def test_wrapped_parameters(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """All but one; also when one gets another inner tensor."""
-    with offload_from_cpu(8192), tables_made() as made:
-        expected = make(rule, dtype, **options)
-        params: list[Any] = [Parameter(p.detach().clone()) for p in params_of(expected)]
-        params = [param if i == 2 else Parameter(Wrapped(param.detach())) for i, param in enumerate(params)]
-        groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}]
-        optimizer = RULES[rule].make(groups, **options)
-        for t in range(6):
-            if t == 3:
-                replaced, before = params[0]._tensor, params[0]._tensor.clone()
-                params[0]._tensor = replaced * 2
-                params_of(expected)[0].data.mul_(2)
-            step(optimizer, t)
-            step(expected, t)
-            for param, other in zip(params, params_of(expected), strict=True):
-                assert torch.equal(getattr(param, "_tensor", param), other)
-                assert_same(optimizer.state[param], expected.state[other])
-    assert torch.equal(replaced, before)
-    assert len(made) == 3
-
-
 @pytest.mark.parametrize("wrapper", [Scaled, Twice, Coded])
 def test_wrappers_of_other_elements_are_refused(wrapper: type[Wrapped]) -> None:
     inner = (param := Parameter(wrapper(values((64, 130), 1))))._tensor.clone()

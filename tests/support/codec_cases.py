@@ -9,7 +9,6 @@ Signed moments are coded as they are. Unsigned ones are coded by their root wher
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from helpers import BLOCKWISE
 from shardopt.codec import CODECS, Moment
 from shardopt.codec.base import LEAST_SCALE
-from shardopt.codec.dynamic8 import dynamic_map, edges
+from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import square_root
 
 V = Moment("v", signed=False)
@@ -112,24 +111,6 @@ def numpy_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The products of float32 numbers, in a type that has room for them and for a whole number beside them."""
     return a.astype(np.longdouble) * b
-
-
-def dynamic8_by_the_formula(y: Tensor, *, signed: bool) -> Tensor:
-    """The codes as the README defines them, by NumPy's operations and lines from exact fractions."""
-    counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(7)]
-    firsts = [1 + sum(counts[:decade]) for decade in range(8)]  # indices: of each decade, and of one
-    spaces = [Fraction(9, 10 * count) * Fraction(10) ** (decade - 6) for decade, count in enumerate(counts)]
-    starts = [first - Fraction(1, 2) - Fraction(count, 9) for first, count in zip(firsts, counts, strict=False)]
-    slopes = np.array([0.0, *(float(1 / space) for space in spaces), 0.0], dtype=np.float32)
-    offsets = np.array([0.0, *(float(start) for start in starts), firsts[-1]], dtype=np.float32)
-    lasts = np.array([first - 1 for first in firsts] + [firsts[-1]])
-    magnitude = np.abs(y.numpy())
-    part = np.searchsorted(edges(signed=signed).numpy()[np.array(firsts) - 1], magnitude)
-    line = numpy_fma(magnitude, slopes[part], offsets[part])
-    index = torch.from_numpy(np.minimum(np.rint(line).astype(np.int32), lasts[part].astype(np.int32)))
-    if signed:
-        return 127 + torch.where(y < 0, -index.clamp(max=127), index)  # there is a 1 but no -1
-    return torch.where(y > 0, index.clamp(min=1), index)
 
 
 def nearest_in_dynamic_map(y: Tensor, *, signed: bool) -> Tensor:

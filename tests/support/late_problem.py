@@ -260,17 +260,10 @@ def released(
     release: dict[str, Any] | None = None,
     **options: Any,
 ) -> Named:
-    """Parameters stepped during the backward pass, or the next forward pass.
+    """Parameters stepped during the backward pass, or the next forward pass, as the options ``release`` say.
 
-    Args:
-        device: where the model is.
-        norm_type: gradients are clipped by it; None: are not clipped.
-        scale: a loss scaler's.
-        chunk: bytes that are copied at a time.
-        reads: the parameters are copied after each step, by a state dict.
-        between: called after each step.
-        release: options of :func:`shardopt.release_gradients`.
-        options: the optimizer's.
+    Clipped by the norm of ``norm_type``, if one is given; ``scale`` is a loss scaler's first one. ``reads``: the
+    parameters are copied after each step, by a state dict. ``between`` is called after each step.
     """
     release, found = release or {}, Named()
     with chunks_of(chunk):

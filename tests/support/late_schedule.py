@@ -16,6 +16,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,64 +58,28 @@ def let_cuda_pass() -> None:
         ctypes.CDLL(str(library))
 
 
+@dataclass(eq=False)
 class Block:
-    """A piece of memory, which stays allocated for good so that a late reader finds poison in it.
+    """A piece of the device's or of page-locked memory, which stays allocated so that a late reader finds poison.
 
     Attributes:
-        memory: uint8, on the CPU.
+        address: where it begins.
+        end: behind its last byte.
+        memory: uint8, on the CPU; None if a caller's memory was locked by cudaHostRegister.
         stream: in whose order device memory was allocated and is used again; None for the host's.
-        users: what :meth:`torch.Tensor.record_stream` or a copy from page-locked memory has noted.
         pool: the CUDA graph that the memory belongs to.
+        users: what :meth:`torch.Tensor.record_stream`, or a copy from page-locked memory, has noted.
     """
 
-    def __init__(self, nbytes: int, stream: Any = None, pool: Any = None) -> None:
-        self.memory = torch.full((-(-nbytes // 512) * 512,), POISON, dtype=torch.uint8)
-        self.address = self.memory.data_ptr()
-        self.end = self.address + len(self.memory)
-        self.stream, self.pool = stream, pool
-        self.users: list[Any] = []
+    address: int
+    end: int
+    memory: Tensor | None = None
+    stream: Stream | None = None
+    pool: Graph | None = None
+    users: list[Any] = field(default_factory=list)
 
     def poison(self) -> None:
         ctypes.memset(self.address, POISON, self.end - self.address)
-
-    def tensor(self, nbytes: int, on_free: Callable[[Block], None]) -> Tensor:
-        """The memory, uint8: of the device, or of the host where it has no stream.
-
-        Args:
-            nbytes: how many bytes.
-            on_free: called when nobody has the tensor's storage any more.
-        """
-        capsule = dlpack.to_dlpack(self.memory)
-        if self.stream is not None:  # DLTensor begins with the address, then the type of the device: 2 for CUDA
-            ctypes.c_int.from_address(_pointer(capsule, b"dltensor") + 8).value = 2
-        tensor = dlpack.from_dlpack(capsule)
-        weakref.finalize(tensor.untyped_storage(), on_free, self).atexit = False
-        return tensor[:nbytes]
-
-
-class Ranges:
-    """Pieces of memory that do not overlap, by address."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._found: dict[int, tuple[int, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    def add(self, begin: int, end: int, value: Any) -> None:
-        insort(self._begins, begin)
-        self._found[begin] = end, value
-
-    def pop(self, begin: int) -> Any:
-        self._begins.remove(begin)
-        return self._found.pop(begin)[1]
-
-    def at(self, address: int) -> Any:
-        """The value of the piece that an address is in; None for another address."""
-        place = bisect_right(self._begins, address)
-        end, value = self._found[self._begins[place - 1]] if place else (0, None)
-        return value if address < end else None
 
 
 def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -134,7 +99,7 @@ class Stream:
     """Stands in for torch.cuda.Stream."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self._device = running()
+        self._device = Device.now
         self.device = CUDA
         self.queue: deque[Work] = deque()
         self.last: Work | None = None
@@ -167,38 +132,34 @@ class Event:
         self._blocking = blocking
 
     def record(self, stream: Stream | None = None) -> None:
-        self.work = (stream or running().current_stream()).last
+        self.work = (stream or Device.now.current_stream()).last
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or running().current_stream()).wait_event(self)
+        (stream or Device.now.current_stream()).wait_event(self)
 
     def query(self) -> bool:
         return self.work is None or self.work.done
 
     def synchronize(self) -> None:
-        running().spins += not self._blocking
-        running().demand([self.work] if self.work else [])
+        Device.now.spins += not self._blocking
+        Device.now.demand([self.work] if self.work else [])
 
 
 class Graph:
     """Stands in for torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
-        self._work: list[Callable[[], object]] = []
-
-    def add(self, run: Callable[[], object]) -> None:
-        self._work.append(run)
+        self.work: list[Callable[[], object]] = []
 
     def replay(self) -> None:
-        device = running()
-        for run in self._work:
-            device.put(device.current_stream(), run)
+        for run in self.work:
+            Device.now.put(Device.now.current_stream(), run)
 
 
 @contextmanager
 def capture(graph: Graph) -> Iterator[None]:
     """Stands in for torch.cuda.graph."""
-    device = running()
+    device = Device.now
     device.synchronize()
     stream = Stream()
     with device.in_stream(stream):
@@ -209,18 +170,18 @@ def capture(graph: Graph) -> Iterator[None]:
             stream.graph = device.graph = None
 
 
-class DeviceFuture:
+class DeviceFuture(Event):
     """Stands in for torch.futures.Future(devices=...): whose waits are events."""
 
     def __init__(self, devices: object = None) -> None:
-        self._event = Event()
+        super().__init__()
 
     def set_result(self, value: object) -> None:
         self._value = value
-        self._event.record()
+        self.record()
 
-    def wait(self) -> object:
-        self._event.wait()
+    def wait(self, stream: Stream | None = None) -> object:
+        super().wait(stream)
         return self._value
 
 
@@ -232,11 +193,14 @@ class Device:
         seed: for the last of them.
 
     Attributes:
+        now: the device that streams and events belong to.
         faults: what no order of events would allow, in words.
         waits: how often the host waited for the device.
         copies_to_host: how many it has issued.
         spins: how often a core was busy waiting for an event.
     """
+
+    now: Device
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self._kind, self._random = kind, random.Random(seed)
@@ -248,7 +212,8 @@ class Device:
         self._thread = threading.local()
         self._freed_blocks: list[tuple[Block, list[Work], list[Work]]] = []
         self._poisons = False
-        self._blocks, self._locked = Ranges(), Ranges()
+        self._begins: list[int] = []
+        self._blocks: dict[int, Block] = {}
 
     def new_eagerness(self) -> float:
         if self._kind == "random":
@@ -276,7 +241,7 @@ class Device:
             if stream.graph is not None:
                 if any(not work.done for work in after):
                     raise RuntimeError("a capture that waits for work outside of it")
-                stream.graph.add(run)
+                stream.graph.work.append(run)
                 return
             stream.last = Work(stream, run, after)
             stream.queue.append(stream.last)
@@ -351,38 +316,56 @@ class Device:
 
     # Memory
 
-    def of_device(self, address: int) -> Block | None:
-        """The block of the device's memory that an address is in."""
-        block: Block | None = self._blocks.at(address)
-        return block if block is not None and block.stream is not None else None
+    def block(self, address: int) -> Block | None:
+        """The block that an address is in."""
+        place = bisect_right(self._begins, address)
+        block = self._blocks[self._begins[place - 1]] if place else None
+        return block if block is not None and address < block.end else None
 
-    def of_host(self, address: int) -> Block | None:
-        """The block of PyTorch's page-locked memory that an address is in."""
-        block: Block | None = self._blocks.at(address)
-        return block if block is not None and block.stream is None else None
+    def of_device(self, address: int) -> bool:
+        """Whether memory is the device's."""
+        block = self.block(address)
+        return block is not None and block.stream is not None
+
+    def is_locked(self, address: int) -> bool:
+        """Whether memory of the CPU is page-locked."""
+        block = self.block(address)
+        return block is not None and block.stream is None
+
+    def _add(self, block: Block) -> Block:
+        insort(self._begins, block.address)
+        self._blocks[block.address] = block
+        return block
+
+    def _tensor(self, nbytes: int, stream: Stream | None = None) -> Tensor:
+        """Memory of its own, uint8: of the device, or of the host without a stream."""
+        memory = torch.full((-(-max(nbytes, 1) // 512) * 512,), POISON, dtype=torch.uint8)
+        address, pool = memory.data_ptr(), stream and stream.graph
+        block = self._add(Block(address, address + len(memory), memory, stream, pool))
+        capsule = dlpack.to_dlpack(memory)
+        if stream is not None:  # DLTensor begins with the address, then the type of the device: 2 for CUDA
+            self.put(stream, block.poison)
+            ctypes.c_int.from_address(_pointer(capsule, b"dltensor") + 8).value = 2
+        tensor = dlpack.from_dlpack(capsule)
+        weakref.finalize(tensor.untyped_storage(), self._freed, block).atexit = False
+        return tensor[:nbytes]
 
     def allocate(self, nbytes: int) -> Tensor:
         """Memory of the device, uint8, which its earlier owner may still write in the order of the stream."""
         with self._lock:
-            stream = self.current_stream()
-            block = Block(max(nbytes, 1), stream, stream.graph)
-            self._blocks.add(block.address, block.end, block)
-            self.put(stream, block.poison)
-            return block.tensor(nbytes, self._freed)
+            return self._tensor(nbytes, self.current_stream())
 
     def pin(self, nbytes: int) -> Tensor:
         """Page-locked memory of PyTorch's allocator, uint8."""
         self.refuse_in_capture()
-        block = Block(max(nbytes, 1))
-        self._blocks.add(block.address, block.end, block)
-        return block.tensor(nbytes, self._freed)
+        return self._tensor(nbytes)
 
     def _freed(self, block: Block) -> None:
         """Lets the next owner of a block write to it, again and again as long as work that uses it may be queued."""
         with self._lock:
             if block.pool is not None:
                 if block.pool is self.graph:
-                    block.pool.add(block.poison)
+                    block.pool.work.append(block.poison)
                 return
             users = block.users if block.stream is None else [s.last for s in (block.stream, *block.users)]
             until = [stream.last for stream in self.streams if stream.last is not None]
@@ -391,40 +374,37 @@ class Device:
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Stands in for torch.Tensor.record_stream."""
-        block = self.of_device(tensor.untyped_storage().data_ptr())
-        if block is not None and stream is not block.stream:
+        block = self.block(tensor.untyped_storage().data_ptr())
+        if block is not None and block.stream not in (None, stream):
             block.users.append(stream)
-
-    def is_locked(self, address: int) -> bool:
-        """Whether memory of the CPU is page-locked."""
-        return self.of_host(address) is not None or self._locked.at(address) is not None
 
     def host_register(self, device: int, address: int, nbytes: int) -> int:
         """Stands in for cudaHostRegister."""
         self.refuse_in_capture()
-        self._locked.add(address, address + nbytes, [])  # work that uses it
+        self._add(Block(address, address + nbytes))
         return 0
 
     @property
     def locked_count(self) -> int:
         """How many pieces of memory cudaHostRegister has locked."""
-        return len(self._locked)
+        return sum(block.memory is None for block in self._blocks.values())
 
     def host_unregister(self, device: int, address: int) -> None:
         """Stands in for cudaHostUnregister."""
         self.refuse_in_capture()
-        users = self._locked.pop(address)
-        if any(not work.done for work in users):
+        self._begins.remove(address)
+        block = self._blocks.pop(address)
+        for work in (work for work in block.users if work is not None and not work.done):
             self.faults.append("memory was unlocked that copies were still using")
-            for work in users:
-                work.run = nothing  # the memory may be gone
+            work.run = nothing  # the memory may be gone
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor's memory as a tensor of the CPU, which does not keep the memory from being freed."""
-        address = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
-        block = self._blocks.at(address)
-        if block is None:
+        """A tensor as one of the CPU, which does not keep memory of the stand-in from being freed."""
+        if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        block = self.block(tensor.untyped_storage().data_ptr())
+        if block is None or block.memory is None:
+            return tensor.detach()
         begin = tensor.data_ptr() - block.address
         whole = block.memory[begin : begin + (len(block.memory) - begin) // tensor.itemsize * tensor.itemsize]
         alias = whole.view(tensor.dtype)
@@ -433,20 +413,3 @@ class Device:
 
 def nothing() -> None:
     pass
-
-
-_devices: list[Device] = []
-
-
-def running() -> Device:
-    return _devices[-1]
-
-
-@contextmanager
-def running_on(device: Device) -> Iterator[None]:
-    """Makes a device the one that streams belong to."""
-    _devices.append(device)
-    try:
-        yield
-    finally:
-        _devices.pop()

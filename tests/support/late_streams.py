@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
 
-from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass, running_on
+from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass
 from shardopt import _C
 from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
@@ -70,19 +70,17 @@ class LateDevice(Device):
             self.put(stream, lambda: ours.copy_(theirs))
             return to
         host = source if to.is_cuda else to
-        begin = host.untyped_storage().data_ptr() if host.numel() else 0
-        is_asynchronous = non_blocking and self.is_locked(begin)
-        host = self.alias(host) if self.of_host(begin) else host.detach()
+        block = self.block(host.untyped_storage().data_ptr()) if host.numel() else None
+        is_asynchronous = non_blocking and block is not None
+        host = self.alias(host)
         if to.is_cuda:
             ours, theirs = self.alias(to), host if is_asynchronous else host.clone()
         else:
             ours, theirs = host, self.alias(source)
             self.copies_to_host += 1
         self.put(stream, lambda: ours.copy_(theirs))
-        if is_asynchronous:
-            block = self.of_host(begin)
-            if stream.last is not None:
-                (self._locked.at(begin) if block is None else block.users).append(stream.last)
+        if block is not None and is_asynchronous:
+            block.users.append(stream.last)
         elif not (to.is_cuda and non_blocking):
             stream.synchronize()
         return to
@@ -130,7 +128,7 @@ class LateDevice(Device):
 
     def step_cuda(self, *, gradients: int, row_count: int, stream: int, **call: Any) -> None:
         table = bytes_at(gradients, 8 * row_count) if row_count else np.zeros(0, np.uint8)
-        table = table.copy() if self.of_device(gradients) is None else table  # the host's is read now
+        table = table if self.of_device(gradients) else table.copy()  # the host's is read now
         self.put(self.streams[stream], lambda: self._step(SimpleNamespace(**call), table.view(np.uint64), row_count))
 
     def _step(self, call: SimpleNamespace, gradients: Any, row_count: int) -> None:
@@ -166,21 +164,19 @@ class LateDevice(Device):
             self._copy_range(target, begin, size, self.streams[stream])
 
     def _copy_range(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        to_device = self.of_device(to) is not None
-        assert to_device != (self.of_device(source) is not None), "one side is the device"
-        host = source if to_device else to
+        to_device = self.of_device(to)
+        assert to_device != self.of_device(source), "one side is the device"
+        locked = self.block(source if to_device else to)
         data = bytes_at(source, nbytes)
-        if to_device and not self.is_locked(host):
-            data = data.copy()
+        data = data.copy() if to_device and locked is None else data
 
         def run() -> None:
             bytes_at(to, nbytes)[...] = data
 
         self.put(stream, run)
-        users = self._locked.at(host)
-        if users is not None and stream.last is not None:
-            users.append(stream.last)
-        if not to_device and not self.is_locked(host):
+        if locked is not None and locked.memory is None:  # PyTorch does not know of this copy from or to its own memory
+            locked.users.append(stream.last)
+        elif locked is None and not to_device:
             stream.synchronize()
 
     def norm_cuda(
@@ -224,10 +220,10 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
         AssertionError: at the end, if anything was done that no order of events allows.
     """
     let_cuda_pass()
-    device = LateDevice(kind, seed)
+    device = Device.now = LateDevice(kind, seed)
     ddp._side_stream.cache_clear()
     others, aten = Library("_", "IMPL"), Library("aten", "IMPL")
-    with running_on(device), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         Stream()
         _patch_torch(patch, device)
         _patch_kernels(patch, device)

@@ -22,6 +22,9 @@ def numbers(dtype: torch.dtype, numel: int, seed: int) -> Iterator[tuple[str, Te
     yield "zeros", torch.zeros(numel, dtype=dtype)
     yield "opposite zeros", -torch.zeros(numel, dtype=dtype)
     yield "subnormal", (normal * torch.finfo(dtype).smallest_normal * 0.01).to(dtype)
+    below_two = torch.tensor(2 - torch.finfo(dtype).eps, dtype=dtype).repeat(numel)
+    below_two[1::3] *= 2.0 ** -(torch.arange(numel)[1::3] % 20)
+    yield "all bits of the mantissa", below_two
     yield "huge", (normal.clamp(-3, 3) * (torch.finfo(dtype).max / 3)).to(dtype)
     ties = torch.arange(numel) % 2048 * 2.0**-10  # halfway between subnormal codes, and between normal ones
     ties = torch.where(torch.arange(numel) % 128 == 0, 448.0, ties).to(dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,12 +145,6 @@ def lion(p: Tensor, g: Tensor, state: State, lr: float, betas: Any, weight_decay
     change = -lr * (beta1 * m + (1 - beta1) * g).sign()
     cautious_step(p, g, change, lr * weight_decay, **more)
     m.copy_(beta2 * m + (1 - beta2) * g)
-
-
-PlainLion = PlainCautiousLion = partial(Plain, lion)
-PlainSignum, PlainAdEMAMix, PlainADOPT = partial(Plain, signum), partial(Plain, ademamix), partial(Plain, adopt)
-PlainAdan, PlainLAMB, PlainLARS = partial(Plain, adan), partial(Plain, lamb), partial(Plain, lars)
-PlainStableAdamW, PlainCautiousAdamW = partial(Plain, stable_adamw), partial(Plain, cautious_adamw)
 
 
 class PlainProdigy(Optimizer):

@@ -44,36 +44,43 @@ def decayed(p: Tensor, decay: float) -> Tensor:
     return add_scaled(-decay, p, p)
 
 
+def averages(g: Tensor, m: Tensor, v: Tensor, hyper: Scalars) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam's new moments, and the root of the second."""
+    m = fma(float32(1 - hyper["beta1"]), g - m, m)
+    v = fma(float32(1 - hyper["beta2"]), fma(g, g, -v), v)
+    return m, v, square_root(v)
+
+
+def quotient(m: Tensor, root: Tensor, hyper: Scalars, step: int) -> Tensor:
+    """A moment over the corrected root of the second one."""
+    correction = float32(1 / math.sqrt(1 - power(hyper["beta2"], step)))
+    return m * reciprocal(fma(root, correction, float32(hyper["eps"])))
+
+
+def corrected_rate(hyper: Scalars, step: int) -> float:
+    return hyper["lr"] / (1 - power(hyper["beta1"], step))
+
+
 def adam(
     p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int, *, divisor: float = 1.0
 ) -> Updated:
     """Adam (arXiv 1412.6980, algorithm 1) and AdamW (arXiv 1711.05101, algorithm 2). divisor: of the learning rate."""
-    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
-    m, v = moments
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
-    root = square_root(v)
-    inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
-    denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
-    rate, decay = float32(lr / (1 - power(beta1, step))), lr * hyper["decoupled_decay"]
+    m, v, root = averages(add_scaled(hyper["coupled_decay"], p, g), *moments, hyper)
+    rate, decay = float32(corrected_rate(hyper, step)), hyper["lr"] * hyper["decoupled_decay"]
     if divisor != 1.0:
         rate, decay = float32(float(rate) / divisor), float(float32(decay)) / divisor
-    p = fma(-rate, m * reciprocal(denominator), decayed(p, decay))
-    return Updated(p, [m, v], [root])
+    return Updated(fma(-rate, quotient(m, root, hyper, step), decayed(p, decay)), [m, v], [root])
 
 
 def repaid_adam(p: Tensor, error: Tensor, root: Tensor, hyper: Scalars, step: int) -> Tensor:
     """Moves parameters for the error of the coded first moment. root: of the second, as coded."""
-    beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    beta1 = hyper["beta1"]
     total, weight, decay = 0.0, 1.0, beta1
     while weight * decay > 1e-9 * total:
         total += weight * (decay / (1 - decay))
         weight *= power(beta1, step)
         decay *= beta1
-    inverse_root_correction2 = float32(1 / math.sqrt(1 - power(beta2, step)))
-    denominator = fma(root, inverse_root_correction2, float32(hyper["eps"]))
-    moved = fma(-float32(hyper["lr"] * total), error * reciprocal(denominator), p)
+    moved = fma(-float32(hyper["lr"] * total), quotient(error, root, hyper, step), p)
     return torch.where(error != 0, moved, p)
 
 
@@ -119,56 +126,42 @@ def muon_apply(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, 
 
 def amsgrad(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """AMSGrad (arXiv 1904.09237, algorithm 2)."""
-    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
     m, v, largest = moments
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
+    m, v, root = averages(add_scaled(hyper["coupled_decay"], p, g), m, v, hyper)
     largest = torch.where(largest > v, largest, v)
-    roots = [square_root(v), square_root(largest)]
-    denominator = fma(roots[1], float32(1 / math.sqrt(1 - power(beta2, step))), float32(hyper["eps"]))
-    rate = float32(lr / (1 - power(beta1, step)))
-    p = fma(-rate, m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
-    return Updated(p, [m, v, largest], roots)
+    change = quotient(m, square_root(largest), hyper, step)
+    p = fma(-float32(corrected_rate(hyper, step)), change, decayed(p, hyper["lr"] * hyper["decoupled_decay"]))
+    return Updated(p, [m, v, largest], [root, square_root(largest)])
 
 
 def nadam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """NAdam (Dozat, ICLR workshop 2016)."""
-    beta1, beta2, lr, base = hyper["beta1"], hyper["beta2"], hyper["lr"], hyper["decay_base"]
+    beta1, lr, base = hyper["beta1"], hyper["lr"], hyper["decay_base"]
     product, decay, i = 1.0, 1.0, 1
     while i <= step and product > 2.0**-60:
         decay *= base
         product *= beta1 * (1 - 0.5 * decay)
         i += 1
     mu, following = (beta1 * (1 - 0.5 * power(base, t)) for t in (step, step + 1))
-    m, v = moments
     g = add_scaled(hyper["coupled_decay"], p, g)
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
-    root = square_root(v)
-    denominator = fma(root, float32(1 / math.sqrt(1 - power(beta2, step))), float32(hyper["eps"]))
+    m, v, root = averages(g, *moments, hyper)
     gradient_rate = float32(lr * (1 - mu) / (1 - product))
     direction = fma(float32(lr * following / (1 - product * following)), m, gradient_rate * g)
-    p = fma(-direction, reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
-    return Updated(p, [m, v], [root])
+    inverse = quotient(torch.ones_like(g), root, hyper, step)
+    return Updated(fma(-direction, inverse, decayed(p, lr * hyper["decoupled_decay"])), [m, v], [root])
 
 
 def radam(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
     """RAdam (arXiv 1908.03265, algorithm 2)."""
-    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
-    rate, root_weight, floor = lr / (1 - power(beta1, step)), 0.0, 1.0
+    beta2, rate, root_weight, floor = hyper["beta2"], corrected_rate(hyper, step), 0.0, 1.0
     power2, longest = power(beta2, step), 2 / (1 - beta2) - 1
     length = longest - 2 * step * power2 / (1 - power2)
     if length > 5:
         above, below = (length - 4) * (length - 2) * longest, (longest - 4) * (longest - 2) * length
         rate, root_weight, floor = rate * (math.sqrt(above / below) * math.sqrt(1 - power2)), 1.0, hyper["eps"]
-    m, v = moments
-    g = add_scaled(hyper["coupled_decay"], p, g)
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
-    root = square_root(v)
-    denominator = fma(root, float32(root_weight), float32(floor))
-    p = fma(-float32(rate), m * reciprocal(denominator), decayed(p, lr * hyper["decoupled_decay"]))
+    m, v, root = averages(add_scaled(hyper["coupled_decay"], p, g), *moments, hyper)
+    change = m * reciprocal(fma(root, float32(root_weight), float32(floor)))
+    p = fma(-float32(rate), change, decayed(p, hyper["lr"] * hyper["decoupled_decay"]))
     return Updated(p, [m, v], [root])
 
 
@@ -179,8 +172,7 @@ def adamax(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step
     m = fma(float32(1 - hyper["beta1"]), g - m, m)
     decayed_largest, magnitude = float32(hyper["beta2"]) * largest, g.abs() + float32(hyper["eps"])
     largest = torch.where(decayed_largest > magnitude, decayed_largest, magnitude)
-    rate = float32(hyper["lr"] / (1 - power(hyper["beta1"], step)))
-    return Updated(fma(-rate, m * reciprocal(largest), p), [m, largest], [])
+    return Updated(fma(-float32(corrected_rate(hyper, step)), m * reciprocal(largest), p), [m, largest], [])
 
 
 def exponential(x: float) -> float:
@@ -209,13 +201,10 @@ def ademamix(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, st
         done = step / hyper["beta3_steps"]
         beta3 = min(beta3, exponential(1 / ((1 - done) / hyper["log_beta1"] + done / hyper["log_beta3"])))
     fast, slow, v = moments
-    fast = fma(float32(1 - hyper["beta1"]), g - fast, fast)
+    fast, v, root = averages(g, fast, v, hyper)
     slow = fma(float32(1 - beta3), g - slow, slow)
-    v = fma(float32(1 - hyper["beta2"]), fma(g, g, -v), v)
-    root = square_root(v)
-    denominator = fma(root, float32(1 / math.sqrt(1 - power(hyper["beta2"], step))), float32(hyper["eps"]))
-    direction = fma(float32(lr * alpha), slow, float32(lr / (1 - power(hyper["beta1"], step))) * fast)
-    change = add_scaled(lr * hyper["decoupled_decay"], p, direction * reciprocal(denominator))
+    direction = fma(float32(lr * alpha), slow, float32(corrected_rate(hyper, step)) * fast)
+    change = add_scaled(lr * hyper["decoupled_decay"], p, quotient(direction, root, hyper, step))
     return Updated(p - change, [fast, slow, v], [root])
 
 

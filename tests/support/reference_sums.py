@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reference_rules import Scalars, Updated, adam, add_scaled, decayed, lion, power
+from reference_rules import Scalars, Updated, adam, add_scaled, averages, decayed, lion, power, quotient
 from shardopt.kernels.numeric import float32, fma, reciprocal, square_root
 
 
@@ -30,13 +30,8 @@ class Sums(NamedTuple):
 
 
 def _lamb_direction(p: Tensor, g: Tensor, moments: Sequence[Tensor], hyper: Scalars, step: int) -> Updated:
-    beta1, beta2 = hyper["beta1"], hyper["beta2"]
-    m, v = moments
-    m = fma(float32(1 - beta1), g - m, m)
-    v = fma(float32(1 - beta2), fma(g, g, -v), v)
-    root = square_root(v)
-    denominator = fma(root, float32(1 / math.sqrt(1 - power(beta2, step))), float32(hyper["eps"]))
-    scaled = float32(1 / (1 - power(beta1, step))) * m * reciprocal(denominator)
+    m, v, root = averages(g, *moments, hyper)
+    scaled = quotient(float32(1 / (1 - power(hyper["beta1"], step))) * m, root, hyper, step)
     return Updated(add_scaled(hyper["weight_decay"], p, scaled), [m, v], [root])
 
 

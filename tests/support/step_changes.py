@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from torch.nn import Parameter
 
 from ranks.layouts import values
 from shardopt.optim import ShardedOptimizer
-from step_problem import kept, params_of, put, put_data, set_option, step
+from step_problem import kept, params_of, put, put_data, set_option
 
 
 @contextmanager
@@ -73,13 +72,6 @@ def swap_parameters(optimizer: ShardedOptimizer) -> None:
     optimizer.state = state
 
 
-def load(optimizer: ShardedOptimizer) -> None:
-    other = copy.deepcopy(optimizer)
-    step(other, 50)
-    kept.append(dict(optimizer.state))
-    optimizer.load_state_dict(other.state_dict())
-
-
 def clear_state(optimizer: ShardedOptimizer) -> None:
     kept.extend(optimizer.state.values())
     optimizer.state.clear()
@@ -89,12 +81,6 @@ def clear_entries(optimizer: ShardedOptimizer) -> None:
     entries = optimizer.state[params_of(optimizer)[0]]
     kept.append(dict(entries))
     entries.clear()
-
-
-def new_data(optimizer: ShardedOptimizer) -> None:
-    param = params_of(optimizer)[0]
-    kept.append(param.data)
-    param.data = param.data * 2
 
 
 def with_data(change: Callable[[Tensor], Tensor]) -> Callable[[ShardedOptimizer], None]:
@@ -133,12 +119,6 @@ def set_format(**options: Any) -> Callable[[ShardedOptimizer], None]:
     return change
 
 
-def replace_param(optimizer: ShardedOptimizer) -> None:
-    params = optimizer.param_groups[0]["params"]
-    kept.append(params[1])
-    params[1] = Parameter(values((300,), 77, torch.float32))
-
-
 def share_memory(optimizer: ShardedOptimizer) -> None:
     """Moves all state in place."""
     for entries in optimizer.state.values():
@@ -147,6 +127,7 @@ def share_memory(optimizer: ShardedOptimizer) -> None:
             tensor.share_memory_()
 
 
+#: Besides those that tests/checkpoint/attack/cached_steps.py makes of one parameter or state entry.
 CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "nothing": lambda optimizer: None,
     "add_param_group": lambda optimizer: optimizer.add_param_group(
@@ -158,23 +139,18 @@ CHANGES: dict[str, Callable[[ShardedOptimizer], object]] = {
     "parameter appended": lambda optimizer: optimizer.param_groups[0]["params"].append(
         Parameter(values((60, 128), 9, torch.float32))
     ),
-    "parameter replaced": replace_param,
     "parameters moved": lambda optimizer: optimizer.param_groups[1]["params"].append(
         optimizer.param_groups[0]["params"].pop()
     ),
     "parameters reversed": lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
-    "load_state_dict": load,
     "state replaced": replace_state,
     "state cleared": clear_state,
     "a parameter's state cleared": clear_entries,
-    "a parameter's state popped": lambda optimizer: kept.append(optimizer.state.pop(params_of(optimizer)[2])),
-    "codes replaced": lambda optimizer: put(optimizer, 0, "exp_avg_codes", lambda x: x.roll(1, 0)),
     "step replaced": lambda optimizer: put(optimizer, 1, "step", lambda x: x + 5),
     "names swapped": swap_names,
     "parameters swapped": swap_parameters,
     "data of codes": lambda optimizer: put_data(optimizer, 0, "exp_avg_codes", lambda x: x.roll(1, 0)),
     "state in shared memory": share_memory,
-    "data of a parameter": new_data,
     "shape of a parameter": with_data(lambda x: x.view(256, 40)),
     "strides of a parameter": turn,
     "dtype of the parameters": to_bfloat16,

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import shardopt
-from helpers import RULES, Shape, everything, limited, with_gradient
+from helpers import CASES, Shape, everything, limited, with_gradient
 from ranks.layouts import values
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -36,7 +36,7 @@ def start(dtype: torch.dtype = torch.float32, shapes: Sequence[Shape] = MATRICES
 
 def in_two_groups(rule: str, params: Sequence[Tensor], **options: Any) -> ShardedOptimizer:
     half = (1 + len(params)) // 2
-    return RULES[rule].make([{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.0}], **options)
+    return CASES[rule].make([{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.0}], **options)
 
 
 def make(rule: str = "adamw", dtype: torch.dtype = torch.float32, **options: Any) -> ShardedOptimizer:

@@ -28,6 +28,10 @@ PROGRAMS = Path(sys.executable).parent
 TINY_MODEL = ("--dim", "32", "--layers", "1", "--heads", "2", "--context", "32", "--device", "cpu")
 TINY_RUN = ("--batch", "12", "--steps", "8", "--warmup", "2", "--eval-windows", "10", "--eval-interval", "0")
 TINY = (*TINY_MODEL, *TINY_RUN, "--log-interval", "1", "--checkpoint-interval", "4", "--verify")
+#: The configuration that the scripts of launch/multinode take.
+SMALL = ROOT / "configs" / "small.yaml"
+#: Gradients are not clipped: their norm would be summed in another order elsewhere.
+CLEAR = ("--config", SMALL, *TINY, "--clip", "0")
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -144,18 +143,3 @@ def test_sharded_models() -> None:
         else:
             with pytest.raises(ValueError, match="in one flat parameter"):
                 groups_of(model)
-
-
-@pytest.mark.skipif(find_spec("unit_scaling") is None, reason="unit-scaling is not installed: pip install unit-scaling")
-@pytest.mark.ranks(2)
-def test_sharded_models_of_the_package() -> None:
-    """Whose parameters have attributes that sharding drops."""
-    import unit_scaling as uu
-
-    expected, model = (uu.TransformerDecoder(hidden_size=128, vocab_size=256, layers=4, heads=4) for _ in range(2))
-    for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    assert not any(hasattr(param, "mup_type") for param in model.parameters())
-    assert groups_of(model).table() == groups_of(expected).table()
-    assert sorted(round(group["lr"], 6) for group in groups_of(model)) == sorted(RATES)
