@@ -30,7 +30,6 @@ from foreign_states import (
     bitsandbytes_ademamix,
     bitsandbytes_state,
     by_hand,
-    companded,
     flashoptim_state,
     from_blocks,
     in_blocks,
@@ -149,23 +148,6 @@ def test_hyper_parameters_and_options() -> None:
     assert report.ignored == tuple(f"{each} of param group 0" for each in ignored)
     assert str(report).startswith(f"imported the state of {len(SHAPES)} parameters from flashoptim: ")
     assert "ignored: " in str(report)
-
-
-@pytest.mark.parametrize(
-    ("kind", "moment", "group"),
-    [
-        ("Lion", "exp_avg", {"betas": (0.9, 0.98)}),
-        ("SGD", "momentum_buffer", {"momentum": 0.7, "dampening": 0.0}),
-    ],
-)
-def test_one_moment_of_flashoptim(kind: str, moment: str, group: dict[str, Any]) -> None:
-    coded = companded(made_up((16, 512), 1).signed, True)
-    state = {f"{moment}::quantized": coded.codes, f"{moment}::scales": coded.scales}
-    ours = ours_of(kind, [Parameter(torch.zeros(16, 512))], codec="companded8", block_size=32)
-    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, **group}]})
-    assert report.counts == {"exact": 1}
-    assert report.ignored == ()
-    assert {key: ours.param_groups[0][key] for key in group} == group
 
 
 def test_low_bits_begin_anew() -> None:
