@@ -7,11 +7,13 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardopt
 from attack.contents import Content, fingerprint
@@ -219,3 +221,22 @@ def test_another_optimizer_is_told_the_model_alone(tmp_path: Path, run: Content)
     other = shardopt.Lion8bit([param for param in run.model.parameters() if param.requires_grad])
     with pytest.raises(CheckpointError, match=refused):
         shardopt.checkpoint.load(tmp_path, run.model, other)
+
+
+class _Entered(Exception):
+    """Raised with the device that becomes the current one."""
+
+
+def _enter(device: torch.device) -> Any:
+    raise _Entered(device)
+
+
+@pytest.mark.parametrize("call", [shardopt.checkpoint.save, shardopt.checkpoint.async_save, shardopt.checkpoint.load])
+def test_the_models_gpu_becomes_the_current_one(call: Any, tmp_path: Path) -> None:
+    """Messages go through it, whichever was the current one."""
+    second = torch.device("cuda", 1)
+    with FakeTensorMode():
+        model = nn.LayerNorm(4, device=second)
+    with patch.object(torch.cuda, "device", _enter), pytest.raises(_Entered) as caught:
+        call(tmp_path, model)
+    assert caught.value.args == (second,)
