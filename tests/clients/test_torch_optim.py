@@ -25,7 +25,7 @@ def run(optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Tensor, step
 
 
 def test_averaged_models() -> None:
-    """They see each step, and an optimizer of the averages' copies is its own."""
+    """The averages see each step, and an optimizer of their copies is its own."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64)

@@ -22,7 +22,7 @@ from needed import needs
 from ranks.pool import Pool
 from shardopt.checkpoint import CheckpointError
 
-#: What trains with each client, and the packages of each.
+#: The function that trains with each client.
 CLIENTS: dict[str, Callable[..., dict[str, str]]] = {
     "Trainer": hugging_face.trained,
     "Accelerate": hugging_face.accelerated,
