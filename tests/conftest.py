@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-_POOLS = ("ranks", "deepspeed_ranks")
+_POOLS = ("ranks", "deepspeed_ranks", "client_ranks")
 _RUN = pytest.StashKey[Callable[..., object]]()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +81,6 @@ def test_rectangles_against_counting(tmp_path: Path, index: dict[str, Any]) -> N
         assert _accepts(tmp_path, index, line) == expected, line
         found[expected] += 1
     assert min(found.values()) > 100
-
-
-@pytest.mark.slow
-def test_many_staggered_columns(tmp_path: Path, index: dict[str, Any]) -> None:
-    """Each column is cut once, at an index of its own: each upper part lies beside all the others."""
-    for count in (30_000, 300):
-        upper = [([0, i], [i + 1, 1]) for i in range(count)]
-        columns = upper + [([i + 1, i], [count - i, 1]) for i in range(count)]
-        rectangles = random.Random(0).sample(columns, len(columns))
-        begin = time.process_time()
-        assert _accepts(tmp_path, index, _in_parts([count + 1, count], rectangles))
-        assert time.process_time() - begin < 6  # comparing each with each takes 10 s
-    upper[0][0][1] = 1  # in the next column
-    assert not _accepts(tmp_path, index, _in_parts([count + 1, count], rectangles))
 
 
 def _of_grid(rng: random.Random) -> dict[str, Any]:

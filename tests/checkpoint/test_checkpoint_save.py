@@ -8,7 +8,6 @@ import itertools
 import os
 import pickle
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -261,21 +260,6 @@ def test_a_second_saver_is_refused_until_the_first_ends(tmp_path: Path, monkeypa
     saved(tmp_path, seed=2)
     os.kill(grandchild, signal.SIGKILL)
     assert_only(tmp_path, seed=2)
-
-
-def test_a_second_saver_waits_for_the_first(tmp_path: Path) -> None:
-    """And makes the folder again if it is removed meanwhile, with a lock of its own."""
-    folder = tmp_path / "step-1"
-    folder.mkdir()
-    first = _acquired(folder)
-    waiting = threading.Thread(target=saved, args=(folder,))
-    waiting.start()
-    time.sleep(0.2)
-    assert waiting.is_alive()
-    shutil.rmtree(folder)
-    first.release()
-    waiting.join()
-    assert_only(folder)
 
 
 def test_a_lock_taken_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ from foreign_states import (
     bitsandbytes_ademamix,
     bitsandbytes_state,
     by_hand,
-    companded,
     flashoptim_state,
     from_blocks,
     in_blocks,
@@ -43,7 +42,6 @@ from foreign_states import (
 from helpers import everything
 from ranks.layouts import values
 from ranks.models import WAYS, make_net, named_parameters, set_gradients
-from ranks.pool import Pool
 from ranks.snapshot import assert_same, snapshot
 from shardopt.checkpoint import import_state
 from shardopt.optim import ShardedOptimizer
@@ -149,23 +147,6 @@ def test_hyper_parameters_and_options() -> None:
     assert report.ignored == tuple(f"{each} of param group 0" for each in ignored)
     assert str(report).startswith(f"imported the state of {len(SHAPES)} parameters from flashoptim: ")
     assert "ignored: " in str(report)
-
-
-@pytest.mark.parametrize(
-    ("kind", "moment", "group"),
-    [
-        ("Lion", "exp_avg", {"betas": (0.9, 0.98)}),
-        ("SGD", "momentum_buffer", {"momentum": 0.7, "dampening": 0.0}),
-    ],
-)
-def test_one_moment_of_flashoptim(kind: str, moment: str, group: dict[str, Any]) -> None:
-    coded = companded(made_up((16, 512), 1).signed, True)
-    state = {f"{moment}::quantized": coded.codes, f"{moment}::scales": coded.scales}
-    ours = ours_of(kind, [Parameter(torch.zeros(16, 512))], codec="companded8", block_size=32)
-    report = import_state(ours, {"state": {0: state}, "param_groups": [{"params": [0], "lr": 0.1, **group}]})
-    assert report.counts == {"exact": 1}
-    assert report.ignored == ()
-    assert {key: ours.param_groups[0][key] for key in group} == group
 
 
 def test_low_bits_begin_anew() -> None:
@@ -365,8 +346,19 @@ def test_dion() -> None:
 # --- into sharded optimizers
 
 
-def import_sharded(way: str, source: str, codec: str, size: int) -> None:
-    """Imports into a model sharded in this way, and compares it and its next step with an unsharded one."""
+FEW = [
+    (3, "fsdp columns", "AdEMAMix", "dynamic8", 256),
+    (4, "fsdp tp", "flashoptim", "companded8", 32),
+    (2, "fsdp offload", "torchao", "log8", 128),
+]
+WORLDS = [(3, "fsdp columns"), (2, "hsdp of one")]
+ALL = [(*world, source, *SOURCES[source].native) for world in WORLDS for source in SOURCES]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "way", "source", "codec", "size"), [*FEW, *slow(ALL, besides=FEW)])
+def test_shards_take_their_parts(world_size: int, way: str, source: str, codec: str, size: int) -> None:
+    """Rows of 66 and 192, columns cut within blocks: the import and the next step are as unsharded."""
     found = []
     for each in ("single", way):
         model = WAYS[each](make_net())
@@ -385,23 +377,10 @@ def import_sharded(way: str, source: str, codec: str, size: int) -> None:
     assert_same(parts[2], whole[2])
 
 
-FEW = [
-    (3, "fsdp columns", "AdEMAMix", "dynamic8", 256),
-    (4, "fsdp tp", "flashoptim", "companded8", 32),
-    (2, "fsdp offload", "torchao", "log8", 128),
-]
-WORLDS = [(3, "fsdp columns"), (2, "hsdp of one")]
-ALL = [(*world, source, *SOURCES[source].native) for world in WORLDS for source in SOURCES]
-
-
-@pytest.mark.parametrize(("world_size", "way", "source", "codec", "size"), [*FEW, *slow(ALL, besides=FEW)])
-def test_shards_take_their_parts(ranks: Pool, world_size: int, way: str, source: str, codec: str, size: int) -> None:
-    """Rows of 66 and 192, columns cut within blocks."""
-    ranks.run(world_size, import_sharded, way, source, codec, size)
-
-
-def import_torch_sharded(way: str) -> None:
+@pytest.mark.ranks(3)
+def test_torch_into_shards() -> None:
     """A state dict of torch.optim, sharded as the parameters are."""
+    way = "fsdp columns"
     theirs_model, ours_model, single = WAYS[way](make_net()), WAYS[way](make_net()), make_net()
     theirs = torch.optim.AdamW(theirs_model.parameters(), lr=0.1)
     set_gradients(theirs_model, 0)
@@ -420,7 +399,3 @@ def import_torch_sharded(way: str) -> None:
     assert_same(snapshot(names, ours), snapshot(named_parameters(single), expected))
     with pytest.raises(ValueError, match="expected whole tensors"):
         import_state(expected, state_dict)
-
-
-def test_torch_into_shards(ranks: Pool) -> None:
-    ranks.run(3, import_torch_sharded, "fsdp columns")

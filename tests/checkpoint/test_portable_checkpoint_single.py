@@ -7,13 +7,13 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardopt
 from attack.contents import Content, fingerprint
@@ -34,20 +34,22 @@ def _bare(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
-TEXTS = st.sampled_from(["", "a\nb", "NaN", "$numberDouble", "$$numberDouble", "\ud800", "\0", "\u2028", "k" * 300])
-LEAVES = st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, 2**63]) | st.floats() | TEXTS
-JSON = st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(TEXTS, x, max_size=3), max_leaves=8)
+TEXTS = ["", "a\nb", "NaN", "$numberDouble", "$$numberDouble", "\ud800", "\0", "\u2028", "k" * 300]
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 2**63, 10**400, 0.1, 5e-324, 1e308, math.nan, math.inf, -math.inf, -0.0),
+    *TEXTS,
+    *([text, math.nan] for text in TEXTS),
+    *({text: {text: [math.inf]}} for text in TEXTS),
+    *({text: value} for text in TEXTS for value in ("NaN", 1, [], {})),
+    {text: {other: -math.inf} for text in TEXTS for other in TEXTS},
+]
 
 
-@given(values=st.lists(JSON, max_size=4))
-@example(values=[{"$numberDouble": "NaN"}, {"$$numberDouble": 1}, {"$numberDouble": [math.inf]}, math.nan, -math.inf])
-@settings(max_examples=20, deadline=None)
-def test_extra_values_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
+def test_extra_values_come_back_exactly(tmp_path: Path) -> None:
     """Every parser reads the index, whatever numbers JSON does not have."""
-    path = tmp_path_factory.getbasetemp() / "extra"
-    shardopt.checkpoint.save(path, nn.Linear(2, 1), values=values)
-    json.loads((path / "checkpoint.json").read_text(), parse_constant=_bare)
-    assert fingerprint(shardopt.checkpoint.load(path, nn.Linear(2, 1)).extra) == fingerprint({"values": values})
+    shardopt.checkpoint.save(tmp_path, nn.Linear(2, 1), values=VALUES)
+    json.loads((tmp_path / "checkpoint.json").read_text(), parse_constant=_bare)
+    assert fingerprint(shardopt.checkpoint.load(tmp_path, nn.Linear(2, 1)).extra) == fingerprint({"values": VALUES})
 
 
 def nested(depth: int, kind: str = "lists") -> Any:
@@ -219,3 +221,22 @@ def test_another_optimizer_is_told_the_model_alone(tmp_path: Path, run: Content)
     other = shardopt.Lion8bit([param for param in run.model.parameters() if param.requires_grad])
     with pytest.raises(CheckpointError, match=refused):
         shardopt.checkpoint.load(tmp_path, run.model, other)
+
+
+class _Entered(Exception):
+    """Raised with the device that becomes the current one."""
+
+
+def _enter(device: torch.device) -> Any:
+    raise _Entered(device)
+
+
+@pytest.mark.parametrize("call", [shardopt.checkpoint.save, shardopt.checkpoint.async_save, shardopt.checkpoint.load])
+def test_the_models_gpu_becomes_the_current_one(call: Any, tmp_path: Path) -> None:
+    """Messages go through it, whichever was the current one."""
+    second = torch.device("cuda", 1)
+    with FakeTensorMode():
+        model = nn.LayerNorm(4, device=second)
+    with patch.object(torch.cuda, "device", _enter), pytest.raises(_Entered) as caught:
+        call(tmp_path, model)
+    assert caught.value.args == (second,)

@@ -122,7 +122,9 @@ def test_verls_example_names_an_optimizer_with_its_options() -> None:
     assert {"exp_avg_sq_codes", "master_low_bits"} <= optimizer.state[weight].keys()
 
 
-def read_by_verl() -> None:
+@needs("verl")
+@pytest.mark.client_ranks(1)
+def test_verl_reads_the_example() -> None:
     from hydra import compose, initialize_config_dir
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.config.optimizer import build_optimizer
@@ -135,8 +137,3 @@ def read_by_verl() -> None:
     assert type(optimizer) is shardopt.AdamW8bit
     expected = {"lr": 1e-6, "codec": "log8", "master_weight_bits": 32}
     assert {option: optimizer.param_groups[0][option] for option in expected} == expected
-
-
-@needs("verl")
-def test_verl_reads_the_example(client_ranks: Pool) -> None:
-    client_ranks.run(1, read_by_verl)

@@ -1,41 +1,210 @@
-"""Megatron-Core's DistributedOptimizer with our kernels on its ranges, on the CPU."""
+"""Megatron-Core's DistributedOptimizer with our kernels on its ranges, on the CPU.
+
+Megatron is made for CUDA. Here its tensors are on the CPU: a torch function mode puts tensors for "cuda" there and has
+``Tensor.type()`` say what Megatron expects; three functions of torch.cuda and Megatron's random state of the device are
+replaced.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import shardopt
-from megatron_runs import (
-    BUCKET,
-    DECAY,
-    LR,
-    OPTIONS,
-    Run,
-    Unsharded,
-    divide,
-    gradient_of,
-    loss_of_gpt,
-    make,
-    make_gpt,
-    on_cpu,
-    replaced,
-    train,
-)
 from needed import needs
+from ranks.layouts import values
 from ranks.models import make_net
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, snapshot
+from shardopt.optim import ShardedOptimizer
 
 pytestmark = needs("megatron")
 STEPS = 3
-DTYPES = (torch.float32, torch.bfloat16)
+LR, DECAY = 1e-2, 0.1
+OPTIONS = {"min_quantized_numel": 64}
+BUCKET = 4000  # elements: several buckets, and parameters cut in the middle of blocks
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Inside, Megatron runs on the CPU."""
+    with (
+        _OnCpu(),
+        mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch("torch.cuda.synchronize"),
+        mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", return_value=nullcontext()),
+    ):
+        yield
+
+
+def divide(tensor_parallel: int = 1) -> None:
+    """Makes Megatron's process groups."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == tensor_parallel:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+
+
+class Run(NamedTuple):
+    """A model as Megatron trains it.
+
+    Attributes:
+        bare: the model.
+        chunk: Megatron's DistributedDataParallel around it.
+        optimizer: the result of get_megatron_optimizer.
+    """
+
+    bare: nn.Module
+    chunk: Any
+    optimizer: Any
+
+    @property
+    def inner(self) -> Any:
+        """The DistributedOptimizer."""
+        (wrapper,) = self.optimizer.chained_optimizers
+        return wrapper
+
+
+def make(dtype: torch.dtype, seed: int = 0, net: nn.Module | None = None, overrides: Any = None, **config: Any) -> Run:
+    """A model under Megatron's DistributedDataParallel, with Megatron's Adam. To be called within :func:`on_cpu`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    divide()
+    bf16 = dtype == torch.bfloat16
+    of_model = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True, bf16=bf16, params_dtype=dtype
+    )
+    bare = make_net(dtype, seed) if net is None else net
+    of_ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=BUCKET, average_in_collective=False
+    )
+    chunk = DistributedDataParallel(of_model, of_ddp, bare)
+    options = {"optimizer": "adam", "lr": LR, "weight_decay": DECAY, "use_distributed_optimizer": True, **config}
+    # A norm that is never reached: Megatron's sum of squares has another order on each number of ranks.
+    of_optimizer = OptimizerConfig(bf16=bf16, params_dtype=dtype, clip_grad=1e30, **options)
+    return Run(bare, chunk, get_megatron_optimizer(of_optimizer, [chunk], config_overrides=overrides))
+
+
+def replaced(
+    dtype: torch.dtype,
+    seed: int = 0,
+    optimizer_class: Any = shardopt.AdamW8bit,
+    net: nn.Module | None = None,
+    **options: Any,
+) -> Run:
+    """A model as of :func:`make`, with one of shardopt's optimizers in place of Megatron's Adam."""
+    from shardopt.clients.megatron import replace_adam
+
+    run = make(dtype, seed, net)
+    assert replace_adam(run.optimizer, optimizer_class, **OPTIONS, **options) is run.optimizer
+    return run
+
+
+def make_gpt(tensor_parallel: int) -> tuple[Any, Any]:
+    """The config and the model of a small GPT of Megatron's own layers: this rank's tensor-parallel part."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=48,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return config, GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=16)
+
+
+def loss_of_gpt(model: Any, step: int) -> Tensor:
+    """The mean loss of a batch, the same on all ranks."""
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(step))
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+    loss: Tensor = model(tokens, torch.arange(16).expand(2, 16), mask, labels=tokens).mean()
+    return loss
+
+
+def gradient_of(param: Tensor, index: int, step: int) -> Tensor:
+    """The gradient of a parameter in a step, the same on all ranks."""
+    return values(tuple(param.shape), 100 * step + index, param.dtype)
+
+
+def train(run: Run, first: int, last: int) -> None:
+    """Steps with given gradients: those that Megatron's reduce-scatter leaves in its buffers."""
+    for step in range(first, last):
+        run.chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        for index, param in enumerate(run.bare.parameters()):
+            param.main_grad.copy_(gradient_of(param, index, step))
+        succeeded, _, _ = run.optimizer.step()
+        assert succeeded
+
+
+class Unsharded(NamedTuple):
+    """The unsharded run of the same steps: float32 masters of one process, and the model that they are copied to."""
+
+    model: nn.Module
+    masters: nn.Module
+    optimizer: ShardedOptimizer
+
+    @classmethod
+    def make(
+        cls, dtype: torch.dtype, seed: int = 0, optimizer_class: Any = shardopt.AdamW8bit, **options: Any
+    ) -> Unsharded:
+        """A model, and masters of its values; Megatron's two param groups, of matrices and of the rest."""
+        model = make_net(dtype, seed)
+        masters = make_net()
+        masters.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+        params = list(masters.parameters())
+        groups = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() == 1]}]
+        return cls(model, masters, optimizer_class(groups, lr=LR, weight_decay=DECAY, **OPTIONS, **options))
+
+    def train(self, first: int, last: int) -> None:
+        """Steps as :func:`train` does."""
+        for step in range(first, last):
+            pairs = zip(self.model.parameters(), self.masters.parameters(), strict=True)
+            for index, (param, master) in enumerate(pairs):
+                master.grad = gradient_of(param, index, step).float()
+            self.optimizer.step()
+            self.model.load_state_dict(self.masters.state_dict())
 
 
 def assert_parameters(run: Run, whole: Unsharded) -> None:
@@ -76,21 +245,35 @@ def load_and_go_on(dtype: torch.dtype, optimizer_class: Any, folder: Path) -> No
         assert_state(run, whole, folder / "after")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_of_the_unsharded_run(client_ranks: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "optimizer_class", "others"),
+    [
+        *((3, dtype, shardopt.AdamW8bit, (2, 1)) for dtype in (torch.float32, torch.bfloat16)),
+        *((2, torch.bfloat16, other, ()) for other in (shardopt.Lion8bit, shardopt.LAMB8bit, shardopt.AdamW)),
+    ],
+    ids=str,
+)
+def test_bits_of_the_unsharded_run(
+    client_ranks: Pool,
+    tmp_path: Path,
+    world_size: int,
+    dtype: torch.dtype,
+    optimizer_class: Any,
+    others: tuple[int, ...],
+) -> None:
     """Parameters and state; and a portable checkpoint loads on another number of ranks."""
-    client_ranks.run(3, train_and_save, dtype, shardopt.AdamW8bit, tmp_path)
-    for world_size in (2, 1):
-        client_ranks.run(world_size, load_and_go_on, dtype, shardopt.AdamW8bit, tmp_path)
+    client_ranks.run(world_size, train_and_save, dtype, optimizer_class, tmp_path)
+    for other in others:
+        client_ranks.run(other, load_and_go_on, dtype, optimizer_class, tmp_path)
 
 
-@pytest.mark.parametrize("optimizer_class", [shardopt.Lion8bit, shardopt.LAMB8bit, shardopt.AdamW], ids=str)
-def test_other_rules(client_ranks: Pool, tmp_path: Path, optimizer_class: Any) -> None:
-    client_ranks.run(2, train_and_save, torch.bfloat16, optimizer_class, tmp_path)
+@pytest.mark.client_ranks
+@pytest.mark.parametrize(("world_size", "tensor_parallel"), [(2, 1), (4, 2)])
+def test_backward_pass(world_size: int, tensor_parallel: int) -> None:
+    """Megatron's GPT, backward pass, exchange, norm, step and schedule; one batch on all ranks, so means are exact.
 
-
-def backward_and_compare(tensor_parallel: int) -> None:
-    """Megatron's GPT, backward pass, exchange, norm, step and schedule; one batch on all ranks, so means are exact."""
+    Two data-parallel ranks have the bits of one, for each of two tensor-parallel parts of the model as well.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -141,15 +324,6 @@ def backward_and_compare(tensor_parallel: int) -> None:
                 replace_adam(get_megatron_optimizer(of_optimizer, [chunk]), shardopt.LAMB8bit)
 
 
-def test_backward_pass(client_ranks: Pool) -> None:
-    client_ranks.run(2, backward_and_compare, 1)
-
-
-def test_tensor_parallel(client_ranks: Pool) -> None:
-    """Two data-parallel ranks have the bits of one, for each of two tensor-parallel parts of the model."""
-    client_ranks.run(4, backward_and_compare, 2)
-
-
 def make_experts() -> torch.nn.Module:
     net = make_net()
     for param in net.up.parameters():
@@ -157,7 +331,8 @@ def make_experts() -> torch.nn.Module:
     return net
 
 
-def step_muon() -> None:
+@pytest.mark.client_ranks(3)
+def test_muon() -> None:
     """Muon on ranges of matrices, and AdamW on the rest, by the overrides that docs/megatron.md has."""
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -181,11 +356,8 @@ def step_muon() -> None:
         assert_same(dict(run.bare.named_parameters()), dict(whole.named_parameters()))
 
 
-def test_muon(client_ranks: Pool) -> None:
-    client_ranks.run(3, step_muon)
-
-
-def step_experts() -> None:
+@pytest.mark.client_ranks(2)
+def test_experts() -> None:
     """Parameters that Megatron takes for experts' have buffers and an optimizer of their own."""
     with on_cpu():
         run, whole = replaced(torch.float32, net=make_experts()), Unsharded.make(torch.float32)
@@ -197,10 +369,6 @@ def step_experts() -> None:
             shardopt.checkpoint.save("nowhere", run.chunk, run.optimizer)
         with pytest.raises(ValueError, match="got Prodigy8bit, which needs sums over all parameters, with several"):
             replaced(torch.float32, 0, shardopt.Prodigy8bit, make_experts())
-
-
-def test_experts(client_ranks: Pool) -> None:
-    client_ranks.run(2, step_experts)
 
 
 def model_of(run: Run) -> dict[str, Any]:
@@ -293,7 +461,8 @@ def test_a_run_moves_from_megatrons_adam(client_ranks: Pool, tmp_path: Path) -> 
     client_ranks.run(2, move_over, "dp_reshardable", tmp_path)
 
 
-def refuse() -> None:
+@pytest.mark.client_ranks(1)
+def test_errors() -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -324,7 +493,3 @@ def refuse() -> None:
             amsgrad.optimizer.state_dict()
         with pytest.raises(TypeError, match="got an optimizer beside a Megatron engine"):
             shardopt.checkpoint.save("nowhere", lion.chunk, amsgrad.inner.optimizer)
-
-
-def test_errors(client_ranks: Pool) -> None:
-    client_ranks.run(1, refuse)

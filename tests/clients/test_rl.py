@@ -73,13 +73,10 @@ def moved(way: str, options: dict[str, Any], moves: int) -> Snapshot:
     return snapshot(named_parameters(model), optimizer)
 
 
-def same_after_moves(way: str, options: dict[str, Any]) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "world_size", "options"), [("single", 1, {}), ("fsdp", 2, {"master_weight_bits": 24})])
+def test_state_moved_by_hand(way: str, world_size: int, options: dict[str, Any]) -> None:
     assert_same(moved(way, options, 2), moved(way, options, 0))
-
-
-@pytest.mark.parametrize(("way", "size", "options"), [("single", 1, {}), ("fsdp", 2, {"master_weight_bits": 24})])
-def test_state_moved_by_hand(ranks: Pool, way: str, size: int, options: dict[str, Any]) -> None:
-    ranks.run(size, same_after_moves, way, options)
 
 
 def test_nemo_rl_calls() -> None:
@@ -107,8 +104,19 @@ def test_muon_by_shape() -> None:
 # verl itself.
 
 
-def built(name: str, override: dict[str, Any] | None, module: str = "shardopt") -> dict[str, Any]:
-    """The first param group of an optimizer that verl built and stepped, with the class's name."""
+@verl
+@pytest.mark.client_ranks(1)
+@pytest.mark.parametrize(
+    ("name", "override", "module", "expected"),
+    [
+        ("AdamW8bit", {"codec": "log8", "master_weight_bits": 24}, "shardopt", {"lr": 1e-6, "betas": (0.9, 0.98)}),
+        ("Lion8bit", None, "shardopt", {"lr": 1e-6, "betas": (0.9, 0.99)}),
+        ("AdEMAMix8bit", {"betas": [0.9, 0.999, 0.9999]}, "shardopt", {"betas": [0.9, 0.999, 0.9999]}),
+        ("muon", {"vocabulary": 97, "adamw_lr": 1e-6}, __name__, {"algorithm": "muon"}),
+    ],
+)
+def test_verl_builds(name: str, override: dict[str, Any] | None, module: str, expected: dict[str, Any]) -> None:
+    """verl's betas reach only classes with "adam" in their names; others keep their own."""
     from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
 
     config = FSDPOptimizerConfig(
@@ -118,31 +126,8 @@ def built(name: str, override: dict[str, Any] | None, module: str = "shardopt") 
     optimizer = build_optimizer(model.parameters(), config)
     set_gradients(model, 0)
     optimizer.step()
-    return {"class": type(optimizer).__name__} | {
-        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
-    }
-
-
-@verl
-@pytest.mark.parametrize(
-    ("name", "override", "betas"),
-    [
-        ("AdamW8bit", {"codec": "log8", "master_weight_bits": 24}, (0.9, 0.98)),
-        ("Lion8bit", None, (0.9, 0.99)),
-        ("AdEMAMix8bit", {"betas": [0.9, 0.999, 0.9999]}, [0.9, 0.999, 0.9999]),
-    ],
-)
-def test_verl_builds(client_ranks: Pool, name: str, override: dict[str, Any] | None, betas: Any) -> None:
-    """verl's betas reach only classes with "adam" in their names; others keep their own."""
-    (group,) = client_ranks.run(1, built, name, override)
-    assert group["class"] == name
-    assert (group["lr"], group["betas"]) == (1e-6, betas)
-
-
-@verl
-def test_verl_builds_muon(client_ranks: Pool) -> None:
-    (group,) = client_ranks.run(1, built, "muon", {"vocabulary": 97, "adamw_lr": 1e-6}, __name__)
-    assert (group["class"], group["algorithm"]) == ("Muon8bit", "muon")
+    assert type(optimizer).__name__ == {"muon": "Muon8bit"}.get(name, name)
+    assert {option: optimizer.param_groups[0][option] for option in expected} == expected
 
 
 def use_cpu() -> None:
@@ -271,17 +256,8 @@ def test_verls_engine_resumes(client_ranks: Pool, tmp_path: Path, size: int, str
     client_ranks.run(size, resumed, tmp_path, strategy, dtype, timeout=300)
 
 
-def automodels(name: str, options: dict[str, Any]) -> list[str]:
-    from nemo_automodel.components.optim.optimizer import build_optimizer
-
-    model = make_frozen(0)
-    (optimizer,) = build_optimizer(model, (name, options))
-    set_gradients(model, 0)
-    optimizer.step()
-    return [type(optimizer).__name__, *(str(group.get("codec")) for group in optimizer.param_groups)]
-
-
 @needs("nemo_automodel")
+@pytest.mark.client_ranks(1)
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
@@ -289,5 +265,11 @@ def automodels(name: str, options: dict[str, Any]) -> list[str]:
         (f"{__name__}.muon", {"vocabulary": 97, "adamw_lr": 1e-5}, ["Muon8bit", "log8", "log8"]),
     ],
 )
-def test_automodel_builds(client_ranks: Pool, name: str, options: dict[str, Any], expected: list[str]) -> None:
-    assert client_ranks.run(1, automodels, name, options) == [expected]
+def test_automodel_builds(name: str, options: dict[str, Any], expected: list[str]) -> None:
+    from nemo_automodel.components.optim.optimizer import build_optimizer
+
+    model = make_frozen(0)
+    (optimizer,) = build_optimizer(model, (name, options))
+    set_gradients(model, 0)
+    optimizer.step()
+    assert [type(optimizer).__name__, *(str(group.get("codec")) for group in optimizer.param_groups)] == expected

@@ -87,7 +87,9 @@ def test_flat_state_is_resharded(client_ranks: Pool, tmp_path: Path) -> None:
         client_ranks.run(world_size, load_and_compare, tmp_path, partial(net, sharded), partial(net, False))
 
 
-def build_theirs_and_refuse() -> None:
+@pytest.mark.client_ranks(1)
+def test_names() -> None:
+    """torchtitan's configs stay theirs beside ours; a name that is no optimizer is refused."""
     from torchtitan.components.optimizer import optimizer as theirs
 
     from shardopt.clients.torchtitan import container_config, param_group
@@ -103,12 +105,9 @@ def build_theirs_and_refuse() -> None:
             param_group(".*", name, lr=1e-3)
 
 
-def test_names(client_ranks: Pool) -> None:
-    """torchtitan's configs stay theirs beside ours; a name that is no optimizer is refused."""
-    client_ranks.run(1, build_theirs_and_refuse)
-
-
-def build_by_plain_names() -> None:
+@pytest.mark.client_ranks(1)
+def test_plain_names() -> None:
+    """``ParamGroupConfig`` of torchtitan 0.3, as its users write it: a name that both have is torchtitan's."""
     from torchtitan.components.optimizer import ParamGroupConfig
 
     from shardopt.clients.torchtitan import OptimizersContainer
@@ -128,12 +127,9 @@ def build_by_plain_names() -> None:
     ]
 
 
-def test_plain_names(client_ranks: Pool) -> None:
-    """``ParamGroupConfig`` of torchtitan 0.3, as its users write it: a name that both have is torchtitan's."""
-    client_ranks.run(1, build_by_plain_names)
-
-
-def build_train_config() -> None:
+@needs("triton")  # which all models of torchtitan import
+@pytest.mark.client_ranks(1)
+def test_train_config() -> None:
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     from shardopt.clients.torchtitan import adamw8bit
@@ -147,11 +143,6 @@ def build_train_config() -> None:
     assert type(optimizer) is shardopt.AdamW8bit
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     assert (optimizer.defaults["codec"], optimizer.param_groups[0]["lr"]) == ("log8", 1e-3)
-
-
-@needs("triton")  # which all models of torchtitan import
-def test_train_config(client_ranks: Pool) -> None:
-    client_ranks.run(1, build_train_config)
 
 
 LAYOUTS = {
@@ -212,7 +203,8 @@ def test_layouts_of_its_trainer(client_ranks: Pool, tmp_path: Path) -> None:
         client_ranks.run(4, load_and_compare, tmp_path / str(index), partial(llama, loaded), partial(llama, None))
 
 
-def clip_as_its_trainer() -> None:
+@pytest.mark.ranks(2)
+def test_clipped_by_the_exact_norm() -> None:
     from torchtitan.distributed import utils
 
     from shardopt.clients.torchtitan import clip_grad_norm_
@@ -229,7 +221,3 @@ def clip_as_its_trainer() -> None:
     assert torch.equal(norms[0], norms[1])
     with pytest.raises(ValueError, match="got pipeline parallelism"):
         clip_grad_norm_(model.parameters(), 1.0, pp_mesh="mesh")
-
-
-def test_clipped_by_the_exact_norm(ranks: Pool) -> None:
-    ranks.run(2, clip_as_its_trainer)

@@ -1,6 +1,6 @@
-"""Experts that not all ranks hold: checkpoints, and what other ranks hear of a difference or a NaN.
+"""Parameters that not all ranks hold, such as experts: steps, norms, checkpoints, and what others hear of one's errors.
 
-Many more at random: ``tests/checkpoint/attack/submeshes.py``.
+Steps and norms at random: ``tests/checkpoint/attack/submeshes.py``, which has the cases below, too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
+from attack.submeshes import FOUND, STEPS, Attack, Param, on_rank
 from ranks.layouts import distribute, mesh_of, values
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, local, snapshot
 
-STEPS = 2
 OPTIONS = {"min_quantized_numel": 64, "block_size": 32}
 
 
@@ -74,17 +74,17 @@ def _stepped(model: nn.Module, steps: int, first: int = 0, optimizer: Any = None
 
 
 def _save_apart(everywhere: bool, path: Path) -> None:
-    shardopt.checkpoint.save(path, *_apart(everywhere, STEPS))
+    shardopt.checkpoint.save(path, *_apart(everywhere, 2))
 
 
 def _save_whole(path: Path) -> None:
-    shardopt.checkpoint.save(path, *_stepped(Separate(0), STEPS))
+    shardopt.checkpoint.save(path, *_stepped(Separate(0), 2))
 
 
 def _load_whole(path: Path) -> None:
     model, optimizer = _stepped(Separate(10), 1)
     shardopt.checkpoint.load(path, model, optimizer)
-    runs = (model, optimizer), _stepped(Separate(0), STEPS)
+    runs = (model, optimizer), _stepped(Separate(0), 2)
     assert_same(*(snapshot(dict(of.named_parameters()), stepped) for of, stepped in runs))
 
 
@@ -92,11 +92,11 @@ def _load_apart(everywhere: bool, path: Path) -> None:
     """Compares this rank's parts with a run of one process, after the load and after another step."""
     model, optimizer = _apart(everywhere, 1, seed=10)
     shardopt.checkpoint.load(path, model, optimizer)
-    whole, expected = _stepped(Separate(0), STEPS)
+    whole, expected = _stepped(Separate(0), 2)
     own = {name for name, param in model.named_parameters() if local(param).numel()}
     for more in (0, 1):
-        _stepped(model, more, STEPS, optimizer)
-        _stepped(whole, more, STEPS, expected)
+        _stepped(model, more, 2, optimizer)
+        _stepped(whole, more, 2, expected)
         found = (snapshot(dict(m.named_parameters()), o) for m, o in ((model, optimizer), (whole, expected)))
         assert_same(*({name: x for name, x in each.items() if name.split("/")[0] in own} for each in found))
     assert len(own) == 3
@@ -111,22 +111,57 @@ def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere:
     ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
 
 
-@pytest.mark.ranks(4, timeout=60)
-@pytest.mark.parametrize("width", [200, 512])  # with and without cut blocks
-def test_an_expert_without_gradient(width: int) -> None:
-    """Ranks of one expert have no gradient of it in a step; what they share with all others they step on."""
-    pair = dist.get_rank() // 2
-    shared = nn.Parameter(distribute(values((8, width), 0), mesh_of((4,)), (Shard(1),)))
-    expert = nn.Parameter(distribute(values((8, 202), 1 + pair), _meshes()[pair], (Shard(1),)))
-    optimizer = shardopt.AdamW8bit([shared, expert], min_quantized_numel=0)
-    for step in range(4):
-        for param in (shared, expert):
-            param.grad = distribute(values(tuple(param.shape), 9 + step), param.device_mesh, param.placements)
-        if step == 2 and pair == 0:
-            expert.grad = None
-        optimizer.step()
-    assert int(optimizer.state[shared]["step"]) == 4
-    assert int(optimizer.state[expert]["step"]) == (3 if pair == 0 else 4)
+def _attack(
+    size: int, params: Iterable[tuple[Any, ...]], rule: str = "adamw", changed_by: Iterable[int] = (), **more: Any
+) -> Attack:
+    """Steps on so many ranks.
+
+    Args:
+        size: the number of ranks.
+        params: of each the shape, the ranks of its mesh, the dim that is sharded, and the steps without gradient.
+        rule: that steps them.
+        changed_by: ranks that change an option before the last step.
+        **more: "empty", whether other ranks have the parameters without elements, and "norm", the kind of norm.
+    """
+    made = []
+    for shape, of_mesh, dim, *idle in params:
+        others = frozenset(range(size)) - {*of_mesh} if more.get("empty") and of_mesh else frozenset()
+        made.append(Param(shape, of_mesh, Shard(dim) if of_mesh else Replicate(), others, frozenset(idle)))
+    return Attack(size, tuple(made), rule, more.get("norm", 2.0), False, frozenset(changed_by), STEPS - 1)
+
+
+def _rows(*meshes: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    return [((5, 9), ranks, 0) for ranks in meshes]
+
+
+PLAIN = ((7,), (), 0)
+WAVES = [((6, 200), *mesh) for mesh in (((0, 1, 2), 0), ((2,), 0), ((1, 2), 0), ((0, 2), 1))]
+SEVERAL = [*_rows((0, 1, 2, 3), (2, 3), (3,), (0, 1)), PLAIN]
+#: By what is special.
+STEPPED: dict[str, Attack] = {
+    # Ranks of one expert have no gradient of it in a step; what they share with all they step, with cut blocks or not.
+    **{
+        f"no gradient, {width}": _attack(
+            4, [((8, width), (0, 1, 2, 3), 1), ((8, 202), (0, 1), 1, 2), ((8, 202), (2, 3), 1)]
+        )
+        for width in (200, 512)
+    },
+    # Ranks have waves of their own and of others between those that they share, some of which wait for cut blocks.
+    "waves of Muon": _attack(3, WAVES, "muon", (0, 1, 2)),
+    "a change in waves of Muon": _attack(3, WAVES, "muon", (1,)),
+    "the first copy is not on rank 0": _attack(3, _rows((0, 1, 2), (1, 2))),
+    "several meshes": _attack(4, SEVERAL, norm=math.inf),
+    "several meshes, empty": _attack(4, SEVERAL, empty=True),
+    "no mesh has all ranks": _attack(4, [*_rows((0, 1), (2, 3)), PLAIN], empty=True),
+    "a rank has the plain parameter only": _attack(3, [*_rows((0, 1)), PLAIN], empty=True, norm=math.inf),
+}
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_steps_and_norms(ranks: Pool, name: str) -> None:
+    attack = STEPPED[name]
+    said = ranks.run(attack.world_size, on_rank, attack, timeout=60)
+    assert set(said) == ({FOUND} if 0 < len(attack.changed_by) < attack.world_size else {""})
 
 
 @pytest.mark.ranks(4)
@@ -192,23 +227,3 @@ def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
         norm = shardopt.clip_grad_norm_([experts[0], plain], 1e9)
         whole = torch.cat([values((4, 8), 0).flatten(), values((3,), step)]) * (step + 1)
         torch.testing.assert_close(norm, whole.norm())
-
-
-@pytest.mark.ranks(3, timeout=60)
-@pytest.mark.parametrize("changed_by", [(0, 1, 2), (1,)])
-def test_muon_on_meshes_of_some_ranks_hears_of_a_changed_option(changed_by: tuple[int, ...]) -> None:
-    """Ranks have waves of their own and of others between those that they share, some of which wait for cut blocks."""
-    rank = dist.get_rank()
-    meshes = {mesh_of((3,)): 0, DeviceMesh("cpu", [2]): 0, DeviceMesh("cpu", [1, 2]): 0, DeviceMesh("cpu", [0, 2]): 1}
-    params = [nn.Parameter(distribute(values((6, 200), 1), mesh, (Shard(dim),))) for mesh, dim in meshes.items()]
-    optimizer = shardopt.Muon8bit([param for param in params if local(param).numel()], **OPTIONS)
-    for step in range(2):
-        for param in params:
-            param.grad = distribute(values((6, 200), 9 + step), param.device_mesh, param.placements)
-        if step == 1 and rank in changed_by:
-            optimizer.param_groups[0]["stochastic_rounding_seed"] = 7
-        if step == 1 and len(changed_by) == 1:
-            with pytest.raises(RuntimeError, match="got ranks that differ in stochastic_rounding_seed"):
-                optimizer.step()
-        else:
-            optimizer.step()

@@ -33,7 +33,6 @@ from ranks.flat import (
     bare_shapes,
     forget_shards,
     gathered,
-    gathered_parameters,
     is_flat,
     pieces,
     remember_bare,
@@ -48,10 +47,9 @@ from ranks.models import (
     make_frozen,
     make_net,
     make_odds,
-    set_gradients,
 )
 from ranks.offload import offload_from_cpu
-from ranks.runs import make_optimizer, snapshot_of, step_with, trained
+from ranks.runs import snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory
@@ -113,21 +111,13 @@ def test_models(name: str, orig: bool) -> None:
 
 @pytest.mark.ranks(2)
 def test_units_of_their_own() -> None:
-    """An optimizer that has no other parameters than a unit's needs to know of none; another has those of both."""
+    """An optimizer that has no other parameters than a unit's needs to know of none."""
     wholes, models = [make_net(BF16) for _ in range(2)], [_wrap(make_net(BF16)) for _ in range(2)]
     for whole, model in zip(wholes, nn.ModuleList([nn.Linear(2, 2), *models])[1:], strict=True):
         optimizer, expected = (shardopt.AdamW8bit(m.parameters(), **SMALL, **STOCHASTIC) for m in (model, whole))
         step_with(model, optimizer, 0)
         step_with(whole, expected, 0)
         assert_same(gathered(model, optimizer), snapshot_of(whole, expected))
-    for each in (models, wholes):
-        stepped = shardopt.AdamW8bit([p for model in each for p in model.parameters()], **SMALL)
-        for step in range(2):
-            for model in each:
-                set_gradients(model, step)
-            stepped.step()
-    for model, whole in zip(models, wholes, strict=True):
-        assert_same(gathered_parameters(model), {n: p.detach() for n, p in whole.named_parameters()})
 
 
 @pytest.mark.ranks(2)
@@ -143,18 +133,6 @@ def test_a_model_is_let_go(orig: bool) -> None:
         del model
         gc.collect()
         assert alive() is None
-
-
-@pytest.mark.ranks(2)
-def test_made_before_wrapping() -> None:
-    """``use_orig_params=True`` keeps the parameters."""
-    model = make_net()
-    optimizer = make_optimizer("single", model)
-    optimizer.attach(model)  # no FSDP1 unit yet: nothing to learn
-    model = fsdp1(model)
-    for step in range(3):
-        step_with(model, optimizer, step)
-    assert_same(gathered(model, optimizer), snapshot_of(*trained("single", 3)))
 
 
 def _tiny() -> nn.Module:

@@ -679,19 +679,27 @@ def _single(run: Run, do: Callable[[Run], None], known: dict[str, Snapshot]) -> 
     return known[model]
 
 
-def _few(place: int, world_size: int, ways: list[str]) -> list[str]:
-    """Layouts that a feature meets by default: its place among all features says which."""
-    if place == 0 or world_size == 1:
-        return ways[::3] if world_size > 1 else []
-    every = min(13, len(ways)) if world_size == 3 else 13
-    return ways[place % every :: every]
+def _few(feature: str, place: int, world_size: int, ways: list[str]) -> list[str]:
+    """Layouts that a feature meets by default: its place among all features says which.
+
+    The first one meets many. Arithmetic meets one on 3 ranks and one on 4, and other features one of the two.
+    """
+    if place == 0 and world_size > 1:
+        return ways[::3]
+    if world_size < 3:
+        return ways[place % 18 :: 18] if world_size == 2 else []
+    if feature not in ARITHMETIC:
+        if world_size % 2 == place % 2:
+            return []
+        place //= 2
+    return ways[place % len(ways) :: len(ways)]
 
 
 def _cases() -> list[Any]:
     found = []
     for place, (feature, (_, lacking, _)) in enumerate(FEATURES.items()):
         ways = {size: [way for way in layouts if way not in lacking] for size, layouts in LAYOUTS.items()}
-        few = {size: _few(place, size, own) for size, own in ways.items()}
+        few = {size: _few(feature, place, size, own) for size, own in ways.items()}
         more = {size: [way for way in own if way not in few[size]] for size, own in ways.items()}
         found += [(feature, few), *slow([(feature, more)])]
     return found

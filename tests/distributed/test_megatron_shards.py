@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 import shardopt
 from ranks.layouts import values
-from ranks.pool import Pool
 from ranks.snapshot import assert_same
 from shardopt.layout import UnknownShardError, shard_of
 
@@ -94,7 +93,10 @@ def stand_in(model: nn.Module) -> Any:
     )
 
 
-def step_and_compare(optimizer_class: Any) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [3, 2, 1])
+@pytest.mark.parametrize("optimizer_class", [shardopt.AdamW8bit, shardopt.LAMB8bit], ids=lambda cls: cls.__name__)
+def test_bits_of_the_unsharded_run(world_size: int, optimizer_class: Any) -> None:
     """The bits of the unsharded run, on ranks that have nothing of some parameters."""
     client, model, whole = import_client(), model_of(), model_of()
     wrapper = stand_in(model)
@@ -128,13 +130,9 @@ def step_and_compare(optimizer_class: Any) -> None:
             assert_same({name: optimizer.state[tensor]["exp_avg_codes"]}, {name: codes.reshape(-1)[start:end]})
 
 
-@pytest.mark.parametrize("optimizer_class", [shardopt.AdamW8bit, shardopt.LAMB8bit], ids=lambda cls: cls.__name__)
-def test_bits_of_the_unsharded_run(ranks: Pool, optimizer_class: Any) -> None:
-    for world_size in (3, 2, 1):
-        ranks.run(world_size, step_and_compare, optimizer_class)
-
-
-def refuse_another_account() -> None:
+@pytest.mark.ranks(2)
+def test_another_account_of_the_ranges() -> None:
+    """Megatron's own ranges are compared with the buckets': a version that divides otherwise is refused."""
     model = model_of()
     wrapper = stand_in(model)
     (ranges,) = wrapper.gbuf_ranges[0].values()
@@ -142,8 +140,3 @@ def refuse_another_account() -> None:
     known["param"].end -= 1
     with pytest.raises(UnknownShardError, match="Megatron-Core shards in a way"):
         import_client().shards_of(wrapper)
-
-
-def test_another_account_of_the_ranges(ranks: Pool) -> None:
-    """Megatron's own ranges are compared with the buckets': a version that divides otherwise is refused."""
-    ranks.run(2, refuse_another_account)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -121,22 +122,6 @@ def test_noise_follows_the_model() -> None:
         assert_same(snapshots["reversed"], snapshots["model"])
 
 
-@pytest.mark.ranks(1)
-def test_noise_beside_flat_parameters() -> None:
-    """Parameters that FSDP1 ignores have numbers, too."""
-    results = []
-    for flat in (False, True):
-        net = make_net(torch.bfloat16)
-        left_out = [net.down]
-        model = fsdp1(net, (), use_orig_params=False, ignored_modules=left_out) if flat else net
-        groups = shardopt.param_groups(model, no_decay=())
-        optimizer = shardopt.AdamW8bit(groups, min_quantized_numel=64, lr=1e-2, **STOCHASTIC)
-        for step in range(STEPS):
-            step_with(model, optimizer, step)
-        results.append(snapshot_of(model, optimizer))
-    assert_same(*results)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_stable_embedding_in_fsdp2_of_a_model_on_the_meta_device(reshard: bool) -> None:
@@ -196,14 +181,23 @@ def _embedded() -> nn.Module:
 
 @pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(
-    ("stage", "zero", "options"),
-    [(0, {}, BF16), (1, {}, {}), (2, ROUND_ROBIN, BF16), (3, SUB_GROUPS, BF16), (2, {}, MASTERS), (3, {}, MASTERS)],
+    ("stage", "zero", "options", "init"),
+    [
+        *((0, {}, BF16, False), (1, {}, {}, False), (2, ROUND_ROBIN, BF16, False)),
+        *((3, {}, MASTERS, False), (3, SUB_GROUPS, {}, True)),
+    ],
 )
-def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) -> None:
-    """ZeRO flattens each group by itself; noise follows the model; a StableEmbedding's state is float32."""
+def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any], init: bool) -> None:
+    """ZeRO flattens each group by itself; noise follows the model; a StableEmbedding's state is float32.
+
+    Under ``zero.Init``, too, where parameters are in parts from the beginning.
+    """
     settings = config(stage, zero=zero, **options)
-    model = taking_gradients(_embedded())
-    engine = stepped_engine(settings, STEPS, model, model_parameters=shardopt.param_groups(model, OF_UNITS, NO_DECAY))
+    with import_deepspeed().zero.Init(config_dict_or_path=settings) if init else nullcontext():
+        model = _embedded()
+    groups = shardopt.param_groups(model, OF_UNITS, NO_DECAY)
+    assert {part.shape for part in groups.parameters if part.names == ("embed.weight",)} == {(TOKENS, 66)}
+    engine = stepped_engine(settings, STEPS, taking_gradients(model), model_parameters=groups)
     whole, _ = make_whole(settings, _embedded())
     params = settings["optimizer"]["params"]
     optimizer = shardopt.AdamW8bit(shardopt.param_groups(whole, OF_UNITS, NO_DECAY), **params)
@@ -214,14 +208,3 @@ def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any]) ->
     assert {key for key in found if "embed.weight/" in key} == {
         f"embed.weight/{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")
     }
-
-
-@pytest.mark.deepspeed_ranks(2)
-def test_deepspeed_zero_init() -> None:
-    settings = config(3)
-    with import_deepspeed().zero.Init(config_dict_or_path=settings):
-        net = _embedded()
-    groups = shardopt.param_groups(net, no_decay=["*.bias"])
-    assert {p.shape for p in groups.parameters if p.names == ("embed.weight",)} == {(TOKENS, 66)}
-    engine = stepped_engine(settings, 1, taking_gradients(net), model_parameters=groups)
-    assert "embed.weight/exp_avg" in engine_snapshot(engine)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
@@ -26,100 +25,25 @@ import shardopt
 from live_bytes import LiveBytes
 from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
+from ranks.loop import OFFLOADED, RELEASED, STEPS, Loop, compare, mean_square
 from ranks.models import Net, loss_of, make_batch, make_net
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.pool import Pool
 from ranks.runs import snapshot_of
-from ranks.snapshot import Snapshot, assert_same
+from ranks.snapshot import assert_same
 from shardopt.release import host_gradients
 from shardopt.release.held import HeldParameters
 from slow_cases import slow
 from versions import needs_fsdp2_on_the_cpu
 
-STEPS = 4
-
-Loss = Callable[[Any, int], Tensor]
-
 
 def _of_rank(model: Any, number: int) -> Tensor:
     """The loss of this rank's batch for a backward pass."""
-    return model(batch(10 * number + dist.get_rank())).square().mean()
+    return mean_square(model, 10 * number + dist.get_rank())
 
 
 def _of_all(model: Any, number: int) -> Tensor:
-    return model(batch(10 * number)).square().mean()
-
-
-def _train(
-    model: nn.Module,
-    how: str,
-    *,
-    loss: Loss = _of_rank,
-    passes: int = 1,
-    brought: int | None = None,
-    clip: bool = True,
-    scale: float | None = None,
-    sums: bool = False,
-    before: Callable[[nn.Module], object] = bool,
-    between: Callable[[], Any] = bool,
-    kind: str = "AdamW8bit",
-    **options: Any,
-) -> Snapshot:
-    """All that a run ends with, and its norms.
-
-    Args:
-        model: the wrapped model.
-        how: "ordinary", "released", so in the other thread with "offloaded" parameters, or "held" in the host's memory.
-        loss: of the model, for the number of a backward pass.
-        passes: backward passes per step, numbered from ten times the step's number.
-        brought: how many of them bring a gradient; by default all.
-        clip: whether gradients are clipped.
-        scale: the first loss scale.
-        sums: whether reduced gradients are added up by hand.
-        before: called before each step.
-        between: called after each step; a tensor that it returns is compared, too.
-        kind: the optimizer's class.
-        **options: its options.
-    """
-    options["offload"] = "step" if how in ("offloaded", "held") else None
-    optimizer = getattr(shardopt, kind)(model.parameters(), lr=1e-2, min_quantized_numel=64, **options)
-    if how != "ordinary":
-        overlap = {"overlap_forward": True, "waiting_gradients": 3} if how == "held" else {}
-        shardopt.release_gradients(model, optimizer, micro_batches=brought or passes, **overlap)
-    scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
-    noted = []
-    for step in range(STEPS):
-        added: dict[Any, Any] = {}
-        for number in range(10 * step, 10 * step + passes):
-            scaler.scale(loss(model, number)).backward()
-            for param in model.parameters() if sums else ():
-                if param.grad is not None:
-                    added[param] = added[param] + param.grad if param in added else param.grad.clone()
-                    param.grad = None
-        for param, gradient in added.items():
-            param.grad = gradient
-        before(model)
-        if clip:
-            scaler.unscale_(optimizer)
-            noted.append(shardopt.clip_grad_norm_(model.parameters(), 1e-3, optimizer=optimizer))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found = between()
-        noted += [found] if isinstance(found, Tensor) else []
-    optimizer.synchronize()
-    noted.append(torch.tensor(scaler.get_scale()))
-    return {**{f"noted {i}": x for i, x in enumerate(noted)}, **snapshot_of(model, optimizer)}
-
-
-def _compare(make: Callable[[], nn.Module], how: str = "held", **options: Any) -> None:
-    """Demands that a run with released gradients has the bits of an ordinary one."""
-    sums = options.pop("sums", False)
-    with offload_from_cpu(), slow_steps(0.002):
-        got = _train(make(), how, **options)
-    options.pop("device_state_budget", None)
-    assert_same(got, _train(make(), "ordinary", sums=sums, **options))
+    return mean_square(model, 10 * number)
 
 
 # Steps during the backward pass ---------------------------------------------------------------------------------------
@@ -144,8 +68,11 @@ def _net_loss(model: Any, number: int) -> Tensor:
     return loss_of(model, make_batch(number, dist.get_rank()))
 
 
-def _no_gradients(model: nn.Module) -> None:
-    assert all(param.grad is None for param in model.parameters())
+def _without_gradients(loop: Loop) -> None:
+    for step in range(STEPS):
+        loop.backward(step)
+        assert not loop.held or all(param.grad is None for param in loop.model.parameters())
+        loop.update()
 
 
 @pytest.mark.ranks(3)
@@ -155,13 +82,12 @@ def _no_gradients(model: nn.Module) -> None:
 )
 def test_ddp(make: Callable[[], nn.Module], options: dict[str, Any], bucket_view: bool) -> None:
     """A parameter used by some ranks is stepped by all, with the same gradient; one that none uses is not stepped."""
-    found = []
-    for how in ("released", "ordinary"):
+
+    def make_replica() -> nn.Module:
         torch.manual_seed(0)
-        model = DistributedDataParallel(make(), bucket_cap_mb=0.05, gradient_as_bucket_view=bucket_view, **options)
-        before = _no_gradients if how == "released" else bool
-        found.append(_train(model, how, loss=_net_loss, clip=False, before=before))
-    assert_same(*found)
+        return DistributedDataParallel(make(), bucket_cap_mb=0.05, gradient_as_bucket_view=bucket_view, **options)
+
+    compare(_without_gradients, make_replica, loss=_net_loss, **RELEASED)
 
 
 def _live_under_ddp(bucket_view: bool) -> int:
@@ -303,19 +229,23 @@ def _sharded(model: Recurrent, layers: bool) -> nn.Module:
 def _steps(recompute: bool | None, constant: bool, layers: bool, passes: int) -> list[tuple[str, ...]]:
     """Trains with released gradients and without; returns the gradients that were left for ``step()`` in each step."""
 
+    left: list[tuple[str, ...]] = []
+
     def loss(model: Any, number: int) -> Tensor:
         model.set_requires_gradient_sync(number % 10 == passes - 1)
         return _of_rank(model, number)
 
-    found, left = [], []
-    for how in ("ordinary", "released"):
-        model, left = _sharded(Recurrent(recompute, constant), layers), []
+    def drive(loop: Loop) -> None:
+        for step in range(STEPS):
+            loop.backward(step)
+            if loop.held:
+                left.append(tuple(name for name, param in loop.model.named_parameters() if param.grad is not None))
+            loop.update()
 
-        def look(model: nn.Module, left: list[tuple[str, ...]] = left) -> None:
-            left.append(tuple(name for name, param in model.named_parameters() if param.grad is not None))
+    def make() -> nn.Module:
+        return _sharded(Recurrent(recompute, constant), layers)
 
-        found.append(_train(model, how, loss=loss, passes=passes, brought=1, clip=False, before=look))
-    assert_same(*found)
+    compare(drive, make, loss=loss, micro_batches=passes, brought=1, **RELEASED)
     return left
 
 
@@ -366,7 +296,7 @@ def test_ddp_with_reentrant_checkpoints() -> None:
         torch.manual_seed(10 * number + dist.get_rank())
         return model(torch.randn(4, 64, requires_grad=True)).square().mean()
 
-    _compare(make, "released", loss=loss, clip=False)
+    compare(make=make, loss=loss, **RELEASED)
 
 
 # Held gradients -------------------------------------------------------------------------------------------------------
@@ -417,35 +347,42 @@ def test_two_optimizers_that_overlap_the_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("way", "options"),
     [
-        ("fsdp", {"passes": 2, "scale": 1024.0}),
+        ("fsdp", {"micro_batches": 2, "scale": 1024.0}),
         ("fsdp that prefetches", {}),
-        ("fsdp of layers", {"passes": 2, "loss": _of_all}),  # there the ranks are to agree by themselves
+        ("fsdp of layers", {"micro_batches": 2, "loss": _of_all}),  # there the ranks are to agree by themselves
         # DDP reduces the sum of what it has reduced before and a new gradient, in other roundings than ours.
-        ("ddp", {"passes": 2, "scale": 1e38, "sums": True}),  # all ranks find the same infinities
-        ("ddp, views", {"passes": 2, "sums": True}),
+        ("ddp", {"micro_batches": 2, "scale": 1e38, "sums": True}),  # all ranks find the same infinities
+        ("ddp, views", {"micro_batches": 2, "sums": True}),
     ],
 )
 def test_same_bits(way: str, options: dict[str, Any]) -> None:
     """Each pass is reduced; where the last one alone is, ``test_layouts.py`` shows it."""
-    _compare(lambda: WAYS[way](Layers()), **options)
+    compare(make=lambda: WAYS[way](Layers()), **{"loss": _of_rank, "max_norm": 1e-3, **options})
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("between", ["a method", "a layer", "the model"])
 def test_what_is_gathered_by_hand(between: str) -> None:
     """Reads that are no forward pass of the model: what FSDP2 gathers is of after the step."""
-    runs = []
-    for how in ("ordinary", "held"):
+
+    def make() -> nn.Module:
         model: Any = _fsdp(Layers())
         register_fsdp_forward_method(model, "embedded")
-        reads = {
-            "a method": lambda model=model: model.embedded(batch(9)).clone(),
-            "a layer": model.layers[1].unshard,
-            "the model": lambda model=model: model.unshard(async_op=True),
-        }
-        with offload_from_cpu(), slow_steps(0.02):
-            runs.append(_train(model, how, loss=_of_all, between=reads[between]))
-    assert_same(*runs)
+        return model
+
+    def drive(loop: Loop) -> None:
+        model: Any = loop.model
+        for step in range(STEPS):
+            loop.step(step)
+            with torch.no_grad():
+                if between == "a method":
+                    loop.norms.append(model.embedded(batch(9)).clone())
+                elif between == "a layer":
+                    model.layers[1].unshard()
+                else:
+                    model.unshard(async_op=True)
+
+    compare(drive, make, loss=_of_all, max_norm=1e-3)
 
 
 @pytest.mark.ranks(2)
@@ -495,7 +432,7 @@ def test_state_that_fits_into_the_budget_of_one_rank() -> None:
         optimizer = shardopt.LAMB8bit(params, min_quantized_numel=64, offload="step", device_state_budget=600)
         is_offloaded = optimizer._internals.residency.of(params[-1]).offload is not None
     assert is_offloaded == (dist.get_rank() == 0), "the budget does not tell the ranks apart"
-    _compare(make, loss=loss, kind="LAMB8bit", device_state_budget=600)
+    compare(make=make, loss=loss, kind="LAMB8bit", device_state_budget=600, max_norm=1e-3)
 
 
 class _Outer(nn.Module):
@@ -518,7 +455,7 @@ def test_buckets_are_not_overwritten_while_gradients_leave_them() -> None:
         return _of_rank(model.inner, number)
 
     with patch.object(host_gradients, "begin_copy", late):
-        _compare(lambda: _Outer(WAYS["ddp, views"](Layers())), loss=loss, passes=2, sums=True)
+        compare(make=lambda: _Outer(WAYS["ddp, views"](Layers())), loss=loss, micro_batches=2, sums=True, max_norm=1e-3)
 
 
 class _Block(nn.Module):
@@ -551,4 +488,4 @@ def test_collectives_stay_in_the_thread_of_the_backward_pass() -> None:
         return model(x.chunk(2, 1)[dist.get_rank()]).square().mean()
 
     with slow_steps(0.02 * dist.get_rank()):
-        _compare(make, "offloaded", loss=loss, clip=False)
+        compare(make=make, loss=loss, **OFFLOADED)

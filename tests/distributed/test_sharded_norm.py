@@ -1,9 +1,8 @@
-"""``clip_grad_norm_`` beside ``test_layouts.py``: parameters on several meshes, of which some lack ranks."""
+"""``clip_grad_norm_`` beside ``test_layouts.py``: parameters on several meshes. More of them: ``test_experts.py``."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import pytest
 import torch
@@ -53,54 +52,15 @@ def test_gradients_that_are_partial_or_on_some_ranks() -> None:
         assert sent == [("allreduce", 8 * words)]
 
 
-@lru_cache(maxsize=1)
-def _submeshes() -> dict[tuple[int, ...], DeviceMesh]:
-    ranks = [(0, 1), (1, 2), (0, 1, 2), (2, 3), (3,), (0, 1, 2, 3)]  # all ranks make all of these
-    return {of_mesh: DeviceMesh("cpu", list(of_mesh)) for of_mesh in ranks if max(of_mesh) < dist.get_world_size()}
-
-
-def _on(mesh: DeviceMesh, seed: int) -> Parameter:
-    """A parameter of 5 rows on a mesh, with a gradient."""
-    param = Parameter(distribute(values((5, 9), seed), mesh, (Shard(0),)))
-    if mesh.get_coordinate() is not None:
-        param.grad = distribute(values((5, 9), 9 + seed), mesh, (Shard(0),))
-    return param
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("world_size", "meshes", "plain"),
-    [
-        (3, [(0, 1, 2), (1, 2)], False),  # the first copy is not on rank 0
-        (4, [(0, 1, 2, 3), (2, 3), (3,), (0, 1)], True),
-        (4, [(0, 1), (2, 3)], True),  # no mesh has all ranks, all ranks know of both
-        (3, [(0, 1)], True),  # rank 2 has a copy of the plain parameter only
-    ],
-)
-def test_meshes_of_some_ranks(world_size: int, meshes: list[tuple[int, ...]], plain: bool) -> None:
-    """Other ranks leave parameters out, or have them without elements. At random: ``attack/submeshes.py``."""
-    # A rank cannot know of parameters that it leaves out, and shares no other parameter with.
-    for empty in (True, False) if len(meshes[0]) == world_size else (True,):
-        on = [(seed, _submeshes()[ranks]) for seed, ranks in enumerate(meshes)]
-        params = [_on(mesh, seed) for seed, mesh in on if empty or mesh.get_coordinate() is not None]
-        gradients = [values((5, 9), 9 + seed) for seed, _ in on] + [values((7,), 3)] * plain
-        if plain:
-            params.append(Parameter(torch.ones(7)))
-            params[-1].grad = values((7,), 3)
-        whole = [Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-        optimizer = shardopt.AdamW8bit(params)
-        for kind in (2.0, math.inf):
-            for param, gradient in zip(whole, gradients, strict=True):
-                param.grad = gradient.clone()
-            total = clip_grad_norm_(params, 0.5, kind, optimizer=optimizer)
-            assert float(total) == float(clip_grad_norm_(whole, 0.5, kind))
-
-
 @pytest.mark.ranks(3, timeout=30)
 def test_meshes_that_chain() -> None:
     """Ranks 0, 1 and ranks 1, 2: no message reaches all, and all of them refuse."""
-    rank, meshes = dist.get_rank(), _submeshes()
-    params = [_on(mesh, seed) for seed, mesh in enumerate((meshes[0, 1], meshes[1, 2])) if rank in mesh.mesh.tolist()]
+    params = []
+    for mesh in (DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])):
+        param = Parameter(distribute(values((5, 9), 0), mesh, (Shard(0),)))
+        if mesh.get_coordinate() is not None:
+            param.grad = distribute(values((5, 9), 9), mesh, (Shard(0),))
+            params.append(param)
     before = [param.grad.to_local().clone() for param in params]
     for kind in (2.0, math.inf):
         with pytest.raises(RuntimeError, match="expected a mesh with all ranks that share parameters"):

@@ -138,20 +138,6 @@ def test_damaged_state_is_refused() -> None:
         assert all(inner.state[param][k] is x for param, entries in state.items() for k, x in entries.items())
 
 
-@pytest.mark.ranks(4)
-def test_more_ranks_than_parameters() -> None:
-    """A rank that owns no parameter."""
-    models = [nn.Sequential(nn.Linear(70, 97)) for _ in range(2)]
-    for param in (param for model in models for param in model.parameters()):
-        param.data.fill_(0.5)
-    runs = [(model, make_optimizer(way, model)) for way in ("single", "zero") for model in [WAYS[way](models.pop())]]
-    for step in range(2):
-        for model, optimizer in runs:
-            step_with(model, optimizer, step)
-    runs[1][1].consolidate_state_dict()
-    assert_same(snapshot_of(*runs[1]), snapshot_of(*runs[0]))
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("named", [False, True])
 def test_stochastic_rounding_of_added_parameters(named: bool) -> None:
@@ -171,16 +157,14 @@ def test_stochastic_rounding_of_added_parameters(named: bool) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.ranks(2)
-def test_stochastic_rounding_of_another_optimizer_afterwards() -> None:
-    """An optimizer of its own, over parameters that another one had in another order."""
-    found = []
-    for before in (False, True):
-        model = make_net(BF16)
-        params = list(model.parameters())[::-1]
-        if before:
-            make_optimizer("zero", model, stochastic_rounding=True)
-        optimizer = make_optimizer("single", model, params=params, stochastic_rounding=True)
+@pytest.mark.ranks(4)
+def test_more_ranks_than_parameters() -> None:
+    """A rank that owns no parameter."""
+    runs = []
+    for way in ("zero", "single"):
+        torch.manual_seed(0)
+        model = WAYS[way](nn.Sequential(nn.Linear(70, 97)))
+        optimizer = make_optimizer(way, model)
         step_with(model, optimizer, 0)
-        found.append(snapshot_of(model, optimizer))
-    assert_same(found[1], found[0])
+        runs.append(snapshot_of(model, optimizer))
+    assert_same(*runs)

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardopt
 from ranks.layered import Layers, batch
+from ranks.loop import STEPS, Loop, compare
 from ranks.offload import HostTransfers, before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
-from test_held_gradients import STEPS, Loop, compare
 
 
 @pytest.fixture(autouse=True)

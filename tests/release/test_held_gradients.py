@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 import warnings
 import weakref
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from helpers import Snapshot, everything
 from ranks.layered import Layers, batch
+from ranks.loop import OFFLOADED, RELEASED, Drive, Loop, compare
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
@@ -32,107 +30,11 @@ from shardopt.release.released import ReleasedParameters
 from shardopt.state import host_memory
 from test_gradient_release import Dropped
 
-STEPS = 3
-
 
 @pytest.fixture(autouse=True)
 def from_cpu() -> Iterator[None]:
     with offload_from_cpu():
         yield
-
-
-class Loop:
-    """A usual loop whose gradients are held, with ``offload="step"``, or one that offloads and releases nothing."""
-
-    def __init__(
-        self,
-        held: bool,
-        *,
-        micro_batches: int = 1,
-        dtype: torch.dtype = torch.float32,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale: float | None = None,
-        kind: str = "AdamW8bit",
-        model: nn.Module | None = None,
-        overlap: bool = True,
-        offload: str | None = "step",
-        **options: Any,
-    ) -> None:
-        self.model = (Layers() if model is None else model).to(dtype)
-        self.micro_batches, self.max_norm, self.norm_type = micro_batches, max_norm, norm_type
-        defaults = {"lr": 1e-2, "min_quantized_numel": 64, "offload": offload if held else None}
-        if not held:
-            options.pop("device_state_budget", None)
-        self.optimizer = getattr(shardopt, kind)(self.model.parameters(), **{**defaults, **options})
-        self.schedule = ExponentialLR(self.optimizer, 0.7)
-        self.scaler = GradScaler("cpu", init_scale=scale, growth_interval=2) if scale is not None else None
-        self.norms: list[Tensor] = []
-        self.held = held
-        if held:
-            self.release = shardopt.release_gradients(
-                self.model, self.optimizer, overlap_forward=overlap, waiting_gradients=3, micro_batches=micro_batches
-            )
-
-    def loss(self, number: int) -> Tensor:
-        loss = self.model(batch(number)).float().square().mean() / self.micro_batches
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def backward(self, step: int) -> None:
-        for micro in range(self.micro_batches):
-            self.loss(10 * step + micro).backward()
-
-    def step(self, step: int) -> None:
-        self.backward(step)
-        if self.scaler is not None and self.max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.max_norm is not None:
-            self.clip()
-        self.update()
-        self.schedule.step()
-
-    def run(self, steps: int = STEPS) -> None:
-        for step in range(steps):
-            self.step(step)
-
-    def update(self) -> None:
-        """The optimizer's step, by the scaler if there is one, and its zero_grad()."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
-
-    def clip(self) -> None:
-        norm = shardopt.clip_grad_norm_(
-            self.model.parameters(), self.max_norm or 1e-3, self.norm_type, optimizer=self.optimizer
-        )
-        self.norms.append(norm)
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            self.norms.append(self.model(batch(99)))
-
-    def result(self) -> Snapshot:
-        self.optimizer.synchronize()
-        scale = {} if self.scaler is None else {"scale": torch.tensor(self.scaler.get_scale())}
-        norms = {f"norm {i}": norm for i, norm in enumerate(self.norms)}
-        return {**everything(self.optimizer), **norms, **scale}
-
-
-Drive = Callable[[Loop], object]
-
-
-def compare(drive: Drive = Loop.run, make: Callable[[], nn.Module] = Layers, **options: Any) -> None:
-    """Drives a loop whose gradients are held and one whose are not, and demands that they end with the same bits."""
-    results = []
-    for held in (True, False):
-        loop = Loop(held, model=make(), **copy.deepcopy(options))
-        with slow_steps(0.002):
-            drive(loop)
-            results.append(loop.result())
-    assert_same(*results)
 
 
 @pytest.mark.parametrize(
@@ -154,20 +56,16 @@ def compare(drive: Drive = Loop.run, make: Callable[[], nn.Module] = Layers, **o
         {"scale": 256.0, "dtype": torch.float16},
         # Not held: stepped in the backward pass that brings the last gradient, or by step().
         {"micro_batches": 3, "max_norm": 1e-3, "offload": None},
-        {"micro_batches": 3, "overlap": False},
-        {"micro_batches": 3, "overlap": False, "offload": None},
+        {"micro_batches": 3, **OFFLOADED},
+        {"micro_batches": 3, **RELEASED},
+        # Gradients of one piece and of several, on their way to the sum itself and through memory in between.
+        {"chunk": 6000, "micro_batches": 2, "max_norm": 1e-3},
+        {"chunk": 1 << 20, "max_norm": 1e-3},
     ],
     ids=str,
 )
 def test_as_without_offload(options: dict[str, Any]) -> None:
-    compare(partial(Loop.run, steps=4), **options)
-
-
-@pytest.mark.parametrize(("chunk", "micro_batches"), [(6000, 2), (1 << 20, 1)])
-def test_pieces(chunk: int, micro_batches: int) -> None:
-    """Gradients of one piece and of several, on their way to the sum itself and through memory in between."""
-    with offload_from_cpu(chunk):
-        compare(micro_batches=micro_batches, max_norm=1e-3)
+    compare(**options)
 
 
 class Odd(nn.Module):
@@ -207,23 +105,18 @@ class Pictures(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "micro_batches"),
+    ("make", "options"),
     [
-        (Odd, 2),
-        (Pictures, 2),
-        (partial(Dropped, (2,), reentrant=False), 1),
-        (partial(Dropped, (1, 2, 3, 1, 0)), 3),
+        (Odd, {"micro_batches": 2, "max_norm": 1e-3}),
+        (Odd, {"micro_batches": 3, **RELEASED}),  # step() steps what the last micro-batch did not bring
+        (Pictures, {"micro_batches": 2, "max_norm": 1e-3}),
+        (partial(Dropped, (2,), reentrant=False), {"max_norm": 1e-3}),
+        (partial(Dropped, (1, 2, 3, 1, 0)), {"micro_batches": 3, "max_norm": 1e-3}),
     ],
-    ids=["odd", "pictures", "dropped", "dropped often"],
 )
-def test_models(make: Callable[[], nn.Module], micro_batches: int) -> None:
+def test_models(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Layers out of order, strided parameters, and gradients in parts: what came to .grad goes to the host later."""
-    compare(partial(Loop.run, steps=6), make, micro_batches=micro_batches, max_norm=1e-3)
-
-
-def test_gradients_that_are_not_held_may_be_missing() -> None:
-    """In some micro-batches: step() steps what the last one did not."""
-    compare(make=Odd, micro_batches=3, overlap=False, offload=None)
+    compare(partial(Loop.run, steps=6), make, **options)
 
 
 # Other loops than the usual one.
@@ -346,8 +239,7 @@ def waits_that_are_interrupted(loop: Loop) -> None:
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_loops(drive: Drive, options: dict[str, Any]) -> None:
-    with slow_steps(0.01):
-        compare(drive, **options)
+    compare(drive, **options)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -479,16 +371,6 @@ def test_a_gradient_that_gets_lost_is_not_stepped(clips: bool, monkeypatch: pyte
     loop.step(1)
 
 
-def test_a_dropped_optimizer_is_freed_while_gradients_are_held() -> None:
-    loop = Loop(True)
-    loop.step(0)
-    loop.backward(1)
-    gone = weakref.ref(loop.optimizer)
-    del loop
-    gc.collect()
-    assert gone() is None
-
-
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -579,8 +461,7 @@ def test_classes_of_scalers(make: Callable[..., GradScaler], max_norm: float | N
             loop.loss = lambda number: original(number) * (torch.inf if number == 10 else 1.0)  # type: ignore[method-assign]
             loop.run()
 
-    with offload_from_cpu():
-        compare(drive, scale=1.0, max_norm=max_norm)
+    compare(drive, scale=1.0, max_norm=max_norm)
 
 
 def test_a_step_that_the_scaler_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,26 +177,42 @@ def make_trainer(
     )
 
 
-def trained(mode: str, output: Path, resume: str | None = None, **more: Any) -> dict[str, Any]:
-    """Trains, from a checkpoint on where one is named, and returns the tensors of the end."""
+def trained(
+    mode: str,
+    output: Path,
+    resume: Path | None = None,
+    *,
+    portable: bool = False,
+    max_norm: float | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Trains 6 steps, of which another run's folder may have the first 3, and returns the tensors of the end.
+
+    Args:
+        mode: of ``MODES``.
+        output: the run's folder.
+        resume: the other run's.
+        portable: whether checkpoints are shardopt's, in the place of Trainer's own.
+        max_norm: to clip by, and save nothing.
+        **more: of :func:`make_trainer`.
+    """
+    from shardopt.clients.transformers import ClipGradNorm, PortableCheckpoint
+
+    start = None if resume is None else str(resume / "checkpoint-3")
+    if portable:
+        more = {"save_only_model": True, "callbacks": [PortableCheckpoint(start)], **more}
+    if max_norm is not None:
+        more = {"save_strategy": "no", "callbacks": [ClipGradNorm(max_norm)], **more}
     trainer = make_trainer(mode, output, **more)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=start)
     assert trainer.state.global_step == 6
     return contents(trainer.model_wrapped, trainer.optimizer)
 
 
 def accelerated(
-    mode: str, folder: Path, way: str = "state", resume: bool = False, max_norm: float | None = None
+    mode: str, folder: Path, resume: Path | None = None, *, portable: bool = False, max_norm: float | None = None
 ) -> dict[str, Any]:
-    """Trains by a loop of one's own with Accelerate: 6 steps, of which the first 3 are saved, or resumed from.
-
-    Args:
-        mode: of ``MODES``.
-        folder: of the checkpoint.
-        way: ``"state"`` saves and loads by Accelerate, ``"portable"`` by shardopt.checkpoint.
-        resume: load the first 3 steps.
-        max_norm: to clip by, and save nothing.
-    """
+    """Trains by a loop of one's own with Accelerate; arguments are as those of :func:`trained`."""
     fresh(mode)
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import PartialState
@@ -222,24 +238,22 @@ def accelerated(
         optimizer = accelerator.prepare(shardopt.AdamW8bit(model.parameters(), **OPTIONS))
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
-    if resume and way == "state":
-        accelerator.load_state(str(folder))
-    elif resume:
-        shardopt.checkpoint.load(folder, model, optimizer)
+    if resume is not None and portable:
+        shardopt.checkpoint.load(resume, model, optimizer)
+    elif resume is not None:
+        accelerator.load_state(str(resume))
     data = Batches(2)
-    for step in range(3 if resume else 0, 6):
+    for step in range(0 if resume is None else 3, 6):
         batch = {key: torch.stack([data[2 * step + i][key] for i in range(2)]) for key in ("input_ids", "labels")}
         accelerator.backward(model(**batch).loss)
         if max_norm is not None and accelerator.sync_gradients:
             shardopt.clip_grad_norm_(model.parameters(), max_norm, optimizer=optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        if max_norm is not None:
-            continue
-        if step == 2 and way == "state":
-            accelerator.save_state(str(folder))
-        elif step == 2:
+        if step == 2 and portable:
             shardopt.checkpoint.save(folder, model, optimizer)
+        elif step == 2 and max_norm is None:
+            accelerator.save_state(str(folder))
     return contents(model, optimizer)
 
 

@@ -128,10 +128,10 @@ def validated(mode: str, folder: Path) -> float:
     return found["loss"]
 
 
-def trained(mode: str, folder: Path, resume: bool = False, max_norm: float | None = None) -> dict[str, Any]:
-    """Trains 6 steps, saving after the third, or from there on; returns the tensors of the end. All ranks call this."""
+def trained(mode: str, folder: Path, resume: Path | None = None, *, max_norm: float | None = None) -> dict[str, Any]:
+    """Trains 6 steps, of which another run's folder may have the first 3, and returns the tensors of the end."""
     trainer = make_trainer(mode, folder)
     module = make_module(max_norm)
-    trainer.fit(module, one_batch(), ckpt_path=folder / "step=3.ckpt" if resume else None)
+    trainer.fit(module, one_batch(), ckpt_path=None if resume is None else resume / "step=3.ckpt")
     assert trainer.global_step == 6
     return contents(trainer.strategy.model, trainer.optimizers[0])

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 import shardopt
 from helpers import through_a_file
+from ranks.models import WAYS, make_net
 from shardopt import quantize_state
 from shardopt.wrapper.entries import WEIGHT_COPIES
 from shardopt.wrapper.known import BY_PARAMETER as LISTED_BY_PARAMETER
@@ -293,6 +294,26 @@ def test_optimizers_of_all_parameters_together_are_refused(name: str) -> None:
     skip_unless_installed(name)
     with pytest.raises(TypeError, match="looks at all parameters together"):
         quantize_state(TOGETHER[name](parameters()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "make", "message"),
+    [
+        ("fsdp", torch.optim.Adafactor, "depends on all of the parameter"),
+        ("fsdp columns", torch.optim.AdamW, "columns that end within blocks of 128"),
+        ("fsdp1", torch.optim.AdamW, r"a flat shard .*; use fully_shard \(FSDP2\)"),
+        ("fsdp1 flat", torch.optim.AdamW, r"a flat shard .*; use fully_shard \(FSDP2\)"),
+    ],
+)
+def test_shards_that_are_refused(way: str, make: Any, message: str) -> None:
+    sharded = WAYS[way](make_net())
+    with pytest.raises(RuntimeError, match=message):
+        quantize_state(make(list(sharded.parameters())), min_quantized_numel=64)
+    added = quantize_state(make([nn.Parameter(torch.zeros(64, 128))]), min_quantized_numel=64)
+    with pytest.raises(RuntimeError, match=message):
+        added.add_param_group({"params": list(sharded.parameters())})
+    assert len(added.param_groups) == 1
 
 
 def test_untested_optimizers_warn_once() -> None:

@@ -19,15 +19,15 @@ PATHS = [str(TESTS / "checkpoint"), str(TESTS / "support"), str(Path(shardopt.__
 
 #: Attacks by default, and in full.
 COUNTS = {
-    "hostile": (16, 1500),
-    "race": (20, 2000),
-    "pairs": (6, 160),
-    "forks": (3, 100),
-    "damage": (16, 1500),
-    "kills": (6, 400),
-    "releases": (6, 500),
-    "cached_steps": (3, 550),
-    "submeshes": (6, 400),  # last: its pool has threads
+    "hostile": (12, 1500),
+    "race": (12, 2000),
+    "pairs": (4, 160),
+    "forks": (2, 100),
+    "damage": (12, 1500),
+    "kills": (4, 400),
+    "releases": (5, 500),
+    "cached_steps": (2, 550),
+    "submeshes": (4, 400),  # last: its pool has threads
 }
 
 

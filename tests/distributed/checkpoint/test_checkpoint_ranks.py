@@ -228,15 +228,28 @@ def _raise_out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def _refused(way: str, source: str, what: str, load: Callable[..., Any] = ShardedOptimizer.load_state_dict) -> str:
-    """The error of loading state that the last rank has damaged, or for whose codes or copies it has no memory.
+#: Where the state is from, what is wrong with it on the last rank, what that rank says, and what takes the state.
+DAMAGED: list[tuple[str, str, str, str, Callable[..., Any]]] = [
+    ("fsdp1", "ours", "tensor_state.copy_to", "out of memory", ShardedOptimizer.load_state_dict),
+    ("fsdp1", "torch", "encoding._messages", "out of memory", ShardedOptimizer.load_state_dict),
+    ("fsdp1 flat", "ours", "step", "got step as -5.0", ShardedOptimizer.load_state_dict),
+    ("fsdp1 flat", "torch", "value", "NaN", ShardedOptimizer.load_state_dict),
+    ("fsdp columns", "ours", "missing", "got", ShardedOptimizer.load_state_dict),
+    ("fsdp columns", "torch", "slice_spec.encode_moments", "out of memory", ShardedOptimizer.load_state_dict),
+    ("fsdp1", "momentum", "lr", "param group 0: lr: got nan", ShardedOptimizer.load_state_dict),
+    ("fsdp columns", "momentum", "param groups", "param_groups as NoneType", ShardedOptimizer.load_state_dict),
+    ("fsdp columns", "torch", "value", "got exp_avg that stands for NaN", import_state),
+]
 
-    Args:
-        way: of ``WAYS``.
-        source: of the state: "ours", "torch", or "momentum", of which the optimizer has none before.
-        what: is damaged, or the function of shardopt.state that finds no memory.
-        load: takes the optimizer and the state.
+
+@pytest.mark.ranks(3, timeout=30)
+@pytest.mark.parametrize(("way", "source", "what", "message", "load"), DAMAGED)
+def test_all_ranks_refuse(way: str, source: str, what: str, message: str, load: Callable[..., Any]) -> None:
+    """State that the last rank has damaged, or for whose codes or copies it has no memory; torch's is in floats.
+
+    The source "momentum" has moments of which the optimizer has none before.
     """
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     model, optimizer = trained(way, 1, "sgd" if source == "momentum" else "adamw")
     theirs: torch.optim.Optimizer = optimizer
     if source == "torch":
@@ -247,50 +260,17 @@ def _refused(way: str, source: str, what: str, load: Callable[..., Any] = Sharde
     state_dict = copy.deepcopy(theirs.state_dict())
     before = everything(optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if is_last:
             _damage(state_dict, what)
             if "." in what:
                 patch.setattr(f"shardopt.state.{what}", _raise_out_of_memory)
         with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:
             load(optimizer, state_dict)
+    said = str(caught.value)
+    assert message in said
+    assert is_last != ("got an error on rank 2: " in said)
     assert_same(everything(optimizer), before)
     step_with(model, optimizer, 2)
-    return str(caught.value)
-
-
-#: Where the state is from, what is wrong with it on the last rank, and what that rank says.
-DAMAGED = [
-    *(("fsdp1", "ours", what) for what in ("value", "tensor_state.TensorState.adopt")),
-    *(("fsdp1", "torch", what) for what in ("missing", "encoding._messages")),
-    *(("fsdp1 flat", "ours", "step"), ("fsdp1 flat", "torch", "value")),
-    *(("fsdp columns", "ours", "missing"), ("fsdp columns", "torch", "slice_spec.encode_moments")),
-    *(("fsdp1", "momentum", "lr"), ("fsdp columns", "momentum", "param groups")),
-]
-MESSAGES = {
-    "value": "NaN",
-    "step": "got step as -5.0",
-    "lr": "param group 0: lr: got nan",
-    "missing": "got",
-    "param groups": "param_groups as NoneType",
-}
-
-
-@pytest.mark.parametrize(("way", "source", "what"), DAMAGED)
-def test_all_ranks_refuse(ranks: Pool, way: str, source: str, what: str) -> None:
-    *others, damaged = ranks.run(3, _refused, way, source, what, timeout=30)
-    assert MESSAGES.get(what, "out of memory") in damaged
-    for message in others:
-        assert "got an error on rank 2: " in message
-        assert damaged in message
-
-
-def test_no_rank_imports_damaged_state(ranks: Pool) -> None:
-    """Float moments sharded as the parameters are."""
-    *others, damaged = ranks.run(3, _refused, "fsdp columns", "torch", "value", import_state)
-    assert "got exp_avg that stands for NaN" in damaged
-    for message in others:
-        assert "got an error on rank 2: " in message
-        assert damaged in message
 
 
 @pytest.mark.ranks(3, timeout=30)
@@ -307,23 +287,18 @@ def test_float_moments_on_some_ranks_only() -> None:
     assert_same(everything(optimizer), before)
 
 
-def _checkpoint(folder: str, way: str, convert: bool) -> str:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("way", "convert"), [("fsdp columns", True), ("fsdp1 flat", False)])
+def test_no_rank_loads_a_damaged_checkpoint(tmp_path: Path, way: str, convert: bool) -> None:
     """Damage in one rank's part only; the other ranks would wait for it where moments are coded anew."""
     model, optimizer = trained(way, 1)
     if dist.get_rank() == dist.get_world_size() - 1:
         _, _, local = _first({"state": dict(enumerate(optimizer.state.values()))}, "exp_avg")
         local.view(-1)[-1] = math.nan
-    shardopt.checkpoint.save(folder, model, optimizer)
+    shardopt.checkpoint.save(tmp_path, model, optimizer)
     model, optimizer = trained(way, 2, codec="companded8" if convert else "log8")
     before = everything(optimizer)
-    with pytest.raises(CheckpointError) as caught:
-        shardopt.checkpoint.load(folder, model, optimizer, convert=convert)
+    with pytest.raises(CheckpointError, match="stands for NaN"):
+        shardopt.checkpoint.load(tmp_path, model, optimizer, convert=convert)
     assert_same(everything(optimizer), before)
     step_with(model, optimizer, 2)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("way", "convert"), [("fsdp columns", True), ("fsdp1 flat", False)])
-def test_no_rank_loads_a_damaged_checkpoint(ranks: Pool, tmp_path: Path, way: str, convert: bool) -> None:
-    for message in ranks.run(3, _checkpoint, str(tmp_path), way, convert):
-        assert "stands for NaN" in message

@@ -132,7 +132,7 @@ def test_rules_and_codecs(layout: str, kind: str, params: dict[str, Any]) -> Non
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("layout", WORST)
+@pytest.mark.parametrize("layout", WORST[::2])
 def test_scheduled_and_accumulated(layout: str) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}}
     settings = _config(layout, scheduler=schedule, gradient_accumulation_steps=2)
@@ -149,7 +149,7 @@ def test_scheduled_and_accumulated(layout: str) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize("layout", WORST)
+@pytest.mark.parametrize("layout", WORST[1::2])
 def test_gradient_clipping(layout: str) -> None:
     """The norm is summed in another order than elsewhere, so gradients equal up to rounding; SGD shows their size."""
     params = {"momentum": 0.9, "codec": "fp32", "weight_decay": 0.0}
@@ -163,15 +163,6 @@ def test_gradient_clipping(layout: str) -> None:
     for name, param in clipped.named_parameters():
         assert got[name].numpy() == pytest.approx(param.detach().numpy(), rel=1e-5, abs=1e-6)
     assert any((got[name] - param).abs().max() > 1e-4 for name, param in free.named_parameters())
-
-
-@pytest.mark.deepspeed_ranks(3)
-def test_zero_init() -> None:
-    settings = _config("3 sub-groups")
-    with import_deepspeed().zero.Init(config_dict_or_path=settings):
-        model = make_net()
-    engine = stepped_engine(settings, STEPS, model, grouped=True)
-    assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=True))
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -204,7 +195,7 @@ def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         ("Muon8bit", 0, {}, 2, True),
         ("Muon8bit", 1, ROUND_ROBIN, 3, False),
         ("Muon8bit", 3, SUB_GROUPS, 2, True),
-        ("NorMuon8bit", 2, {}, 3, True),
+        ("NorMuon8bit", 2, OFFLOAD, 3, True),
         ("NorMuon8bit", 3, OFFLOAD, 3, False),
         *slow(("Muon8bit", *stage, 4, True) for stage in [(1, ROUND_ROBIN), (2, OFFLOAD), (3, SUB_GROUPS)]),
     ],
@@ -238,33 +229,11 @@ def test_muon_by_marks_of_deepspeed(stage: int) -> None:
     assert_same(*snapshots)
 
 
-@pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(("stage", "kind"), [(2, "Muon8bit"), (3, "NorMuon8bit")])
-def test_losses_of_muon_with_and_without_offload(stage: int, kind: str) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/8463: DeepSpeed's own Muon has losses that differ by 0.094."""
-    runs = []
-    for zero in ({}, OFFLOAD):
-        params = {"adamw_lr": 3e-3, "lr": 2e-2}
-        engine = make_engine(make_net(), config(stage, kind, zero=zero, params=params, gradient_accumulation_steps=2))
-        losses = []
-        for step in range(10):
-            loss = loss_of(engine, make_batch(step, dist.get_rank()))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        runs.append((losses, engine_snapshot(engine)))
-    assert runs[0][0] == runs[1][0]
-    assert_same(runs[0][1], runs[1][1])
-    assert sum(losses[-3:]) < sum(losses[:3]), "the runs learn something"
-
-
 #: With an L2 penalty, which all gradients have in common, so that the estimate grows.
 PRODIGY = {"lr": 1.0, "d0": 1e-3, "d_coef": 20.0, "weight_decay": 2.0, "decouple": False}
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero", "own"), [(0, {}, True), (1, ROUND_ROBIN, False), (2, OFFLOAD, True), (3, {}, False)]
-)
+@pytest.mark.parametrize(("stage", "zero", "own"), [(1, ROUND_ROBIN, True), (3, {}, False)])
 def test_sums_over_all_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: int, zero: Zero, own: bool) -> None:
     """Prodigy's estimate, which checkpoints have, too."""
     of = twins(config(stage, "Prodigy8bit", zero=zero, params=PRODIGY))
@@ -275,8 +244,7 @@ def test_sums_over_all_parameters(deepspeed_ranks: Pool, tmp_path: Path, stage: 
 @pytest.mark.parametrize(
     "layout",
     [
-        *("0", "1 round robin", "2 offload", "3 sub-groups", "3 bf16 offload"),
-        *("0 bf16", "1 bf16 optimizer", "2 bf16", "2 masters", "3 masters all offload"),
+        *("0", "1 round robin", "2 offload", "3 bf16 offload", "1 bf16 optimizer", "2 bf16", "3 masters all offload"),
         *slow((layout,) for layout in ("2 round robin", "2 masters offload", "3 all offload", "3 masters")),
     ],
 )
@@ -322,9 +290,8 @@ def _addresses(engine: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        *((layout, "everything") for layout in ("1 round robin", "3 sub-groups", "2 bf16", "3 masters")),
-        *((layout, "optim_states") for layout in ("2 masters", "3")),
-        *((layout, "by the optimizer") for layout in ("2", "3")),
+        *((layout, "everything") for layout in ("1 round robin", "3 sub-groups")),
+        *(("2 masters", "optim_states"), ("2", "by the optimizer"), ("3", "by the optimizer")),
     ],
 )
 def test_states_go_and_come_back(layout: str, what: str) -> None:
@@ -411,17 +378,6 @@ def test_after_evaluation(tmp_path: Path) -> None:
     with torch.no_grad():
         expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
     assert torch.equal(got, expected)
-
-
-@pytest.mark.deepspeed_ranks(2)
-def test_async_save(tmp_path: Path) -> None:
-    """The copy is what was saved, whatever the next steps do."""
-    engine = stepped_engine(_config(WORST[3]), STEPS)
-    saving = shardopt.checkpoint.async_save(tmp_path, engine, epoch=7)
-    step_engine(engine, STEPS)
-    saving.result()
-    dist.barrier()
-    load(tmp_path, twins(_config(WORST[3])), False)
 
 
 def _other_codec(path: Path, settings: dict[str, Any]) -> None:
