@@ -6,7 +6,7 @@ A plain or DTensor parameter, or its single flat shard, is one slice; a flat buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout import FlatBuffer, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step, copy_to, step_on
 from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
@@ -51,24 +51,6 @@ class Slice(NamedTuple):
         codec = self.spec.codec
         renamed = self.name is not None and not codec.blockwise and codec.code_dtype != torch.float32
         return f"{key}_{codec.name}" if renamed and key not in _BESIDE_MOMENTS else key
-
-
-class Part(NamedTuple):
-    """A slice with its elements and state, for the kernels.
-
-    Attributes:
-        spec: describes the state.
-        first: index of the first element in the local tensor.
-        param: the elements.
-        state: the state's entries: this rank's plain tensors, views of the optimizer's.
-        number: the parameter's index among the model's, if the tensor is a flat buffer.
-    """
-
-    spec: SliceSpec
-    first: int
-    param: Tensor
-    state: StateDict
-    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,11 +145,6 @@ class TensorState:
                         slice_state[key] = slice_state[key][first : ends[name]]
             states.append(slice_state)
         return states
-
-    def parts(self, local_param: Tensor, state: Mapping[str, Any]) -> Iterator[Part]:
-        """The slices with their elements and state."""
-        for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
-            yield Part(slice_.spec, slice_.offset, slice_.of(local_param), slice_state, slice_.number)
 
     def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Each slice's part of float moments that are sharded like the tensor: plain tensors, views."""
@@ -272,8 +249,3 @@ class TensorState:
 def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
     """The spec of a parameter's state in a param group; see :meth:`TensorState.of`."""
     return TensorState.of(shard_of(param), param.dtype, group, moments)
-
-
-def flat_slices(spec: TensorState) -> list[SliceSpec]:
-    """The specs of the slices that are flat shards: of all slices or of none."""
-    return [slice_.spec for slice_ in spec.slices if isinstance(slice_.spec.shard, FlatShard)]
