@@ -119,10 +119,11 @@ def kernels_of(device: torch.device, offload: Offload) -> torch.device:
     return _CPU if offload == "step" else device
 
 
-def run_phases(calls: Sequence[Call], cuts: CutBlocks) -> None:
+def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
     """Runs all phases that change something, even if only other ranks have something to step."""
-    cuts.keep_scales()
-    cuts.clear_extremes()
+    if cuts:
+        cuts.keep_scales()
+        cuts.clear_extremes()
     for call in calls:
         call.run(_C.Phase.step)
     if not cuts:

@@ -55,9 +55,6 @@ class ExactSums:
         if self._over_all.is_bridge:  # on all ranks: the plan says so, too
             raise no_common_mesh()
 
-    def __bool__(self) -> bool:
-        return bool(self._of_each or self._of_all)
-
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""

@@ -65,11 +65,13 @@ class StepTables:
         self._stepped: list[Tensor] = []  # the parameters that the step changes
         self._has_totals = any(group.rule.totals for group in groups)
         self._raising = raising(groups)
-        self._sums = ExactSums(
-            (parameter, rule, kernels_of(parameter.device, context.residency.of(param).offload))
-            for param, parameter in zip(params, inputs, strict=True)
-            if parameter.spec is not None and (rule := groups[parameter.group].rule).sums
-        )
+        self._sums: ExactSums | None = None
+        if any(group.rule.sums for group in groups):
+            self._sums = ExactSums(
+                (parameter, rule, kernels_of(parameter.device, context.residency.of(param).offload))
+                for param, parameter in zip(params, inputs, strict=True)
+                if parameter.spec is not None and (rule := groups[parameter.group].rule).sums
+            )
         self._waves = wave_steps(inputs, groups, context, by_number=plan.single)
         waves = [wave for of_device in self._waves.values() for wave in of_device]
         self._in_waves = {index for wave in waves for index in wave.tensors}
@@ -95,6 +97,7 @@ class StepTables:
         self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
+        self._stepped_cuts: dict[torch.device, CutBlocks | None] = {}  # None for a step without cut blocks
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
@@ -181,7 +184,8 @@ class StepTables:
     def communicates(self) -> bool:
         """Whether the step takes collectives."""
         waves = (wave for of_device in self._waves.values() for wave in of_device)
-        return self._sums.communicates or any(self._cuts.values()) or any(wave.communicates for wave in waves)
+        has_sums = self._sums is not None and self._sums.communicates
+        return has_sums or any(self._stepped_cuts.values()) or any(wave.communicates for wave in waves)
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
@@ -193,8 +197,8 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            if self._sums or self._has_totals:
-                self._add_up()
+            if self._sums is not None:
+                self._add_up(self._sums)
             for device in self._batches:
                 self._run_on(device)
         finally:
@@ -205,33 +209,34 @@ class StepTables:
         _C.increment_versions(self._stepped)  # for autograd graphs that have saved the old values
         self._gradients, self._stepped = [], []
 
-    def _add_up(self) -> None:
+    def _add_up(self, sums: ExactSums) -> None:
         """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
-        self._sums.clear()
+        sums.clear()
         batches = [batch for of_device in self._batches.values() for batch in of_device]
         calls = [(batch.call, batch) for batch in batches if batch.call is not None]
-        for cuts in self._cuts.values():
+        for cuts in filter(None, self._stepped_cuts.values()):
             cuts.keep_scales()
         for call, _ in calls:
             call.run(_C.Phase.sums)
-        self._sums.exchange()
+        sums.exchange()
         if self._has_totals:
-            self._groups.follow_totals(self._context.take_totals(self._sums.total()))
+            self._groups.follow_totals(self._context.take_totals(sums.total()))
             for call, batch in calls:
                 call.update(False, self._groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, even if only other ranks have something to step."""
-        cuts, waves = self._cuts[device], self._waves.get(device, [])
+        cuts, waves = self._stepped_cuts[device], self._waves.get(device, [])
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         if device.type == "cuda":
-            of_cuts = (tensor for each in (cuts, *(wave.cuts for wave in waves)) for tensor in each.memory)
-            memory = [*self._groups.memory, *self._sums.memory, *of_cuts]
+            used = (self._groups, self._sums, cuts, *(wave.cuts for wave in waves))
+            memory = [tensor for each in used if each is not None for tensor in each.memory]
             use_in_current_stream(device, memory)
             if torch.cuda.is_current_stream_capturing():
                 self._context.captured.append((calls, memory, [wave.passes for wave in waves]))
         run_phases(calls, cuts)
-        run_waves(waves)
+        if waves:
+            run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
@@ -253,6 +258,7 @@ class StepTables:
                 wave.select(alike)
                 wave.cuts.select(p.columns for p in stepped if p.columns is not None and p.index in wave.tensors)
             cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
+            self._stepped_cuts[device] = cuts if cuts else None
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -50,6 +50,7 @@ def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     """The sums over all parameters in the last step."""
     tables = optimizer._internals.stepper._tables
     assert tables is not None
+    assert tables._sums is not None
     total = tables._sums.total()
     assert total is not None
     return [(value_of(digits), lost) for *digits, lost in total.tolist()]
