@@ -57,10 +57,11 @@ class GroupTables:
         """The tensors that the tables point to."""
         return list(self._lr.values())
 
-    def replace(self, groups: list[Group]) -> None:
-        """Takes new options."""
-        self.groups = groups
+    def replace(self, groups: list[Group]) -> bool:
+        """Takes new options; returns whether parameters keep their tables."""
+        before, self.groups = self.groups, groups
         self._tables.clear()
+        return [group.layout for group in groups] == [group.layout for group in before]
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
         """Takes hyper-parameters that follow from the sums over all parameters, per param group; None for none."""

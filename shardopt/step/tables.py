@@ -63,7 +63,6 @@ class StepTables:
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        self._has_totals = any(group.rule.totals for group in groups)
         self._raising = raising(groups)
         self._sums: ExactSums | None = None
         if any(group.rule.sums for group in groups):
@@ -126,9 +125,7 @@ class StepTables:
 
     def set_groups(self, groups: list[Group]) -> bool:
         """Takes new options; False if they call for other tables."""
-        before = self._groups.groups
-        self._groups.replace(groups)
-        return [group.layout for group in groups] == [group.layout for group in before]
+        return self._groups.replace(groups)
 
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
@@ -161,8 +158,7 @@ class StepTables:
         if changed := kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
-        if self._has_totals:
-            self._groups.follow_totals(None)
+        self._groups.follow_totals(None)
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
@@ -219,7 +215,7 @@ class StepTables:
         for call, _ in calls:
             call.run(_C.Phase.sums)
         sums.exchange()
-        if self._has_totals:
+        if any(group.rule.totals for group in self._groups.groups):
             self._groups.follow_totals(self._context.take_totals(sums.total()))
             for call, batch in calls:
                 call.update(False, self._groups.on(batch.kernels), self._scaling)
