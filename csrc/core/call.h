@@ -1,4 +1,4 @@
-// Arguments of one call of the step: plain data, filled in by shardopt/step/rows.py, group_tables.py and
+// Arguments of one call of the step: plain data, filled in by shardopt/step/rows.py, groups.py and
 // csrc/inputs.cpp.
 #pragma once
 

@@ -21,13 +21,13 @@ from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
 from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.options import make_plain
+from shardopt.state.options import TABLE_FORMAT, make_plain
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
 from shardopt.step.batch import StepContext
-from shardopt.step.rows import Group
+from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
 
 #: Gradients that are looked at before a clip coefficient is used: all would take a tenth of a step of small tensors.
@@ -214,7 +214,11 @@ class Internals:
         lr = options["lr"]
         on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
         read = options if on_device is None else {**options, "lr": 0.0}  # reading it would wait for the device
-        return Group.of(options, optimizer.rule(options), optimizer.hyper(read), on_device)
+        table_format = {name: options[name] for name in TABLE_FORMAT}
+        sign = -1.0 if options["maximize"] else 1.0
+        return Group(
+            optimizer.rule(options), table_format, optimizer.hyper(read), on_device, sign, options["nonfinite"]
+        )
 
     def fit_to_changes(self) -> None:
         """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""

@@ -22,9 +22,15 @@ from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.step.cut_blocks import CutBlocks
 from shardopt.step.exact_sums import TakeTotals
+from shardopt.step.inputs import Input
 
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 _CPU = torch.device("cpu")
+
+
+#: Parameters whose rows may be in one batch: the operands that are copied for their steps, and the index of the only
+#: parameter if it or its gradient is not contiguous.
+Alike = tuple[Offload, int | None]
 
 
 @dataclass(frozen=True)
@@ -49,31 +55,29 @@ class Batch:
 
     Args:
         device: the device of the parameters.
-        offload: the operands that are copied for the step.
+        alike: what they have in common.
         rows: of :data:`shardopt.step.rows.ROW`.
-        steps: addresses of the step counts that the call counts up.
-        strided: the index of the one parameter that the rows are of, if it or its gradient is not contiguous.
+        counted: the parameters whose step counts the call counts up.
         context: where state lives, and the counter of skipped elements.
-        gradients_kept: whether the gradients are in the host's memory, where ``offload="step"`` needs them.
     """
 
     def __init__(
         self,
         device: torch.device,
-        offload: Offload,
+        alike: Alike,
         rows: npt.NDArray[np.void],
-        steps: list[int],
-        strided: int | None,
+        counted: Sequence[Input],
         context: StepContext,
-        gradients_kept: bool = False,
     ) -> None:
-        self.tables = Tables(rows["kernel_row"].copy(), np.array(steps, dtype=np.uint64), _CODEC_TABLES)
+        offload, self.strided = alike
+        steps = np.array([parameter.step for parameter in counted], dtype=np.uint64)
+        self.tables = Tables(rows["kernel_row"].copy(), steps, _CODEC_TABLES)
         self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
         self.kernels = kernels_of(device, offload)
         self.call: Call | None = None
-        self.strided = strided
         self._device, self._offload, self._rows, self._context = device, offload, rows, context
-        self._moves = KEPT_MOVES if gradients_kept else residencies.MOVES.get(offload or "")
+        is_on_host = any(parameter.gradient_on_host for parameter in counted)  # where offload="step" needs gradients
+        self._moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload or "state"]
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Fills in the gradients' addresses; returns whether one is new."""
@@ -98,17 +102,14 @@ class Batch:
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
     def _make_call(self) -> Call:
-        skipped = self._context.skipped
-        call: Call
+        make = partial(make_call, self.kernels, skipped=self._context.skipped)
         if self._offload is None:
-            call = make_call(self._device, self.tables, skipped)
+            call: Call = make(self.tables)
         else:
             new_unit = np.diff(self.tensors, prepend=-1) != 0
             new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
             extents, units = self._rows["extent"], np.cumsum(new_unit)
             transfers = self._context.residency.transfers(self._device, self._offload)
-            assert self._moves is not None
-            make = partial(make_call, self.kernels, skipped=skipped)
             call = StreamedCall(self.tables, extents, units, self._moves, transfers, residencies.CHUNK_BYTES, make)
         return call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
@@ -127,11 +128,8 @@ def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
         call.run(_C.Phase.step)
     if not cuts:
         return
-    cuts.exchange_extremes()
-    if cuts.relative:
-        for call in calls:
-            call.run(_C.Phase.relative)
+    for phase in (_C.Phase.relative, _C.Phase.finish) if cuts.relative else (_C.Phase.finish,):
         cuts.exchange_extremes()
-    for call in calls:
-        call.run(_C.Phase.finish)
+        for call in calls:
+            call.run(phase)
     cuts.share_scales()

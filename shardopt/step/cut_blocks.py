@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,52 +10,46 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange, FlatShard, Shard, reduce_together
+from shardopt.layout import Exchange, Shard, reduce_together
 from shardopt.state.encoding import shared_blocks
-from shardopt.state.slice_spec import SliceSpec
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import order_of
 
 
-class CutParameter(NamedTuple):
-    """A parameter with cut blocks: the tensors that its owners exchange.
+class CutColumns(NamedTuple):
+    """A parameter with column shards that cut blocks: the tensors that the rows' owners exchange.
 
     Attributes:
-        spec: describes the parameter's state.
-        exchange: the parameter's owners.
-        scales: float32, ``(rows, blocks[, scales per block])``, one per moment.
+        exchange: the owners.
+        relative: whether a moment is coded in units of another's root.
+        scales: float32, ``(rows, blocks[, scales per block])``, one per moment with scales.
         extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
         old_scales: float32, ``(pieces - 1, *scales.shape)``, one per moment with scales: the kernels decode further
             pieces of a block with these, as the first piece may have replaced the block's scales by then.
         others: int64, 1-D: blocks of a row of which this rank holds nothing.
     """
 
-    spec: SliceSpec
     exchange: Exchange
+    relative: bool
     scales: list[Tensor]
     extremes: list[Tensor]
     old_scales: list[Tensor | None]
     others: Tensor
 
     @classmethod
-    def of(
-        cls, spec: SliceSpec, exchange: Exchange, scales: Sequence[Tensor | None], device: torch.device
-    ) -> CutParameter:
-        """Makes the tensors that ranks exchange for the cut blocks of a parameter.
-
-        Args:
-            spec: describes the parameter's state.
-            exchange: the parameter's owners.
-            scales: per moment; None for a moment without scales.
-            device: the parameter's device.
-        """
+    def of(cls, spec: SliceSpec, state: StateDict, device: torch.device) -> CutColumns:
+        """Makes the tensors for a parameter on a device, given its state: plain tensors."""
+        exchange = spec.shard.block_owners(spec.grid)
+        assert exchange is not None
         size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
         for first, end in spec.shard.columns:
             pieces_of[first // size : -(-end // size)] += 1
         pieces = max(int(pieces_of.max()), 1)
         shape = (pieces, spec.shard.rows, len(pieces_of), 2)
+        scales = [spec.local_coded(state, moment).scales for moment in spec.moments]
         return cls(
-            spec,
             exchange,
+            spec.relative,
             [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
             [None if x is None else x.new_empty((pieces - 1, *x.shape)) for x in scales],
@@ -67,115 +61,79 @@ class CutParameter(NamedTuple):
         """The tensors that are no state."""
         return [*self.extremes, *(x for x in self.old_scales if x is not None), self.others]
 
-    def keep_scales(self) -> None:
-        """Copies the scales for further pieces of a block."""
-        if len(self.extremes[0]) > 1:
-            for copies, scales in zip((x for x in self.old_scales if x is not None), self.scales, strict=True):
-                copies.copy_(scales)
-
-
-class FlatCuts:
-    """The extremes of the blocks that flat shards cut, of all parameters of an optimizer on a device.
-
-    All extremes take part in every step, even if this rank holds nothing of a parameter or has no gradient of it: other
-    ranks cannot know. One collective carries all extremes.
-
-    Args:
-        specs: of all parameters under flat shards, in an order that is equal on all ranks.
-        device: device of the extremes.
-    """
-
-    def __init__(self, specs: Sequence[SliceSpec], device: torch.device) -> None:
-        self._numbers: dict[Shard, dict[int, int]] = {}  # per part, the blocks' places in the part's row of the buffer
-        self._first: dict[Shard, Tensor] = {}  # per part: (moments, blocks, 2)
-        self.relative = False
-        counts: dict[Exchange, int] = {}
-        shared = []
-        for spec in specs:
-            numbers = shared_blocks(spec)
-            if numbers:
-                assert isinstance(spec.shard, FlatShard)
-                assert spec.shard.exchange is not None
-                exchange = spec.shard.exchange
-                first = counts.get(exchange, 0)
-                counts[exchange] = first + len(spec.moments) * len(numbers)
-                shared.append((spec, exchange, first, numbers))
-                self.relative |= spec.relative
-        self._buffers = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
-        for spec, exchange, first, numbers in shared:
-            rows = self._buffers[exchange][first : first + len(spec.moments) * len(numbers)]
-            self._first[spec.shard] = rows.view(len(spec.moments), len(numbers), 2)
-            self._numbers[spec.shard] = {number: place for place, number in enumerate(numbers)}
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The tensors that are no state."""
-        return list(self._buffers.values())
-
-    def addresses(self, spec: SliceSpec, number: int) -> list[int]:
-        """Addresses of a block's extremes, per moment; empty for a block that is not shared."""
-        places = self._numbers.get(spec.shard, {})
-        if number not in places:
-            return []
-        rows = self._first[spec.shard]
-        addresses = [rows[k, places[number]].data_ptr() for k in range(len(spec.moments))]
-        return addresses + [0] * (_C.max_moments - len(addresses))
-
-    def clear(self) -> None:
-        """Forgets the last step's extremes: 0 is neutral."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
-
-    def exchange(self) -> None:
-        """Replaces a block's extremes by the extremes over all its owners."""
-        for exchange, buffer in self._buffers.items():
-            exchange.all_reduce_max(buffer)
-
 
 class CutBlocks:
-    """The cut blocks of a step.
+    """The cut blocks of some parameters on a device.
+
+    Blocks that flat shards cut take part in every step, even if this rank holds nothing of a parameter or has no
+    gradient of it: other ranks cannot know. Of column shards those with a gradient take part.
 
     Args:
-        parameters: the parameters with column shards that cut blocks.
-        flat: the blocks that flat shards cut.
+        specs: of the parameters under flat shards, in an order that is equal on all ranks.
+        device: the device.
+
+    Attributes:
+        flat: addresses of the extremes of blocks that flat shards cut, per moment, by shard and number in the grid.
     """
 
-    def __init__(self, parameters: Sequence[CutParameter], flat: FlatCuts) -> None:
-        self._parameters, self._flat = parameters, flat
-        self._by_exchange: dict[Exchange, list[CutParameter]] = {}
-        for cut in sorted(parameters, key=lambda cut: order_of(cut.exchange)):
-            self._by_exchange.setdefault(cut.exchange, []).append(cut)
-        self.relative = flat.relative or any(cut.spec.relative for cut in parameters)
+    def __init__(self, specs: Iterable[SliceSpec], device: torch.device) -> None:
+        self._relative = False
+        self._columns: dict[Exchange, list[CutColumns]] = {}
+        self._stepped: list[CutColumns] = []
+        counts: dict[Exchange, int] = {}
+        places: dict[tuple[Shard, int], tuple[Exchange, int, int]] = {}
+        for spec in specs:
+            for number in shared_blocks(spec):
+                assert spec.shard.exchange is not None
+                exchange, moments = spec.shard.exchange, len(spec.moments)
+                places[spec.shard, number] = exchange, counts.get(exchange, 0), moments
+                counts[exchange] = counts.get(exchange, 0) + moments
+                self._relative |= spec.relative
+        self._flat = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
+        self.flat = {
+            block: [self._flat[exchange][row].data_ptr() for row in range(first, first + moments)]
+            + [0] * (_C.max_moments - moments)
+            for block, (exchange, first, moments) in places.items()
+        }
 
     def __bool__(self) -> bool:
-        return bool(self._parameters) or bool(self._flat)
+        return bool(self._stepped or self._flat)
+
+    def select(self, columns: Iterable[CutColumns]) -> None:
+        """Takes the parameters with column shards that have a gradient, in an order that is equal on all ranks."""
+        self._stepped = list(columns)
+        self._columns = {}
+        for column in sorted(self._stepped, key=lambda column: order_of(column.exchange)):
+            self._columns.setdefault(column.exchange, []).append(column)
 
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
-        of_cuts = (tensor for cut in self._parameters for tensor in cut.memory)
-        return [*self._flat.memory, *of_cuts]
+        return [*self._flat.values(), *(tensor for column in self._stepped for tensor in column.memory)]
+
+    @property
+    def relative(self) -> bool:
+        """Whether a moment is coded in units of another's root, and so after the other."""
+        return self._relative or any(column.relative for column in self._stepped)
 
     def keep_scales(self) -> None:
         """Copies the scales of blocks of which this rank holds several pieces, before the kernels read them."""
-        for cut in self._parameters:
-            cut.keep_scales()
+        for column in self._stepped:
+            if len(column.extremes[0]) > 1:
+                for copies, scales in zip((x for x in column.old_scales if x is not None), column.scales, strict=True):
+                    copies.copy_(scales)
 
     def clear_extremes(self) -> None:
         """Forgets the last step's extremes: 0 is neutral."""
-        self._flat.clear()
-        for cut in self._parameters:
-            for extremes in cut.extremes:
-                extremes.zero_()
+        for extremes in (*self._flat.values(), *(x for column in self._stepped for x in column.extremes)):
+            extremes.zero_()
 
     def exchange_extremes(self) -> None:
         """Replaces a block's extremes by the extremes over all its owners."""
-        self._flat.exchange()
-        for exchange, cuts in self._by_exchange.items():
-            every = [extremes for cut in cuts for extremes in cut.extremes]
+        for exchange, buffer in self._flat.items():
+            exchange.all_reduce_max(buffer)
+        for exchange, columns in self._columns.items():
+            every = [extremes for column in columns for extremes in column.extremes]
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
@@ -185,9 +143,10 @@ class CutBlocks:
 
     def share_scales(self) -> None:
         """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""
-        for exchange, cuts in self._by_exchange.items():
-            for cut in cuts:
-                for scales in cut.scales:
-                    scales.index_fill_(1, cut.others, 0)
+        for exchange, columns in self._columns.items():
+            every = [scales for column in columns for scales in column.scales]
+            for column in columns:
+                for scales in column.scales:
+                    scales.index_fill_(1, column.others, 0)
             # Scales are not negative: the order of their bits as integers is their order as floats.
-            reduce_together(exchange.all_reduce_max, [s.view(torch.int32) for cut in cuts for s in cut.scales])
+            reduce_together(exchange.all_reduce_max, [scales.view(torch.int32) for scales in every])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,153 +11,89 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.layout import Counted, Exchange
 from shardopt.state.rule import Rule
-from shardopt.state.tensor_state import TensorState
-from shardopt.step.over_all import OverAll, no_common_mesh, ranks_of_sums
+from shardopt.step.inputs import Input
+from shardopt.step.over_all import OverAll, no_common_mesh
 
 #: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
 #: the hyper-parameters that follow from the sums.
 TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
-@dataclass(frozen=True)
-class Summed:
-    """A tensor whose rule needs sums over each of its parameters, or over all of the optimizer's.
-
-    Attributes:
-        index: the tensor's index in the step.
-        spec: describes the tensor's state.
-        rule: says how many sums each parameter has, or all parameters together.
-        device: the device of the kernels that step the tensor.
-    """
-
-    index: int
-    spec: TensorState
-    rule: Rule
-    device: torch.device
-
-
 class ExactSums:
-    """The sums of all parameters of a step whose rule needs some.
+    """The sums over each parameter, or over all parameters, that the rules of a step need.
 
     The kernels add whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up the sums
-    of parameters that these ranks share; all of these sums take part in every step, with or without gradients. Each
-    set's message has room for one sum over all parameters; a part that several sets hold is added to the largest one's.
+    of parameters that these ranks share. Every sum takes part in every step, with or without gradients.
 
     Args:
-        tensors: in an order that is equal on all ranks.
+        tensors: those with sums, each with its rule and the device of the kernels that step it; in an order that is
+            equal on all ranks.
     """
 
-    def __init__(self, tensors: Iterable[Summed]) -> None:
-        counts: dict[Exchange | None, int] = {}
-        devices: dict[Exchange | None, set[torch.device]] = {}
-        places: dict[int, list[tuple[Exchange | None, int, torch.device]]] = {}  # by tensor: one per slice
-        self._totals: dict[Exchange | None, slice] = {}
-        self._own: dict[Counted | None, dict[torch.device, Tensor]] = {}  # parts of the sums over all parameters
-        own_of: dict[tuple[int, int], Tensor] = {}
-        for summed in tensors:
-            places[summed.index] = []
-            for part in summed.spec.slices:
-                ranks = ranks_of_sums(part.shard, summed.rule)
-                devices.setdefault(ranks, set()).add(summed.device)
-                place = self._totals.get(ranks) if summed.rule.totals else None
-                if place is None:
-                    place = slice(counts.get(ranks, 0), counts.get(ranks, 0) + summed.rule.sums)
-                    counts[ranks] = place.stop
-                if summed.rule.totals:
-                    self._totals[ranks] = place
-                    own = self._own.setdefault(part.shard.counted(), {})
-                    if summed.device not in own:
-                        shape = (summed.rule.sums, _C.sum_words)
-                        own[summed.device] = torch.zeros(shape, dtype=torch.int64, device=summed.device)
-                    own_of[summed.index, len(places[summed.index])] = own[summed.device]
-                places[summed.index].append((ranks, place.start, summed.device))
-        # int64, (sums, words). Each device has room for all sums, as ranks may differ in devices.
-        self._buffers = {
-            ranks: {d: torch.zeros((count, _C.sum_words), dtype=torch.int64, device=d) for d in devices[ranks]}
-            for ranks, count in counts.items()
-        }
-        self._addresses = {
-            index: [
-                own_of.get((index, at), self._buffers[ranks][device][first]).data_ptr()
-                for at, (ranks, first, device) in enumerate(of_slices)
-            ]
-            for index, of_slices in places.items()
-        }
-        self._over_all = OverAll(self._own)
+    def __init__(self, tensors: Iterable[tuple[Input, Rule, torch.device]]) -> None:
+        counts: dict[tuple[bool, Any], int] = {}  # by whether a sum is over all parameters, and the ranks with parts
+        places: list[tuple[Input, int, tuple[bool, Any], torch.device, int]] = []
+        for parameter, rule, device in tensors:
+            for place, slice_ in enumerate(parameter.slices):
+                shard = slice_.shard
+                key = rule.totals, shard.counted() if rule.totals else shard.part_owners
+                first = 0 if rule.totals else counts.get(key, 0)
+                places.append((parameter, place, key, device, first))
+                counts[key] = first + rule.sums
+        # int64, (sums, words). Each device has room for all sums of its ranks, as ranks may differ in devices.
+        buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
+        for parameter, place, key, device, first in places:
+            if device not in buffers[key]:
+                shape = (counts[key], _C.sum_words)
+                buffers[key][device] = torch.zeros(shape, dtype=torch.int64, device=device)
+            parameter.sums[place] = buffers[key][device][first].data_ptr()
+        self._of_each: dict[Exchange | None, list[Tensor]] = {}
+        self._of_all: dict[Counted | None, list[Tensor]] = {}  # this rank's parts
+        for (totals, ranks), by_device in buffers.items():
+            (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())
+        self._over_all = OverAll(self._of_all)
         if self._over_all.is_bridge:  # on all ranks: the plan says so, too
             raise no_common_mesh()
 
     @property
     def memory(self) -> list[Tensor]:
         """The tensors that are no state."""
-        of_own = (own for by_device in self._own.values() for own in by_device.values())
-        return [*self._each_buffer(), *of_own]
-
-    def _each_buffer(self) -> Iterator[Tensor]:
-        return (buffer for buffers in self._buffers.values() for buffer in buffers.values())
-
-    def addresses(self, index: int) -> list[int]:
-        """Addresses of the sums of a tensor's slices; empty for a tensor without sums."""
-        return self._addresses.get(index, [])
+        return [buffer for buffers in (*self._of_each.values(), *self._of_all.values()) for buffer in buffers]
 
     @property
     def communicates(self) -> bool:
         """Whether sums are added up over several ranks."""
-        return any(ranks is not None for ranks in self._buffers)
+        return any(ranks is not None for ranks in self._of_each) or bool(self._over_all.messages)
 
     def clear(self) -> None:
         """Forgets the last step's sums."""
-        for buffer in self._each_buffer():
+        for buffer in self.memory:
             buffer.zero_()
-        for by_device in self._own.values():
-            for own in by_device.values():
-                own.zero_()
 
     def exchange(self) -> None:
-        """Adds up the sums of all ranks that hold parts of the same parameters."""
-        for counted, by_device in self._own.items():
-            home = self._over_all.home(counted)
-            if home is None or self._over_all.counts(counted, home):
-                joins = self._totals[None if home is None else home.ranks]
-                buffer = next(iter(self._buffers[None if home is None else home.ranks].values()))
-                for own in by_device.values():
-                    buffer[joins] += own.to(buffer.device)
-        for ranks, buffers in self._buffers.items():
+        """Adds up the sums over each parameter, over all ranks that hold parts of it."""
+        for ranks, (total, *others) in self._of_each.items():
             if ranks is not None:
-                total, *others = buffers.values()
                 for other in others:
                     total += other.to(total.device)
                 ranks.all_reduce_sum(total)
                 for other in others:
                     other.copy_(total)
 
-    def totals(self) -> Iterator[Tensor]:
-        """The sums over all parameters, after the exchange: int64, (sums, words), on the host, one per set of ranks.
+    def total(self) -> Tensor | None:
+        """The sums over all parameters and ranks: int64, (sums, words), on the host; None without any.
 
         Raises:
             RuntimeError: a CUDA graph captures the step.
         """
-        found = {}
-        messages = [message.ranks for message in self._over_all.messages]
-        for ranks, place in self._totals.items():
-            if ranks is not None and ranks not in messages:
-                continue  # the message of more ranks has them, too
-            buffers = list(self._buffers[ranks].values())
-            for buffer in buffers[:1]:  # exchanged buffers are equal
-                if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
-                        "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
-                    )
-                found[ranks] = buffer[place].cpu()
-        yield from found.values()
-        if found:
-            like = next(iter(found.values()))
-            for of_others in self._over_all.noted([found[ranks] for ranks in messages], like):
-                yield of_others.view_as(like)
-
-
-def total_of(sums: Iterable[ExactSums]) -> Tensor | None:
-    """The sums over all parameters on all devices: int64, (sums, words); None without any."""
-    totals = [total for on_device in sums for total in on_device.totals()]
-    return torch.stack(totals).sum(0) if totals else None
+        shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._of_all.items()}
+        for first, *_ in shares.values():
+            if first.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
+                    "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
+                )
+        if not shares:
+            return None
+        nothing = torch.zeros_like(next(iter(shares.values()))[0])
+        return self._over_all.total(shares, nothing, largest=False).view(-1, _C.sum_words).cpu()

@@ -23,7 +23,7 @@ from shardopt.step.over_all import OverAll
 Shares = Mapping[Counted | None, Tensor]
 
 #: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
-_ROW = np.dtype([("tensor", np.int64), ("element", np.int64), ("device", np.int64), ("kernel_row", _C.kernel_row)])
+_ROW = np.dtype([(name, np.int64) for name in ("tensor", "element", "cols", "sums")])
 
 
 class GradientNorm:
@@ -44,8 +44,7 @@ class GradientNorm:
         self._shards = [shard_of(p) if may else None for p, may in zip(params, may_have_gradient, strict=True)]
         # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
         self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
-        self._devices = list(dict.fromkeys(p.device for p in params))
-        rows = []
+        rows: dict[torch.device, list[tuple[int, ...]]] = {param.device: [] for param in params}
         seen: set[int] = set()  # a parameter that is given twice counts once
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
             if id(param) in seen:
@@ -56,13 +55,9 @@ class GradientNorm:
                 if param.device not in sums:
                     check_device(f"parameter {index}", param.device)
                     sums[param.device] = torch.zeros(_C.sum_words, dtype=torch.int64, device=param.device)
-                rows.append((index, first, self._devices.index(param.device), numel, sums[param.device].data_ptr()))
+                rows[param.device].append((index, first, numel, sums[param.device].data_ptr()))
         self._over_all = OverAll(self._sums)
-        self._rows = np.zeros(len(rows), _ROW)
-        columns = [self._rows[name] for name in ("tensor", "element", "device")]
-        columns += [self._rows["kernel_row"][name] for name in ("cols", "sums")]
-        for column, values in zip(columns, zip(*rows, strict=True), strict=False):
-            column[:] = values
+        self._rows = {device: np.array(of_device, _ROW) for device, of_device in rows.items()}
         entries = [None if shard is None else frozenset[str]() for shard in self._shards]
         groups = [{"params": params}]
         self._copied: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
@@ -123,7 +118,7 @@ class GradientNorm:
                 "got only parameters that are on other ranks, expected some of which this rank has a part or a copy, "
                 "through which it gets the norm; call this on the ranks that have a part"
             )
-        nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=self._devices[0])
+        nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, nothing, largest=largest)
         norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
         return norm, coefficient
@@ -159,8 +154,8 @@ class GradientNorm:
         others = has_gradient & (kinds & _C.Inputs.strided > 0)
         others[list(self._copied)] = True
         self._batches = []
-        for at, device in enumerate(self._devices):
-            rows = self._rows[(self._rows["device"] == at) & has_gradient[self._rows["tensor"]]]
+        for device, of_device in self._rows.items():
+            rows = of_device[has_gradient[of_device["tensor"]]]
             is_other = others[rows["tensor"]]
             rows = rows[np.argsort(is_other, kind="stable")]
             self._batches.append(_Batch(device, rows, int((~is_other).sum())))
@@ -178,7 +173,8 @@ class _Batch:
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
-        self._kernel_rows, self._elements = rows["kernel_row"].copy(), rows["element"].copy()
+        self._kernel_rows, self._elements = np.zeros(len(rows), _C.kernel_row), rows["element"].copy()
+        self._kernel_rows["cols"], self._kernel_rows["sums"] = rows["cols"], rows["sums"]
         self.tensors, self.in_place = rows["tensor"].copy(), in_place
         self.others: list[int] = list(dict.fromkeys(self.tensors[in_place:].tolist()))
         self.call = make_norm_call(device, self._kernel_rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +24,22 @@ from shardopt.layout import (
     use_numbers,
 )
 from shardopt.state.names import listed_name, named
-from shardopt.state.residency import StateResidency
+from shardopt.state.residency import Offload, StateResidency
+from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
-from shardopt.step.rows import Group
+from shardopt.step.cut_blocks import CutColumns
+from shardopt.step.groups import Group
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
 
-class Input(NamedTuple):
+@dataclass
+class Input:
     """A parameter of the optimizer, as a step needs to know it.
 
     Attributes:
+        index: index in the step.
         name: the parameter's name in errors.
         group: index of the param group.
         position: index in the param group.
@@ -44,8 +49,14 @@ class Input(NamedTuple):
         copies: ranks that hold copies of the parameter and share the work on it; None without such ranks.
         gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
             attribute ``grad`` is None.
+        sums: addresses of the sums over slices' parameters, by the slices' places.
+        begins: indices in slices at which a matrix begins, by the slices' places: rows end there.
+        columns: what ranks exchange if the parameter is a column shard that cuts blocks.
+        step: address of the step count; 0 as long as the parameter has no rows.
+        offload: the operands that are copied for the step.
     """
 
+    index: int
     name: str
     group: int
     position: int
@@ -54,12 +65,22 @@ class Input(NamedTuple):
     number: int
     copies: Copies | None
     gradient_on_host: bool
+    sums: dict[int, int] = field(default_factory=dict)
+    begins: dict[int, list[int]] = field(default_factory=dict)
+    columns: CutColumns | None = None
+    step: int = 0
+    offload: Offload = None
 
     @property
     def shard(self) -> Shard:
         """The part of the parameter that this rank holds."""
         assert self.spec is not None
         return self.spec.shard
+
+    @property
+    def slices(self) -> tuple[SliceSpec, ...]:
+        """The slices of model parameters that the parameter is made of."""
+        return () if self.spec is None else self.spec.slices
 
 
 def describe(
@@ -84,7 +105,7 @@ def describe(
 
     Raises:
         RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the
-            kernels cannot step.
+            kernels cannot step; or flat buffers are rounded at random, and the model was never seen as a whole.
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
     inputs: list[Input] = []
@@ -108,7 +129,7 @@ def describe(
             number = number_of(param)
             if number is None:
                 number = numbers.get(param, first + len(inputs))
-                is_random = spec is not None and any(part.is_random for part in spec.slices)
+                is_random = spec is not None and any(x.is_random for x in spec.slices)
                 if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
                     warn_user(
                         f"{known_as}: got a parameter without a number in the model, unlike others, to be rounded at "
@@ -116,28 +137,20 @@ def describe(
                         RuntimeWarning,
                     )
             shared = copies.get(param)
-            inputs.append(Input(known_as, index, position, param.device, spec, number, shared, gradient_on_host))
-    _check_noise(inputs)
-    return inputs
-
-
-def _check_noise(inputs: Sequence[Input]) -> None:
-    """Checks that the parameters' indices in the model are known if flat buffers are rounded at random.
-
-    Raises:
-        UnknownShardError: the step has parameters of a model that was never seen as a whole.
-    """
-    params = sum(1 if p.spec is None else len(p.spec.slices) for p in inputs)
+            inputs.append(
+                Input(len(inputs), known_as, index, position, param.device, spec, number, shared, gradient_on_host)
+            )
+    params_known = sum(1 if parameter.spec is None else len(parameter.slices) for parameter in inputs)
     for parameter in inputs:
-        spec, name = parameter.spec, parameter.name
-        if spec is not None and isinstance(spec.shard, FlatBuffer) and any(s.is_random for s in spec.slices):
-            known = spec.shard.known_params
-            if known is not None and known < params:
-                raise UnknownShardError(
-                    f"{name}: got flat parameters of a part of the model for rounding at random, expected a model that "
-                    "is known as a whole, as the noise depends on the parameters' places in it; call "
-                    "optimizer.attach(model) with the whole model, or set use_orig_params=True"
-                )
+        shard = None if parameter.spec is None else parameter.spec.shard
+        known = shard.known_params if isinstance(shard, FlatBuffer) else None
+        if known is not None and known < params_known and any(x.is_random for x in parameter.slices):
+            raise UnknownShardError(
+                f"{parameter.name}: got flat parameters of a part of the model for rounding at random, expected a "
+                "model that is known as a whole, as the noise depends on the parameters' places in it; call "
+                "optimizer.attach(model) with the whole model, or set use_orig_params=True"
+            )
+    return inputs
 
 
 def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: Tensor | None) -> list[Tensor | None]:
@@ -151,25 +164,23 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
     """
-    gradients: list[Tensor | None] = []
+    parts: list[Tensor | None] = []
     for param, parameter in zip(params, inputs, strict=True):
-        part = on_host if param.grad is None else None
-        if part is not None:
-            with named(parameter.name):
-                local = parameter.shard.local(param)
-            check_tensors(parameter.name, local, part, torch.device("cpu"))
-        elif param.grad is not None:
-            if param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
-                    "nn.Embedding(sparse=False))"
-                )
-            with named(parameter.name):
-                local = parameter.shard.local(param)
-            part = local_gradient(inputs, len(gradients), param.grad)
-            check_tensors(parameter.name, local, part, local.device)
-        gradients.append(part)
-    return gradients
+        gradient = on_host if param.grad is None else param.grad
+        if gradient is None:
+            parts.append(None)
+            continue
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
+                "nn.Embedding(sparse=False))"
+            )
+        with named(parameter.name):
+            local = parameter.shard.local(param)
+        part = gradient if gradient is on_host else local_gradient(inputs, parameter.index, gradient)
+        check_tensors(parameter.name, local, part, torch.device("cpu") if gradient is on_host else local.device)
+        parts.append(part)
+    return parts
 
 
 def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
@@ -198,7 +209,7 @@ def ready_states(
     inputs: Sequence[Input],
     gradients: Sequence[Tensor | None],
     residency: StateResidency,
-) -> list[int]:
+) -> list[Input]:
     """Readies the state of parameters with a gradient, and of those without that were stepped before.
 
     Args:
@@ -209,48 +220,39 @@ def ready_states(
         residency: where the state of each parameter lives.
 
     Returns:
-        The indices of the parameters whose state is ready.
+        The parameters whose state is ready.
 
     Raises:
-        RuntimeError: the state of a parameter with a gradient is not in memory. Parameters before it may have got
-            their first state.
+        RuntimeError: the state of a parameter with a gradient is not in memory, or two of these parameters or state
+            entries share memory. Nothing was changed, but parameters may have got their first state.
     """
-    ready = []
-    for index, (param, parameter, gradient) in enumerate(zip(params, inputs, gradients, strict=True)):
+    ready: list[Input] = []
+    memory: list[tuple[str, Tensor]] = []
+    for param, parameter, gradient in zip(params, inputs, gradients, strict=True):
         if parameter.spec is None or (gradient is None and not state.get(param)):
             continue
         with unless_idle(gradient):
+            local, entries = parameter.shard.local(param), parameter.spec.entries
             if gradient is None:
-                local = parameter.shard.local(param)
                 check_tensors(parameter.name, local, local, local.device)
             residency.ready(parameter.name, param, parameter.spec, state[param])
-            ready.append(index)
-    return ready
-
-
-def demand_apart(params: Sequence[Tensor], state: Any, inputs: Sequence[Input], ready: Sequence[int]) -> None:
-    """Checks that no two of the parameters whose state is ready have memory in common, nor two of their state entries.
-
-    Raises:
-        RuntimeError: two share memory. Nothing was changed, but parameters may have got their first state.
-    """
-    memory: list[Tensor] = []
-    names: list[str] = []
-    for index in ready:
-        parameter, param = inputs[index], params[index]
-        memory.append(parameter.shard.local(param))
-        names.append(parameter.name)
-        for key, entry in state[param].items():
-            if parameter.spec is not None and key in parameter.spec.state_names:
-                memory.append(getattr(entry, "_local_tensor", entry))
-                names.append(f"{parameter.name}: the state {key}")
-    found = sharing_memory(memory)
-    if found is not None:
-        first, second = (names[index] for index in found)
+            if missing := [key for key in entries if key not in state[param]]:
+                raise RuntimeError(
+                    f"{parameter.name}: got state without {missing[0]}, expected {', '.join(sorted(entries))}; set the "
+                    f"options when the optimizer is made, or load a state that has {missing[0]}"
+                )
+            ready.append(parameter)
+            memory.append((parameter.name, local))
+            for key in entries:
+                entry = state[param][key]
+                memory.append((f"{parameter.name}: the state {key}", getattr(entry, "_local_tensor", entry)))
+    if found := sharing_memory([tensor for _, tensor in memory]):
+        first, second = (memory[place][0] for place in found)
         raise RuntimeError(
             f"{second}: got memory that it shares with {first}, expected memory of its own for each, as a step changes "
             "both at once; give each parameter to the optimizer once, and make views and tied weights of a .clone()"
         )
+    return ready
 
 
 def raising(groups: Sequence[Group]) -> frozenset[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from shardopt.layout import Counted, Exchange, Notes, Shard
-from shardopt.state.rule import Rule
+from shardopt.layout import Counted, Notes
 
 #: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
 #: _MOST_LOST, as it counts terms that are not finite: those of fewer than 2^15 ranks can be added up.
@@ -51,14 +51,6 @@ class OverAll:
         self._subject = hashlib.sha256(repr((subject, None in known)).encode()).hexdigest()[:16]
         self._is_new = True
 
-    def home(self, counted: Counted | None) -> Counted | None:
-        """The ranks of the message that carries the sums of a parameter; None without a message."""
-        return self._home.get(counted)
-
-    def counts(self, counted: Counted | None, message: Counted) -> bool:
-        """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
-        return counted is not None and self._home[counted] is message and not counted.before & message.numbers
-
     def total(self, shares: Mapping[Counted | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
         """The sum or maximum over all parameters and ranks. All ranks must call this.
 
@@ -74,9 +66,8 @@ class OverAll:
         totals = [words for held, of_held in shares.items() if held not in self._home for words in of_held]
         refused = False
         for message in self.messages:
-            parts = [x for c, of_c in shares.items() if c is not None and c in self._home and self.counts(c, message)
-                     for x in of_c]  # fmt: skip
-            words = joined([like, *parts], largest) if parts else like.clone()
+            joins = [of_held for held, of_held in shares.items() if self._joins(held, message)]
+            words = _joined([like, *chain.from_iterable(joins)], largest)
             if len(message.numbers) > 1:
                 words[-1:].clamp_(max=_MOST_LOST)
                 if self.is_bridge:
@@ -90,21 +81,20 @@ class OverAll:
         if refused:
             self.refuse()
             raise no_common_mesh()
-        totals += self.noted(totals[-len(self.messages) :] if self.messages else [], like)
-        is_home = bool(totals) and totals[0].device == like.device
-        return joined(totals if is_home else [like, *totals], largest)
-
-    def noted(self, totals: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """Passes the messages' totals on to ranks that have no group with this one; returns those of others."""
         if self._notes and any(message.notes is not None for message in self.messages):
-            self._write([words.cpu().numpy().tobytes() for words in totals])
+            self._write([words.cpu().numpy().tobytes() for words in totals[-len(self.messages) :]])
         notes = [bytearray(notes.read(self._subject)) for notes in self._readable()]  # all of them: calls are numbered
         if not all(notes):
             raise RuntimeError(
                 "got an error on other ranks, whose parts the sum over all parameters needs, expected a sum that all "
                 "ranks can take; see the error of those ranks"
             )
-        return [torch.frombuffer(note, dtype=like.dtype).to(like.device) for note in notes]
+        totals += [torch.frombuffer(note, dtype=like.dtype) for note in notes]
+        return _joined([like, *totals], largest)
+
+    def _joins(self, counted: Counted | None, message: Counted) -> bool:
+        """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
+        return counted is not None and self._home.get(counted) is message and not counted.before & message.numbers
 
     def refuse(self) -> None:
         """Writes and reads no totals in this call: ranks that read them raise an error. All ranks must call this."""
@@ -130,18 +120,10 @@ def no_common_mesh() -> RuntimeError:
     )
 
 
-def joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
+def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
     """The sum or the maximum of some words, on the first ones' device."""
-    first, *others = parts
-    for other in others:
-        there = other.to(first.device)
-        first = torch.maximum(first, there) if largest else first + there
-    return first
-
-
-def ranks_of_sums(shard: Shard, rule: Rule) -> Exchange | None:
-    """The ranks that exchange the sums of a rule: of each parameter, or of all parameters."""
-    if not rule.totals:
-        return shard.part_owners
-    counted = shard.counted()
-    return None if counted is None else counted.ranks
+    total = parts[0].clone()
+    for part in parts[1:]:
+        there = part.to(total.device)
+        total = torch.maximum(total, there) if largest else total.add_(there)
+    return total

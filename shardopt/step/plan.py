@@ -8,12 +8,11 @@ from typing import Any
 from shardopt.layout import Exchange, FlatBuffer, FlatShard
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
-from shardopt.state.options import TABLE_FORMAT
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, Members, Plan
+from shardopt.step.groups import Group
 from shardopt.step.inputs import Input, ParamGroups
-from shardopt.step.over_all import OverAll, ranks_of_sums
-from shardopt.step.rows import Group
+from shardopt.step.over_all import OverAll
 
 
 def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> Plan:
@@ -26,16 +25,16 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
     sets: dict[Exchange, Members] = {}
-    summed = (p.spec.slices for p in inputs if p.spec is not None and groups[p.group].rule.totals)
+    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
     over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
     stepped = set()
-    for index, parameter in enumerate(inputs):
+    for parameter in inputs:
         options = param_groups[parameter.group]
         if parameter.gradient_on_host or options["params"][parameter.position].grad is not None:
-            stepped.add(index)
-        for slice_ in parameter.spec.slices if parameter.spec is not None else ():
+            stepped.add(parameter.index)
+        for slice_ in parameter.slices:
             name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
-            line = _line(index, parameter, slice_, name, groups[parameter.group])
+            line = _line(parameter, slice_, name, groups[parameter.group])
             if groups[parameter.group].rule.totals:
                 line.says["a mesh with all ranks that share parameters"] = not over_all.is_bridge
             for ranks, is_joint in _ranks_of(parameter, slice_, groups[parameter.group]).items():
@@ -44,7 +43,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                     members = sets[ranks] = members._replace(device=parameter.device)
                 members.lines.append(line)
                 if is_joint:
-                    members.joint[index] = None
+                    members.joint[parameter.index] = None
     return Plan(sets, stepped, over_all.refuse, single=single)
 
 
@@ -54,28 +53,20 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[Exchang
     Returns:
         For each set of ranks whether all of them or none must have a gradient.
     """
-    shard = slice_.shard
-    are_joint: list[tuple[Exchange | None, bool]] = [
-        (shard.row_owners, bool(shared_blocks(slice_))),
-        (ranks_of_sums(shard, group.rule) if group.rule.sums else None, True),
-        (_division(parameter, slice_, group), True),
-    ]
-    found: dict[Exchange, bool] = {}
-    for ranks, is_joint in are_joint:
-        if ranks is not None:
-            found[ranks] = found.get(ranks, False) or is_joint
-    return found
+    shard, rule = slice_.shard, group.rule
+    found = {shard.row_owners: bool(shared_blocks(slice_))}
+    if rule.totals:
+        counted = shard.counted()
+        found[counted.ranks if counted else None] = True
+    elif rule.sums:
+        found[shard.part_owners] = True
+    if rule.orthogonalized is not None:
+        division = shard.division() or parameter.copies
+        found[division.ranks if division else None] = True
+    return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
 
 
-def _division(parameter: Input, slice_: SliceSpec, group: Group) -> Exchange | None:
-    """The ranks that share the orthogonalization of a slice."""
-    if group.rule.orthogonalized is None:
-        return None
-    division = slice_.shard.division()
-    return division.ranks if division else parameter.copies.ranks if parameter.copies else None
-
-
-def _line(index: int, parameter: Input, slice_: SliceSpec, name: str | None, group: Group) -> Line:
+def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group) -> Line:
     shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
     is_flat = isinstance(shard, FlatShard)
     says: dict[str, Any] = {
@@ -83,7 +74,7 @@ def _line(index: int, parameter: Input, slice_: SliceSpec, name: str | None, gro
         "shape": list(shard.global_shape),
         "dtype": str(slice_.weights.dtype),
         "rule": rule.name if rule.has_sums else f"{rule.name} without sums",
-        **dict(zip(TABLE_FORMAT, group.table_format, strict=True)),
+        **group.table_format,
         "nonfinite='raise'": group.nonfinite == "raise",
     }
     if isinstance(shard, FlatShard):
@@ -96,4 +87,4 @@ def _line(index: int, parameter: Input, slice_: SliceSpec, name: str | None, gro
     is_sized = not is_flat and slice_.exchanges_columns
     is_buffer = isinstance(parameter.shard, FlatBuffer)
     is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)
-    return Line(index, slice_.name or parameter.name, says, is_sized, is_held)
+    return Line(parameter.index, slice_.name or parameter.name, says, is_sized, is_held)

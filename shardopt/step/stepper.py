@@ -15,9 +15,9 @@ from shardopt.layout import Copies
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.step.agreement import Agreement
 from shardopt.step.batch import StepContext
+from shardopt.step.groups import Group
 from shardopt.step.inputs import (
     ParamGroups,
-    demand_apart,
     demand_finite,
     describe,
     local_gradients,
@@ -25,7 +25,6 @@ from shardopt.step.inputs import (
     ready_states,
 )
 from shardopt.step.plan import plan_of
-from shardopt.step.rows import Group
 from shardopt.step.tables import StepTables
 
 _options_of = itemgetter(*DEFAULTS)
@@ -140,7 +139,6 @@ class Stepper:
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups, self._raising - before)
         ready = ready_states(params, state, inputs, gradients, self._residency)
-        demand_apart(params, state, inputs, ready)
         return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self.context)
 
     def _run(self, tables: StepTables) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +15,16 @@ from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.strided import StridedCall
-from shardopt.layout import shard_of
-from shardopt.state.residency import Offload
-from shardopt.state.slice_spec import ROW_MOMENTS, SliceSpec, StateDict
-from shardopt.state.tensor_state import flat_slices
+from shardopt.layout import Shard, shard_of
+from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import Plan
-from shardopt.step.batch import Batch, StepContext, kernels_of, run_phases
-from shardopt.step.cut_blocks import CutBlocks, CutParameter, FlatCuts
-from shardopt.step.exact_sums import ExactSums, Summed, total_of
-from shardopt.step.group_tables import GroupTables
+from shardopt.step.batch import Alike, Batch, StepContext, kernels_of, run_phases
+from shardopt.step.cut_blocks import CutBlocks, CutColumns
+from shardopt.step.exact_sums import ExactSums
+from shardopt.step.groups import Group, GroupTables
 from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
-from shardopt.step.muon.waves import Waves, WaveStep, run_waves
-from shardopt.step.rows import ROW, Group, Row, SliceOfStep, rows_of
+from shardopt.step.muon.waves import run_waves, wave_steps
+from shardopt.step.rows import ROW, Row, rows_of
 
 
 class StepTables:
@@ -40,7 +37,7 @@ class StepTables:
         state: the optimizer's state.
         groups: one per param group.
         inputs: one per parameter.
-        ready: the indices of the parameters whose state is ready.
+        ready: the parameters whose state is ready.
         gradients: this rank's parts, checked; None for a parameter without gradient.
         plan: the description that ranks compare.
         context: what all steps use.
@@ -55,7 +52,7 @@ class StepTables:
         state: Any,
         groups: list[Group],
         inputs: Sequence[Input],
-        ready: Sequence[int],
+        ready: Sequence[Input],
         gradients: list[Tensor | None],
         plan: Plan,
         context: StepContext,
@@ -66,57 +63,61 @@ class StepTables:
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        self._waves = Waves(inputs, groups, context, by_number=plan.single)
-        self._flat_cuts = _flat_cuts(inputs, self._waves)
-        self._sums = self._exact_sums(params)
-        self._has_totals = any(group.rule.totals for group in groups)
         self._raising = raising(groups)
-        self._members: dict[int, _Member] = {}  # by the parameters' indices
+        self._sums: ExactSums | None = None
+        if any(group.rule.sums for group in groups):
+            self._sums = ExactSums(
+                (parameter, rule, kernels_of(parameter.device, context.residency.of(param).offload))
+                for param, parameter in zip(params, inputs, strict=True)
+                if parameter.spec is not None and (rule := groups[parameter.group].rule).sums
+            )
+        self._waves = wave_steps(inputs, groups, context, by_number=plan.single)
+        waves = [wave for of_device in self._waves.values() for wave in of_device]
+        self._in_waves = {index for wave in waves for index in wave.tensors}
+        specs: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
+        for parameter in inputs:
+            if parameter.index not in self._in_waves:
+                specs[parameter.device] += [slice_ for slice_ in parameter.slices]
+        self._cuts = {device: CutBlocks(of_device, device) for device, of_device in specs.items()}
+        self._members: list[Input] = []  # the parameters whose steps this rank counts, perhaps without rows
+        cuts = (*self._cuts.values(), *(wave.cuts for wave in waves))
+        extremes_of = {block: addresses for each in cuts for block, addresses in each.flat.items()}
         rows: list[Row] = []
-        for index in ready:
-            with unless_idle(gradients[index]):
-                rows += self._rows_of(index, params[index], state[params[index]], param_groups[inputs[index].group])
-        self._table = self._waves.take_rows(np.array(rows, ROW))  # the rows of no wave
+        for parameter in ready:
+            with unless_idle(gradients[parameter.index]):
+                rows += self._rows_of(parameter, params[parameter.index], state[params[parameter.index]], extremes_of)
+        table = np.array(rows, ROW)
+        for wave in waves:
+            wave.take_rows(table)
+        self._table = table[~np.isin(table["tensor"], list(self._in_waves))]
         shards = [None if p.spec is None else p.shard for p in inputs]
-        names = [p.spec.state_names if p.spec and i in self._members else None for i, p in enumerate(inputs)]
+        names = [p.spec.state_names if p.spec and p.step else None for p in inputs]
         read_gradient = partial(local_gradient, inputs)
         self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
-        self._wave_steps: dict[torch.device, list[WaveStep]] = {}
-        self._cut_blocks: dict[torch.device, CutBlocks | None] = {}
+        self._stepped_cuts: dict[torch.device, CutBlocks | None] = {}  # None for a step without cut blocks
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
                 "can read; step such parameters with another optimizer"
             )
 
-    def _rows_of(self, index: int, param: Tensor, state: StateDict, group: Mapping[str, Any]) -> list[Row]:
+    def _rows_of(
+        self, parameter: Input, param: Tensor, state: StateDict, extremes_of: Mapping[tuple[Shard, int], list[int]]
+    ) -> list[Row]:
         """The rows of a parameter whose state is ready."""
-        parameter, where = self._inputs[index], self._context.residency.of(param)
-        spec = parameter.spec
+        spec, where = parameter.spec, self._context.residency.of(param)
         assert spec is not None
-        seed_and_number = group["stochastic_rounding_seed"], parameter.number
-        sums = self._sums[param.device].addresses(index) if param.device in self._sums else []
-        flat_cuts, waves = self._flat_cuts[param.device], self._waves
-        slices = [
-            SliceOfStep(waves.cuts_of(index, part) or flat_cuts, sums_of_part, waves.begins_in(index, part))
-            for part, sums_of_part in zip_longest(range(len(spec.slices)), sums, fillvalue=0)
-        ]
-        local, indices = spec.shard.local(param), (index, parameter.group)
-        rows, cut = rows_of(parameter.name, spec, local, state, where, slices, seed_and_number, indices)
-        self._members[index] = _Member(state["step"].data_ptr(), where.offload, cut)
+        seed = self._groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
+        parameter.offload = where.offload
+        if spec.exchanges_columns:
+            (of_slice,) = spec.split(state)
+            parameter.columns = CutColumns.of(spec.slices[0], of_slice, parameter.device)
+        rows = list(rows_of(parameter, spec.shard.local(param), state, where, seed, extremes_of))
+        parameter.step = state["step"].data_ptr()
+        self._members.append(parameter)
         return rows
-
-    def _exact_sums(self, params: Sequence[Tensor]) -> dict[torch.device, ExactSums]:
-        """The sums that rules need, by the parameters' device; no key for a device without sums."""
-        summed: dict[torch.device, list[Summed]] = {}
-        for index, (param, parameter) in enumerate(zip(params, self._inputs, strict=True)):
-            rule = self._groups.groups[parameter.group].rule
-            if rule.sums and parameter.spec is not None:
-                kernels = kernels_of(parameter.device, self._context.residency.of(param).offload)
-                summed.setdefault(parameter.device, []).append(Summed(index, parameter.spec, rule, kernels))
-        return {device: ExactSums(tensors) for device, tensors in summed.items()}
 
     def options_changed(self, param_groups: ParamGroups) -> bool:
         """Whether an option of a param group may have changed since the last call."""
@@ -124,9 +125,7 @@ class StepTables:
 
     def set_groups(self, groups: list[Group]) -> bool:
         """Takes new options; False if they call for other tables."""
-        before = self._groups.groups
-        self._groups.replace(groups)
-        return [_tables_of(group) for group in groups] == [_tables_of(group) for group in before]
+        return self._groups.replace(groups)
 
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
@@ -159,8 +158,7 @@ class StepTables:
         if changed := kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
-        if self._has_totals:
-            self._groups.follow_totals(None)
+        self._groups.follow_totals(None)
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
@@ -169,11 +167,11 @@ class StepTables:
                 if isinstance(batch.call, StridedCall):
                     assert batch.strided is not None
                     batch.call.operands = self._operands(batch.strided, param_groups)
-            slices: dict[int, list[StateDict]] = {}
-            for wave in self._wave_steps[device]:
+            if device in self._waves:
                 operands = partial(self._operands, param_groups=param_groups)
-                row_moments = partial(self._row_moments, slices=slices, param_groups=param_groups, state=state)
-                wave.update(self._watched, self._groups, scaling, operands, row_moments)
+                states = cache(partial(self._states, param_groups=param_groups, state=state))
+                for wave in self._waves[device]:
+                    wave.update(self._watched, self._groups, scaling, operands, states)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
         return changed
@@ -181,9 +179,9 @@ class StepTables:
     @property
     def communicates(self) -> bool:
         """Whether the step takes collectives."""
-        if any(sums.communicates for sums in self._sums.values()) or any(self._cut_blocks.values()):
-            return True
-        return any(wave.communicates for waves in self._wave_steps.values() for wave in waves)
+        waves = (wave for of_device in self._waves.values() for wave in of_device)
+        has_sums = self._sums is not None and self._sums.communicates
+        return has_sums or any(self._stepped_cuts.values()) or any(wave.communicates for wave in waves)
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
@@ -195,10 +193,8 @@ class StepTables:
                 the parameters in no wave and in earlier waves were stepped.
         """
         try:
-            for device in self._sums:
-                self._add_up(device)
-            if self._has_totals:
-                self._use_totals()
+            if self._sums is not None:
+                self._add_up(self._sums)
             for device in self._batches:
                 self._run_on(device)
         finally:
@@ -209,36 +205,32 @@ class StepTables:
         _C.increment_versions(self._stepped)  # for autograd graphs that have saved the old values
         self._gradients, self._stepped = [], []
 
-    def _add_up(self, device: torch.device) -> None:
-        """Adds up the sums that rules on a device need, over all ranks."""
-        self._sums[device].clear()
-        if cut_blocks := self._cut_blocks[device]:
-            cut_blocks.keep_scales()
-        for batch in self._batches[device]:
-            if batch.call is not None:
-                batch.call.run(_C.Phase.sums)
-        self._sums[device].exchange()
-
-    def _use_totals(self) -> None:
-        """Puts the hyper-parameters that follow from the sums over all parameters into the param groups' tables."""
-        self._groups.follow_totals(self._context.take_totals(total_of(self._sums.values())))
-        for batches in self._batches.values():
-            for batch in batches:
-                if batch.call is not None:
-                    batch.call.update(False, self._groups.on(batch.kernels), self._scaling)
+    def _add_up(self, sums: ExactSums) -> None:
+        """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
+        sums.clear()
+        batches = [batch for of_device in self._batches.values() for batch in of_device]
+        calls = [(batch.call, batch) for batch in batches if batch.call is not None]
+        for cuts in filter(None, self._stepped_cuts.values()):
+            cuts.keep_scales()
+        for call, _ in calls:
+            call.run(_C.Phase.sums)
+        sums.exchange()
+        if any(group.rule.totals for group in self._groups.groups):
+            self._groups.follow_totals(self._context.take_totals(sums.total()))
+            for call, batch in calls:
+                call.update(False, self._groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, even if only other ranks have something to step."""
-        cut_blocks, waves = self._cut_blocks[device], self._wave_steps[device]
+        cuts, waves = self._stepped_cuts[device], self._waves.get(device, [])
         calls = [batch.call for batch in self._batches[device] if batch.call is not None]
         if device.type == "cuda":
-            sums = self._sums[device].memory if device in self._sums else ()
-            of_waves = (tensor for wave in waves for tensor in wave.memory)
-            of_cuts = cut_blocks.memory if cut_blocks else ()
-            use_in_current_stream(device, (*self._groups.memory, *sums, *of_cuts, *of_waves))
+            used = (self._groups, self._sums, cuts, *(wave.cuts for wave in waves))
+            memory = [tensor for each in used if each is not None for tensor in each.memory]
+            use_in_current_stream(device, memory)
             if torch.cuda.is_current_stream_capturing():
-                self._context.captured.append((calls, self._groups.memory, cut_blocks, self._sums, waves))
-        run_phases(calls, cut_blocks)
+                self._context.captured.append((calls, memory, [wave.passes for wave in waves]))
+        run_phases(calls, cuts)
         if waves:
             run_waves(waves)
 
@@ -247,33 +239,22 @@ class StepTables:
         has_gradient = kinds != _C.Inputs.no_gradient
         self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
-        by_device: dict[torch.device, dict[tuple[Offload, int | None], list[int]]] = {
-            device: {} for device in self._flat_cuts
-        }
-        for index, member in self._members.items():
-            alike = by_device[self._inputs[index].device]
-            if has_gradient[index]:
-                alike.setdefault((member.offload, index if strided[index] else None), []).append(index)
-        self._batches, self._cut_blocks, self._wave_steps = {}, {}, {}
-        for device, batches in by_device.items():
-            self._batches[device] = [
-                Batch(
-                    device,
-                    offload,
-                    self._table[np.isin(self._table["tensor"], tensors)],
-                    [self._members[index].step for index in tensors],  # includes parameters whose rows are in waves
-                    only,
-                    self._context,
-                    any(self._inputs[index].gradient_on_host for index in tensors),
-                )
-                for (offload, only), tensors in batches.items()
-            ]
-            # In the parameters' order, which is equal on all ranks, unlike which parameters are strided.
-            with_gradient = sorted(index for tensors in batches.values() for index in tensors)
-            cuts = {index: cut for index in with_gradient if (cut := self._members[index].cut) is not None}
-            self._wave_steps[device] = self._waves.steps(device, batches, cuts)
-            own_cuts = [cut for index, cut in cuts.items() if not self._waves.has(index)]
-            self._cut_blocks[device] = CutBlocks(own_cuts, self._flat_cuts[device]) or None
+        self._batches = {}
+        for device, cuts in self._cuts.items():
+            stepped = [p for p in self._members if p.device == device and has_gradient[p.index]]
+            alike: dict[Alike, list[Input]] = {}
+            for parameter in stepped:
+                key = parameter.offload, parameter.index if strided[parameter.index] else None
+                alike.setdefault(key, []).append(parameter)
+            self._batches[device] = []
+            for key, of_key in alike.items():  # including parameters whose rows are in waves
+                rows = self._table[np.isin(self._table["tensor"], [parameter.index for parameter in of_key])]
+                self._batches[device].append(Batch(device, key, rows, of_key, self._context))
+            for wave in self._waves.get(device, []):
+                wave.select(alike)
+                wave.cuts.select(p.columns for p in stepped if p.columns is not None and p.index in wave.tensors)
+            cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
+            self._stepped_cuts[device] = cuts if cuts else None
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""
@@ -281,47 +262,8 @@ class StepTables:
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
-    def _row_moments(
-        self,
-        index: int,
-        part: int,
-        slices: dict[int, list[StateDict]],
-        param_groups: ParamGroups,
-        state: Mapping[Tensor, Any],
-    ) -> Tensor:
-        """This rank's second moments of the rows of a parameter's slice; ``slices`` keeps states that were split."""
+    def _states(self, index: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[StateDict]:
+        """The states of a parameter's slices; a flat buffer has hundreds."""
         parameter = self._inputs[index]
         assert parameter.spec is not None
-        param = param_groups[parameter.group]["params"][parameter.position]
-        if index not in slices:  # a flat buffer has hundreds
-            slices[index] = list(parameter.spec.split(state[param]))
-        moments: Tensor = slices[index][part][ROW_MOMENTS]
-        return moments
-
-
-class _Member(NamedTuple):
-    """A parameter whose steps this rank counts, perhaps without rows.
-
-    Attributes:
-        step: address of the step count.
-        offload: the operands that are copied for the step.
-        cut: the exchange of cut blocks, if the parameter is a column shard that cuts blocks.
-    """
-
-    step: int
-    offload: Offload
-    cut: CutParameter | None
-
-
-def _tables_of(group: Group) -> tuple[Any, ...]:
-    """The properties of a param group that its tables and messages depend on."""
-    return group.rule, group.table_format, group.nonfinite == "raise"
-
-
-def _flat_cuts(inputs: Sequence[Input], waves: Waves) -> dict[torch.device, FlatCuts]:
-    """The blocks that flat shards of no wave cut, by device."""
-    by_device: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
-    for index, parameter in enumerate(inputs):
-        if parameter.spec is not None and not waves.has(index):
-            by_device[parameter.device].extend(flat_slices(parameter.spec))
-    return {device: FlatCuts(specs, device) for device, specs in by_device.items()}
+        return parameter.spec.split(state[param_groups[parameter.group]["params"][parameter.position]])

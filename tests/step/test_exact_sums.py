@@ -20,7 +20,6 @@ from kernel_problem import using
 from shardopt import _C
 from shardopt.layout import GridPartition, Shard, UnknownShardError, assign
 from shardopt.layout.partition import Cut
-from shardopt.step.exact_sums import total_of
 
 
 def value_of(digits: list[int]) -> Fraction:
@@ -43,7 +42,8 @@ def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     """The sums over all parameters in the last step."""
     tables = optimizer._internals.stepper._tables
     assert tables is not None
-    total = total_of(tables._sums.values())
+    assert tables._sums is not None
+    total = tables._sums.total()
     assert total is not None
     return [(value_of(digits), lost) for *digits, lost in total.tolist()]
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.layout import Region
 from shardopt.step.muon.matrices import Matrix, Wave
-from shardopt.step.muon.normalized import normalized
 
 #: Local state entries with second moments of rows, by the indices of parameter and slice.
 RowMoments = Mapping[tuple[int, int], Tensor]
 
+_NONE = torch.empty(0, device="cpu")
+_TINY = 1e-10  # by the authors of NorMuon: zeros stay zeros
+
 
 class Directions:
     """The directions of the matrices of a wave.
+
+    If ranks have parts of the matrices, an owner gathers the parts of all its matrices by one exchange. If each rank
+    has all elements, an owner waits for nothing, and sends its matrices to all ranks.
 
     Args:
         wave: the matrices.
@@ -30,12 +33,26 @@ class Directions:
     """
 
     def __init__(self, wave: Wave, device: torch.device) -> None:
-        self._wave, self._device = wave, device
+        self._wave, self._device, division = wave, device, wave.division
         *self.first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave.matrices), initial=0)
-        self._transport: _Transport | None = None
-        if wave.division is not None:
-            self._transport = (_Copies if wave.division.is_copied else _Parts)(wave, self.first)
-        self._held = torch.empty(0, device="cpu")
+        self._ranks = None if division is None else division.ranks
+        self._has_parts = division is not None and not division.is_copied
+        self._sent = [0] * len(wave.matrices[0].regions)  # elements for each owner
+        for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
+            self._sent[owner] += matrix.space(matrix.rank)
+        # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
+        self._owned: list[tuple[Matrix, list[int]]] = [
+            (matrix, []) for matrix, owner in zip(wave.matrices, wave.owners, strict=True) if owner == matrix.rank
+        ]
+        self._received = [0] * len(self._sent)  # elements from each rank
+        at = 0
+        for rank in range(len(self._sent)):
+            for matrix, begins in self._owned:
+                begins.append(at)
+                at += matrix.space(rank)
+                self._received[rank] += matrix.space(rank)
+        self._held = self._there = self._gathered = _NONE  # `_there`: within reach of the ranks
+        self._waits: list[Callable[[], object]] = []
 
     def begin(self, row_moments: RowMoments) -> Tensor:
         """Memory for this rank's elements: bfloat16, 1-D, zero, with the second moments of rows behind each matrix's.
@@ -75,8 +92,10 @@ class Directions:
 
     def send(self) -> None:
         """Begins to send the directions to the matrices' owners."""
-        if self._transport is not None:
-            self._transport.send(self._held)
+        self._there = self._held if self._ranks is None else self._ranks.within_reach(self._held)
+        if self._ranks is not None and self._has_parts:
+            self._gathered = self._there.new_empty(sum(self._received))
+            self._waits = [self._ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self, stepped: Container[int]) -> None:
         """Orthogonalizes the matrices that this rank owns, and begins to send them back.
@@ -84,20 +103,53 @@ class Directions:
         Args:
             stepped: indices of the parameters that have a gradient here. Without other ranks, others are left out.
         """
-        if self._transport is not None:
-            self._transport.orthogonalize()
+        if self._ranks is not None and self._has_parts:
+            self._wait()
+            for matrix, begins in self._owned:
+                self._orthogonalize_parts(matrix, begins)
+            self._waits = [self._ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
             return
-        for matrix, first in zip(self._wave.matrices, self.first, strict=True):
-            if matrix.tensor in stepped:
-                row_moments = matrix.row_moments(self._held, first, matrix.rank)
-                _orthogonalize(matrix, self._held[first : first + matrix.numel], row_moments)
+        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self.first, strict=True):
+            if owner == matrix.rank and (self._ranks is not None or matrix.tensor in stepped):
+                row_moments = matrix.row_moments(self._there, first, matrix.rank)
+                _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
+        for owner, chunk in enumerate(torch.split(self._there, self._sent)):
+            if self._ranks is not None and chunk.numel():
+                self._waits.append(self._ranks.broadcast(chunk, owner))
+
+    def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
+        """Orthogonalizes a matrix whose parts, by rank, begin at these elements of the gathered ones."""
+        whole = self._gathered.new_empty(matrix.numel)
+        row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
+        parts = []  # of each rank: elements and second moments of rows, in the whole matrix and gathered
+        for rank, (region, begin) in enumerate(zip(matrix.regions, begins, strict=True)):
+            elements = self._gathered[begin : begin + region.numel].view(region.shape)
+            of_rows = row_moments[slice(*matrix.row_ranges[rank])]
+            parts.append(
+                (region.of(whole, matrix.start), elements, of_rows, matrix.row_moments(self._gathered, begin, rank))
+            )
+        for in_whole, elements, of_rows, gathered in parts:
+            in_whole.copy_(elements)
+            # A rank that has never stepped its part of a row has zeros.
+            torch.maximum(of_rows, gathered, out=of_rows)
+        _orthogonalize(matrix, whole, row_moments)
+        for in_whole, elements, of_rows, gathered in parts:
+            elements.copy_(in_whole)
+            gathered.copy_(of_rows)
 
     def receive(self) -> Tensor:
         """Waits for the orthogonalized directions, which replace the others in memory; gives the memory away."""
-        held, self._held = self._held, torch.empty(0, device="cpu")  # a view would keep the memory
-        if self._transport is not None:
-            self._transport.receive(held)
+        self._wait()
+        held = self._held
+        if self._there is not held:
+            held.copy_(self._there)
+        self._held = self._there = self._gathered = _NONE  # a view would keep the memory
         return held
+
+    def _wait(self) -> None:
+        for wait in self._waits:
+            wait()
+        self._waits = []
 
 
 def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> None:
@@ -108,122 +160,24 @@ def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> Non
         x.copy_(result if matrix.row_decay is None else normalized(result, row_moments, matrix.row_decay))
 
 
-class _Transport(ABC):
-    """The transport of directions.
+def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
+    """An orthogonalized matrix whose rows, the outputs' weights, are divided by the roots of their second moments.
+
+    NorMuon (Li et al., 2025, arXiv 2510.05491). The result is rescaled to the norm of ``matrix``. All sums are of whole
+    rows, in an order that depends on the matrix's shape alone.
 
     Args:
-        wave: the matrices.
-        first: offsets of the matrices' elements on this rank.
+        matrix: bfloat16, of two dimensions.
+        row_moments: float32, ``(rows,)``, an average of each row's mean square over the steps; updated.
+        decay: decay rate of that average.
+
+    Returns:
+        float32, of the shape of ``matrix``.
     """
-
-    def __init__(self, wave: Wave, first: Sequence[int]) -> None:
-        assert wave.division is not None
-        self._ranks, self._size = wave.division.ranks, len(wave.division.regions)
-        self._wave, self._first = wave, first
-        self._sent = [0] * self._size  # elements for each owner
-        for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
-            self._sent[owner] += matrix.space(matrix.rank)
-        self._waits: list[Callable[[], object]] = []
-        self._there = torch.empty(0, device="cpu")
-
-    def _owned_by(self, rank: int) -> Iterator[tuple[Matrix, int]]:
-        """The matrices of an owner, and the offsets of their elements on this rank."""
-        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
-            if owner == rank:
-                yield matrix, first
-
-    def _wait(self) -> None:
-        for wait in self._waits:
-            wait()
-        self._waits = []
-
-    def send(self, held: Tensor) -> None:
-        """Begins to send this rank's elements."""
-        self._there = self._ranks.within_reach(held)
-
-    @abstractmethod
-    def orthogonalize(self) -> None:
-        """Orthogonalizes the matrices that this rank owns, and begins to send them back."""
-
-    def receive(self, held: Tensor) -> None:
-        """Waits for the orthogonalized directions, and replaces this rank's elements by them."""
-        self._wait()
-        if self._there is not held:
-            held.copy_(self._there)
-        self._there = torch.empty(0, device="cpu")
-
-
-class _Copies(_Transport):
-    """Transport if each rank has all elements: an owner waits for nothing, and sends its matrices to all ranks."""
-
-    def orthogonalize(self) -> None:
-        for matrix, first in self._owned_by(self._ranks.rank):
-            row_moments = matrix.row_moments(self._there, first, self._ranks.rank)
-            _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
-        for owner, chunk in enumerate(torch.split(self._there, self._sent)):
-            if chunk.numel():
-                self._waits.append(self._ranks.broadcast(chunk, owner))
-
-
-class _Piece(NamedTuple):
-    """One rank's elements of a matrix that this rank owns.
-
-    Attributes:
-        first: offset in the memory in which the owner gathers elements.
-        region: the elements' place in the parameter.
-        rank: the rank's place among those that divide the matrix.
-    """
-
-    first: int
-    region: Region
-    rank: int
-
-    def row_moments(self, matrix: Matrix, gathered: Tensor) -> Tensor:
-        """The second moments of rows that the rank sends and gets: a view."""
-        return matrix.row_moments(gathered, self.first, self.rank)
-
-
-class _Parts(_Transport):
-    """Transport if the ranks have parts: an owner gathers the parts of all its matrices by one exchange."""
-
-    def __init__(self, wave: Wave, first: Sequence[int]) -> None:
-        super().__init__(wave, first)
-        self._owned = [matrix for matrix, _ in self._owned_by(self._ranks.rank)]
-        self._pieces: list[list[_Piece]] = [[] for _ in self._owned]
-        self._received, at = [0] * self._size, 0
-        for rank in range(self._size):
-            for matrix, pieces in zip(self._owned, self._pieces, strict=True):
-                pieces.append(_Piece(at, matrix.regions[rank], rank))
-                at += matrix.space(rank)
-                self._received[rank] += matrix.space(rank)
-        self._gathered = torch.empty(0, device="cpu")
-
-    def send(self, held: Tensor) -> None:
-        super().send(held)
-        self._gathered = self._there.new_empty(sum(self._received))
-        self._waits = [self._ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
-
-    def orthogonalize(self) -> None:
-        self._wait()
-        for matrix, pieces in zip(self._owned, self._pieces, strict=True):
-            whole = self._gathered.new_empty(matrix.numel)
-            row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
-            for piece in pieces:
-                piece.region.of(whole, matrix.start).copy_(_view(self._gathered, piece.first, piece.region))
-                of_rows = row_moments[slice(*matrix.row_ranges[piece.rank])]
-                # A rank that has never stepped its part of a row has zeros.
-                torch.maximum(of_rows, piece.row_moments(matrix, self._gathered), out=of_rows)
-            _orthogonalize(matrix, whole, row_moments)
-            for piece in pieces:
-                _view(self._gathered, piece.first, piece.region).copy_(piece.region.of(whole, matrix.start))
-                piece.row_moments(matrix, self._gathered).copy_(row_moments[slice(*matrix.row_ranges[piece.rank])])
-        self._waits = [self._ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
-
-    def receive(self, held: Tensor) -> None:
-        super().receive(held)
-        self._gathered = torch.empty(0, device="cpu")
-
-
-def _view(gathered: Tensor, first: int, region: Region) -> Tensor:
-    """A piece as a tensor of the region's shape."""
-    return gathered[first : first + region.numel].view(region.shape)
+    norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
+    new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
+    # An overflow, whose NaN no weight takes, would otherwise stay in the average for good.
+    row_moments.copy_(torch.where(new < math.inf, new, row_moments))
+    factors = row_moments.sqrt().add_(_TINY).reciprocal_()
+    total, new_total = torch.linalg.vector_norm(norms), torch.linalg.vector_norm(norms * factors)
+    return matrix * factors.mul_(total / new_total.add_(_TINY)).unsqueeze(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -122,11 +122,10 @@ class Matrix:
         return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
-def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
+def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
     """The matrices of one of the optimizer's parameters, in order, even if this rank holds nothing of them.
 
     Args:
-        index: the parameter's index in the step.
         parameter: the parameter's description.
         orthogonalized: the options.
 
@@ -134,8 +133,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
         RuntimeError: the parameter is sharded in a way that is not known here.
     """
-    assert parameter.spec is not None
-    for place, part in enumerate(parameter.spec.slices):
+    for place, part in enumerate(parameter.slices):
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
         division = shard.division()
@@ -148,7 +146,7 @@ def matrices_of(index: int, parameter: Input, orthogonalized: Orthogonalized) ->
         regions = (whole,) if division is None else division.regions
         for start, rows, cols in shapes:
             matrix = Matrix(
-                tensor=index,
+                tensor=parameter.index,
                 part=place,
                 spec=part,
                 rows=rows,
@@ -246,44 +244,38 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     for matrix in matrices:
         division = matrix.division
         alike.setdefault(division and (division.ranks, division.is_copied), []).append(matrix)
-    return [
-        wave
-        for some in alike.values()
-        for wave in _waves_of_ranks(some, memory - max(m.workspace(device_type) for m in some), by_number)
-    ]
+    waves: list[Wave] = []
+    for some in alike.values():
+        owner_of = _owners(some, by_number)
+        limit = (memory - max(matrix.workspace(device_type) for matrix in some)) // LIVE_WAVES
+        slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
+        for index in owner_of:
+            slices.setdefault((some[index].tensor, some[index].part), []).append(index)
+        in_waves: list[list[int]] = [[]]
+        taken = np.zeros(len(some[0].regions), np.int64)
+        for indices in slices.values():
+            more = sum(_memory(some[index], owner_of[index]) for index in indices)
+            if in_waves[-1] and (taken + more).max() > limit:
+                in_waves.append([])
+                taken = np.zeros_like(taken)
+            in_waves[-1] += indices
+            taken = taken + more
+        for wave in in_waves:
+            by_owner = sorted(wave, key=owner_of.__getitem__)
+            waves.append(Wave(tuple(some[index] for index in by_owner), tuple(owner_of[index] for index in by_owner)))
+    return waves
 
 
-def _waves_of_ranks(matrices: Sequence[Matrix], memory: int, by_number: bool) -> Iterator[Wave]:
-    """The waves of matrices that the same ranks divide, whose directions may take ``memory`` bytes."""
+def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
+    """The owners of matrices that the same ranks divide, by index, the costliest matrix first."""
     ranks = len(matrices[0].regions)
-    costliest_first = sorted(range(len(matrices)), key=lambda index: -matrices[index].flops)
     loads, owner_of = [0] * ranks, {}
-    for index in costliest_first:
-        matrix = matrices[index]
+    for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].flops):
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
-        owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
-        loads[owner] += matrix.flops
-        owner_of[index] = owner
-    limit = memory // LIVE_WAVES
-    slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
-    for index in costliest_first:
-        slices.setdefault((matrices[index].tensor, matrices[index].part), []).append(index)
-    wave: list[int] = []
-    taken = np.zeros(ranks, np.int64)
-    for indices in slices.values():
-        more = sum(_memory(matrices[index], owner_of[index]) for index in indices)
-        if wave and (taken + more).max() > limit:
-            yield _wave(matrices, wave, owner_of)
-            wave, taken = [], np.zeros(ranks, np.int64)
-        wave += indices
-        taken = taken + more
-    yield _wave(matrices, wave, owner_of)
-
-
-def _wave(matrices: Sequence[Matrix], indices: Sequence[int], owner_of: Mapping[int, int]) -> Wave:
-    by_owner = sorted(indices, key=lambda index: owner_of[index])
-    return Wave(tuple(matrices[index] for index in by_owner), tuple(owner_of[index] for index in by_owner))
+        first = ((matrices[index].number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
+        owner_of[index] = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
+        loads[owner_of[index]] += matrices[index].flops
+    return owner_of
 
 
 def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:

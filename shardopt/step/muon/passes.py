@@ -13,9 +13,8 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.state.residency import Offload
-from shardopt.step.batch import Batch, StepContext
-from shardopt.step.group_tables import GroupTables, Scaled
+from shardopt.step.batch import Alike, Batch, StepContext
+from shardopt.step.groups import GroupTables
 from shardopt.step.muon.directions import Directions
 from shardopt.step.muon.matrices import BYTES, Wave
 
@@ -23,9 +22,6 @@ _DIRECTION = WeightFormat(torch.bfloat16)
 
 #: This rank's parts of a parameter and its gradient, by the parameter's index.
 Operands = Callable[[int], tuple[Tensor, Tensor]]
-
-#: Operands that are copied for the step of some parameters, and the index of the only one if it is not contiguous.
-Alike = tuple[Offload, int | None]
 
 
 class Passes:
@@ -35,7 +31,7 @@ class Passes:
         wave: the matrices.
         directions: the wave's directions.
         device: the parameters' device.
-        key: properties that the rows have in common.
+        alike: what the rows' parameters have in common.
         rows: rows of :data:`shardopt.step.rows.ROW`.
         matrices: the place in the wave of each row's matrix.
         context: of the step.
@@ -46,15 +42,15 @@ class Passes:
         wave: Wave,
         directions: Directions,
         device: torch.device,
-        key: Alike,
+        alike: Alike,
         rows: npt.NDArray[np.void],
         matrices: npt.NDArray[np.int64],
         context: StepContext,
     ) -> None:
-        offload, self._strided = key
+        offload, self._strided = alike
         moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
         self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
-        scaled = [Scaled(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
+        scaled = [(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()
         momentum["kernel_row"]["low_bits"] = momentum["extent"]["low_bits"] = 0
@@ -64,17 +60,11 @@ class Passes:
         apply["kernel_row"]["extremes"] = apply["kernel_row"]["cut"] = 0
         apply["kernel_row"]["gradient_dtype"] = DTYPES[torch.bfloat16]
         apply["kernel_row"]["group"] = [self._scaled.index(one) for one in scaled]
-        self.tensors = set(rows["tensor"].tolist())
         self._operands: tuple[Tensor, Tensor] | None = None
         self._gradient: Tensor | None = None
-        self._momentum = Batch(device, offload, momentum, [], None, context)
+        self._momentum = Batch(device, (offload, None), momentum, [], context)
         of_apply = offload if apply["kernel_row"]["low_bits"].any() else None
-        self._apply = Batch(device, of_apply, apply, [], None, context)
-
-    @property
-    def calls(self) -> list[Call]:
-        """The kernels' calls that were made so far."""
-        return [batch.call for batch in (self._momentum, self._apply) if batch.call is not None]
+        self._apply = Batch(device, (of_apply, None), apply, [], context)
 
     def update(self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, operands: Operands) -> None:
         """Takes the gradients and options of a step. The first call allocates the memory that the kernels need."""

@@ -1,0 +1,110 @@
+"""The options of the param groups in a step, and the tables by which the kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardopt import _C
+from shardopt.state.rule import Rule, hyper_row
+
+
+class Group(NamedTuple):
+    """Options that all parameters of a param group share in a step.
+
+    Attributes:
+        rule: the update.
+        table_format: the options in :data:`shardopt.state.options.TABLE_FORMAT`.
+        hyper: the rule's hyper-parameters.
+        lr: the learning rate if it is on a device; ``hyper["lr"]`` is then 0.
+        gradient_sign: -1 to ascend.
+        nonfinite: the option ``nonfinite``.
+    """
+
+    rule: Rule
+    table_format: dict[str, Any]
+    hyper: dict[str, float]
+    lr: Tensor | None
+    gradient_sign: float
+    nonfinite: str
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """The properties that tables and messages depend on."""
+        return self.rule, self.table_format, self.nonfinite == "raise"
+
+
+class GroupTables:
+    """Tables of ``_C.group_row``, cached until the options change.
+
+    Args:
+        groups: the param groups.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self._from_totals: Sequence[Mapping[str, float]] | None = None
+        self._tables: dict[object, npt.NDArray[np.void]] = {}
+        self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors that the tables point to."""
+        return list(self._lr.values())
+
+    def replace(self, groups: list[Group]) -> bool:
+        """Takes new options; returns whether parameters keep their tables."""
+        before, self.groups = self.groups, groups
+        self._tables.clear()
+        return [group.layout for group in groups] == [group.layout for group in before]
+
+    def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
+        """Takes hyper-parameters that follow from the sums over all parameters, per param group; None for none."""
+        if hyper is not self._from_totals:
+            self._from_totals = hyper
+            self._tables.clear()
+
+    def on(self, kernels: torch.device, applied: tuple[tuple[int, float], ...] | None = None) -> npt.NDArray[np.void]:
+        """A row per param group.
+
+        Args:
+            kernels: the kernels' device.
+            applied: for the pass that applies orthogonalized directions: per row the index of the param group, and a
+                factor of its learning rate.
+        """
+        key = (kernels, applied)
+        if key not in self._tables:
+            which = [(index, None) for index in range(len(self.groups))] if applied is None else applied
+            self._tables[key] = np.array([self._row(kernels, *one) for one in which], _C.group_row)
+        return self._tables[key]
+
+    def _row(self, kernels: torch.device, index: int, scale: float | None) -> tuple[Any, ...]:
+        """A row of ``_C.group_row``; copies a learning rate on a device in the order of the current stream."""
+        group = self.groups[index]
+        rule, hyper, sign = group.rule.name, group.hyper, group.gradient_sign
+        if self._from_totals is not None:
+            hyper = {**hyper, **self._from_totals[index]}
+        lr = 0
+        if group.lr is not None and kernels.type == "cpu":
+            hyper = {**hyper, "lr": float(group.lr)}
+        elif group.lr is not None:
+            if (kernels, index) not in self._lr:
+                self._lr[kernels, index] = torch.zeros((), dtype=torch.float32, device=kernels)
+            lr = self._lr[kernels, index].copy_(group.lr.reshape(())).data_ptr()
+        if scale is not None:
+            assert group.rule.orthogonalized is not None
+            rule, hyper, sign = group.rule.orthogonalized.apply, {**hyper, "scale": scale}, 1.0
+        policy = _C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip
+        row = {
+            "hyper": hyper_row(rule, hyper),
+            "lr": lr,
+            "gradient_scale": sign,
+            "rule": int(_C.rules[rule]["index"]),
+            "nonfinite": int(policy),
+        }
+        return tuple(row[name] for name in _C.group_row.fields or ())
