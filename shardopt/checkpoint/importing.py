@@ -211,12 +211,7 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
 def _checked(state_dict: Any, hyper: set[str]) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
     """The param groups and states of a state dict: containers with text keys, numbers, and tensors with elements.
 
-    Args:
-        state_dict: whatever it is.
-        hyper: names of the hyper-parameters that will be looked at.
-
-    Raises:
-        ValueError: something is of another type.
+    ``hyper`` has the names of the hyper-parameters that will be looked at.
     """
     fields = state_dict if isinstance(state_dict, Mapping) else {}
     if not {"state", "param_groups"} <= fields.keys():
@@ -291,12 +286,7 @@ def _taken_hyper(
 
 
 def _check_moments(spec: TensorState, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
-    """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of those in floats.
-
-    Raises:
-        ValueError: one is neither, or not of the parameter's shape; or floats are not finite, or below zero though the
-            moment is not signed.
-    """
+    """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of floats."""
     for moment in spec.moments:
         key, value = moment.name, moments[moment.name]
         coded = isinstance(value, CodedMoment)

@@ -27,8 +27,7 @@ from shardopt.checkpoint.errors import ReplacedError
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.retention import check_keep_last
-from shardopt.checkpoint.saving import write_checkpoint
+from shardopt.checkpoint.saving import check_keep_last, write_checkpoint
 from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import without_autograd

@@ -123,11 +123,7 @@ class _DataFiles(ExitStack):
 
 
 def _reads(files: _DataFiles, index: Index, tensors: Mapping[str, Chunks]) -> _Reads:
-    """The chunks that tensors are to be read from. Opens the files that have any of them, and reads their tables.
-
-    Raises:
-        CheckpointError: a file or its table cannot be read or is damaged, or chunks do not fill what is to be read.
-    """
+    """The chunks that tensors are to be read from. Opens the files that have any of them, and reads their tables."""
     targets = [(name, offsets, tensor) for name, of in tensors.items() for offsets, tensor in of.held.items()]
     targets_of: dict[int, list[int]] = defaultdict(list)  # numbers of targets by numbers of files
     for at, (name, offsets, tensor) in enumerate(targets):

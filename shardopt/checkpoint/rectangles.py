@@ -52,6 +52,8 @@ def fill(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
             return False
     if sum(math.prod(extents) for _, extents in rectangles) != math.prod(shape):
         return False
+    if len(rectangles) < 2:
+        return True
     numbers = [defaultdict[int, int](lambda: _random.randrange(_PRIME)) for _ in shape]
 
     def volume(offsets: Sequence[int], extents: Sequence[int]) -> int:

@@ -267,11 +267,7 @@ class Restoration:
         return new, saved
 
     def _merged(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a param group after the load, from those of the checkpoint, which may be damaged.
-
-        Raises:
-            ValueError: an option is not allowed, or a hyper-parameter is out of range.
-        """
+        """The options of a param group after the load, from those of the checkpoint, which may be damaged."""
         assert self._owner is not None
         optimizer, internals = self._owner.optimizer, self._owner.internals
         if isinstance(optimizer, QuantizedState):

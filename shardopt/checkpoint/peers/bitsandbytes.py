@@ -144,11 +144,7 @@ class Bitsandbytes(Peer):
 
 
 def _kind(moments: Sequence[str]) -> _Kind:
-    """The kind of optimizer in bitsandbytes that keeps moments of these names.
-
-    Raises:
-        ValueError: none does.
-    """
+    """The kind of optimizer in bitsandbytes that keeps moments of these names."""
     names = tuple(moments)
     if names not in _KINDS:
         raise ValueError(
@@ -196,11 +192,7 @@ def _is_one_place_early(codes: Tensor, scales: Tensor, values: Tensor, size: int
 
 
 def _half(stacked: Any, half: int, what: str) -> Any:
-    """One of two moments, or of their scales; None if there is none.
-
-    Raises:
-        ValueError: there are not two.
-    """
+    """One of two moments, or of their scales; None if there is none."""
     if stacked is None:
         return None
     if not is_dense(stacked) or stacked.shape[:1] != (2,):
