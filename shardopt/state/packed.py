@@ -222,7 +222,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
 
 
 def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
-    """What this rank's part of a tensor's packed state, if any, has of each field of each slice.
+    """Reads the fields of each slice of a tensor from this rank's part of the packed state, if there is any.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
