@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.layout import FlatBuffer, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step
 from shardopt.state.slice_spec import BESIDE_MOMENTS, LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
@@ -228,8 +228,3 @@ class TensorState:
 def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
     """The spec of a parameter's state in a param group; see :meth:`TensorState.of`."""
     return TensorState.of(shard_of(param), param.dtype, group, moments)
-
-
-def flat_slices(spec: TensorState) -> list[SliceSpec]:
-    """The specs of the slices that are flat shards: of all slices or of none."""
-    return [slice_ for slice_ in spec.slices if isinstance(slice_.shard, FlatShard)]

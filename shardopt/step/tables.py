@@ -77,7 +77,7 @@ class StepTables:
         specs: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
         for parameter in inputs:
             if parameter.index not in self._in_waves:
-                specs[parameter.device] += [slice_ for slice_ in parameter.slices]
+                specs[parameter.device] += parameter.slices
         self._cuts = {device: CutBlocks(of_device, device) for device, of_device in specs.items()}
         self._members: list[Input] = []  # the parameters whose steps this rank counts, perhaps without rows
         cuts = (*self._cuts.values(), *(wave.cuts for wave in waves))
