@@ -39,9 +39,9 @@ class Progress:
         self.done = 0  # passes of this step that are over
         self._has_failed = False
         self._task = -1  # PyTorch's number of the running backward pass
-        # What PyTorch holds until the running pass ends or raises; None while none is running.
+        # PyTorch holds its referent until the running pass ends or raises. None while none is running.
         self._callback: weakref.ref[Callable[[], object]] | None = None
-        # What _with_gradient found before the running pass, or after the last one.
+        # By _with_gradient, before the running pass or after the last one.
         self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
         model.register_forward_pre_hook(lambda *_: self._notice_failure())
@@ -196,7 +196,7 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:
-    """Those who count passes of one of the parameters."""
+    """Finds the objects that count passes of one of the parameters."""
     ids = set(map(id, params))
     return (progress for progress in _all if not ids.isdisjoint(map(id, progress._params.values())))
 

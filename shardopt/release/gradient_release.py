@@ -78,10 +78,10 @@ def release_gradients(
     With ``overlap_forward`` nothing is stepped in the backward pass, so that gradients may be clipped by their norm, or
     thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete, the CPU adds
     up those of several micro-batches there, in float32, and ``optimizer.step()`` has the steps taken in the other
-    thread, without waiting. What reads parameters in the next forward pass waits for their own steps: FSDP2 where it
+    thread, without waiting. The next forward pass waits for the steps of the parameters that it reads: FSDP2 where it
     gathers them, the layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
-    they are called (a head by itself, if the last pass of training has called it), ``state_dict``, ``load_state_dict``
-    and :mod:`shardopt.checkpoint`::
+    they are called (a head by itself, if the last pass of training has called it). So do ``state_dict``,
+    ``load_state_dict`` and :mod:`shardopt.checkpoint`::
 
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
         for batches in steps:
