@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import line
-from shardopt.sharding.exchange import RanksExchange, device_of
+from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         group = dist.group.WORLD if group is None and dist.is_initialized() else group
-        self._group = None if group is None else RanksExchange((group,), device_of(group))
+        self._group = None if group is None else TorchRankGroup((group,), device_of(group))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 

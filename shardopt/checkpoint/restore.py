@@ -157,8 +157,8 @@ class Restoration:
             CheckpointError: the state could not be made.
         """
         shared, self._shared = self._shared, []
-        exchanges = (sharing_ranks(floats.spec) for _, floats in shared)
-        together = [ranks for ranks in dict.fromkeys(exchanges) if ranks is not None]
+        rank_groups = (sharing_ranks(floats.spec) for _, floats in shared)
+        together = [ranks for ranks in dict.fromkeys(rank_groups) if ranks is not None]
         encoded = encode_slices([floats for _, floats in shared], together)
         of_shared = {id(item): state for (item, _), state in zip(shared, encoded, strict=True)}
         del shared

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from shardopt.layout import Engines, FlatShard, Kind, UnknownShardError, assign, keeps_float32_state, register
 from shardopt.optim import AdamW, ShardedOptimizer
-from shardopt.sharding.exchange import exchange_among
 from shardopt.sharding.in_model import replaced_parameters
+from shardopt.sharding.rank_group import rank_group_of
 
 #: The moments in Megatron's checkpoints, by the names that both optimizers have.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -256,14 +256,14 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
         UnknownShardError: Megatron's account of this rank's ranges differs from the buckets'.
     """
     group = wrapper.data_parallel_group
-    exchange = exchange_among(group)
+    ranks = rank_group_of(group)
     shards = {}
     for buffer, of_buckets in zip(wrapper.buffers, wrapper.gbuf_ranges, strict=True):
         (ranges,) = of_buckets.values()
         for param, (begin, _, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             size = bucket.grad_data.numel() // dist.get_world_size(group)
-            shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, exchange)
+            shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, ranks)
             known = ranges[number]["param_map"].get(param)
             theirs = (known["param"].start, known["param"].end) if known else (0, 0)
             ours = (shard.start, shard.end) if shard.numel else (0, 0)
@@ -308,7 +308,7 @@ def stepped_by_group(
     """
     numbers = {param: number for number, param in enumerate(shards)}
     known = {numbers[param]: index for index, params in enumerate(held) for param in params}
-    of_ranks = exchange_among(group).gathered(json.dumps(list(known.items())).encode()).values()
+    of_ranks = rank_group_of(group).gathered(json.dumps(list(known.items())).encode()).values()
     index_of = {number: index for of_rank in of_ranks for number, index in json.loads(of_rank)}
     stepped: list[dict[Tensor, Tensor]] = [{} for _ in held]
     for param, shard in shards.items():

@@ -19,7 +19,7 @@ from shardopt.comm.reduction import PlainReducer
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
 from shardopt.release.fsdp_groups import groups_of
-from shardopt.sharding.exchange import RanksExchange, device_of
+from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -167,7 +167,7 @@ def _place_in(mesh: Sequence[ProcessGroup]) -> tuple[int, int]:
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:
     settings = {"micro_batches": micro_batches, "wire": wire}
-    of_ranks = RanksExchange(tuple(groups), device_of(groups[0])).gathered(json.dumps(settings).encode())
+    of_ranks = TorchRankGroup(tuple(groups), device_of(groups[0])).gathered(json.dumps(settings).encode())
     for rank, message in of_ranks.items():
         if (other := json.loads(message)) != settings:
             raise ValueError(

@@ -8,7 +8,6 @@ from shardopt.layout.names import number_of, number_parameters, use_numbers
 from shardopt.layout.partition import WHOLE, GridPartition, Partition, Placed, RangePartition
 from shardopt.layout.ranges import Ranges, boxes
 from shardopt.layout.rank_group import RankGroup, all_or_none, on_any_rank, reduce_together
-from shardopt.layout.rank_group import RankGroup as Exchange
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import (
     Shard,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shardopt.layout.rank_group import RankGroup as Exchange
+from shardopt.layout.rank_group import RankGroup
 
 
 class Region(NamedTuple):
@@ -74,7 +74,7 @@ class Counted(NamedTuple):
             ranks. None if there are no such ranks.
     """
 
-    ranks: Exchange | None
+    ranks: RankGroup | None
     numbers: frozenset[int]
     before: frozenset[int]
     reach: frozenset[int]
@@ -89,7 +89,7 @@ class Division(NamedTuple):
         regions: the part of each rank, in the order of the ranks. Together the regions cover the parameter.
     """
 
-    ranks: Exchange
+    ranks: RankGroup
     regions: tuple[Region, ...]
 
     @property
@@ -106,5 +106,5 @@ class Copies(NamedTuple):
         size: the number of ranks.
     """
 
-    ranks: Exchange
+    ranks: RankGroup
     size: int

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Region
 from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps, rectangles_of_range
-from shardopt.layout.rank_group import RankGroup as Exchange
+from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 
@@ -28,7 +28,7 @@ class FlatRange(Shard):
         start: index of the first element that this rank holds.
         end: index after the last element that this rank holds.
         placed: the rule by which ranks have ranges; None if there is none.
-        exchange: the ranks that hold the ranges; None where this rank holds all.
+        ranks: those that hold the ranges; None where this rank holds all.
     """
 
     layout_attribute = ASSIGNED
@@ -39,9 +39,9 @@ class FlatRange(Shard):
         start: int,
         end: int,
         placed: Placed | None = None,
-        exchange: Exchange | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        super().__init__((end - start,), exchange=exchange)
+        super().__init__((end - start,), ranks=ranks)
         self.global_shape, self.partition = tuple(global_shape), placed
         self.start, self.end, self.numel, self.range_start = start, end, end - start, start
         self.cuts_rows = True
@@ -58,29 +58,29 @@ class FlatShard(FlatRange):
         global_shape: shape of the whole parameter.
         first: offset of the parameter in the flattened tensor.
         size: elements of the flattened tensor per rank; None: this rank holds the whole parameter.
-        exchange: the ranks, in the order of their ranges; None where this rank holds all.
+        ranks: in the order of their ranges; None where this rank holds all.
 
     Attributes:
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         replicas: the ranks that hold the same range; None if no other is known.
     """
 
-    replicas: Exchange | None = None
+    replicas: RankGroup | None = None
 
     def __init__(
-        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, exchange: Exchange | None = None
+        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, ranks: RankGroup | None = None
     ) -> None:
         numel = math.prod(global_shape)
-        rank, numbers = (0, (0,)) if exchange is None else (exchange.rank, exchange.numbers)
+        rank, numbers = (0, (0,)) if ranks is None else (ranks.rank, ranks.numbers)
         #: The rule of the ranges, by the places of the ranks among these.
         self._ranges = RangePartition(len(numbers), 1, first, numel if size is None else size, len(global_shape))
         start, end = self._ranges.ends(rank, numel)
         placed, stride = None, even_steps(numbers)
-        if exchange is None and end - start == numel:
+        if ranks is None and end - start == numel:
             placed = WHOLE
-        elif exchange is not None and stride is not None and size:
+        elif ranks is not None and stride is not None and size:
             placed = Placed(self._ranges._replace(stride=stride), rank * stride)
-        super().__init__(global_shape, start, end, placed, exchange)
+        super().__init__(global_shape, start, end, placed, ranks)
         #: Index of the first element in this rank's range of the flattened tensor.
         self.place = start + first - rank * self._ranges.size if end > start else 0
         self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
@@ -94,7 +94,7 @@ class FlatShard(FlatRange):
         reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
         return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 
-    def _offsets(self, ranks: Exchange) -> Iterable[int]:
+    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
         return range(len(ranks.numbers))
 
     def _region(self, offset: int) -> Region:
@@ -182,5 +182,5 @@ class FlatBuffer(Shard):
         self.aliases = dict(aliases or {})
 
     @property
-    def holders(self) -> Exchange | None:
+    def holders(self) -> RankGroup | None:
         return self.segments[0].shard.holders if self.segments else None

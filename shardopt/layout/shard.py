@@ -19,7 +19,7 @@ from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Division, Region
 from shardopt.layout.partition import UNCUT, GridPartition, Placed
 from shardopt.layout.ranges import Ranges, count, flattened
-from shardopt.layout.rank_group import RankGroup as Exchange
+from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="_OfThisProcess")
@@ -51,7 +51,7 @@ class Shard(_OfThisProcess):
         cut: how the parameter is cut.
         offset: this rank's number less that of the rank with the first part. Strides of the cut are differences of
             the ranks' numbers in the job, too.
-        exchange: the ranks that hold the parts, one copy of each; None if this rank holds the whole parameter.
+        ranks: those that hold the parts, one copy of each; None if this rank holds the whole parameter.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
@@ -76,11 +76,11 @@ class Shard(_OfThisProcess):
         global_shape: tuple[int, ...],
         cut: GridPartition = UNCUT,
         offset: int = 0,
-        exchange: Exchange | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.global_shape = tuple(global_shape)
         self.cut, self.offset = cut, offset
-        self.exchange = exchange
+        self.ranks = ranks
         #: The indices of each dimension that this rank holds.
         self.indices: tuple[Ranges, ...] = cut.indices(self.global_shape, offset)
         self.local_shape = tuple(map(count, self.indices))
@@ -144,7 +144,7 @@ class Shard(_OfThisProcess):
     def _matrix_of_blocks(self, grid: BlockGrid) -> Shard:
         """A matrix of the grid's blocks that is cut alike, or whose rows alone are."""
         cut, offset = (self.cut, self.offset) if self._is_aligned(grid) else self.cut.along_rows(self.offset)
-        return Shard((grid.rows, grid.blocks_per_row), cut, offset, self.exchange)
+        return Shard((grid.rows, grid.blocks_per_row), cut, offset, self.ranks)
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
         """Whether no block is cut, and a matrix of the blocks that is cut alike gives each rank its own blocks."""
@@ -160,7 +160,7 @@ class Shard(_OfThisProcess):
                 return False
         return True
 
-    def block_owners(self, grid: BlockGrid) -> Exchange | None:
+    def block_owners(self, grid: BlockGrid) -> RankGroup | None:
         """The ranks that exchange the extremes of cut blocks, and then have the scales of all blocks of their rows.
 
         None if columns are whole or end where blocks do.
@@ -176,12 +176,12 @@ class Shard(_OfThisProcess):
         return twin
 
     @property
-    def holders(self) -> Exchange | None:
+    def holders(self) -> RankGroup | None:
         """All ranks that hold a part of the parameter or a copy of one; None if this rank knows of no other."""
-        return self.exchange
+        return self.ranks
 
     @property
-    def row_owners(self) -> Exchange | None:
+    def row_owners(self) -> RankGroup | None:
         """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole.
 
         Raises:
@@ -192,21 +192,21 @@ class Shard(_OfThisProcess):
                 f"got rows and columns {self._cut_in_words}, expected {type(self).__name__}.row_owners to say which "
                 "ranks hold parts of the same rows; define it"
             )
-        return self.exchange if self.cuts_rows else None
+        return self.ranks if self.cuts_rows else None
 
     @property
-    def part_owners(self) -> Exchange | None:
+    def part_owners(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
         """
-        if self.exchange is None and math.prod(self.local_shape) != math.prod(self.global_shape):
+        if self.ranks is None and math.prod(self.local_shape) != math.prod(self.global_shape):
             raise UnknownShardError(
                 f"got a part {self.local_shape} of a parameter of shape {self.global_shape} and a rule for whole "
-                f"parameters, expected {type(self).__name__} to say which ranks hold the rest; give it its exchange"
+                f"parameters, expected {type(self).__name__} to say which ranks hold the rest; pass ranks"
             )
-        return self.exchange
+        return self.ranks
 
     def counted(self) -> Counted | None:
         """The ranks that hold the parameter, for sums over several parameters; None if each rank has all of it.
@@ -234,11 +234,11 @@ class Shard(_OfThisProcess):
             self._division = None if ranks is None else Division(ranks, regions)
         return self._division
 
-    def _divided_among(self) -> Exchange | None:
+    def _divided_among(self) -> RankGroup | None:
         """The ranks that hold the parts, as one group."""
         return self.part_owners
 
-    def _offsets(self, ranks: Exchange) -> Iterable[int]:
+    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
         """The ranks' offsets in the cut."""
         own = self.offset - ranks.numbers[ranks.rank]
         return [own + number for number in ranks.numbers]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, UnknownShardError, on_any_rank, shard_of
+from shardopt.layout import RankGroup, UnknownShardError, on_any_rank, shard_of
 
 
 def only_makes_state(
-    groups: Sequence[Mapping[str, Any]], has_begun: Callable[[], bool], peers: Exchange | None = None
+    groups: Sequence[Mapping[str, Any]], has_begun: Callable[[], bool], peers: RankGroup | None = None
 ) -> bool:
     """Whether a step is taken to make state: the first, while every lr is 0 and every gradient is zero.
 
@@ -34,9 +34,9 @@ def only_makes_state(
         holders = [*(shard_of(param).holders for param in params), peers]
     except UnknownShardError:
         return False  # on all ranks; the step will raise it
-    exchanges = list(dict.fromkeys(exchange for exchange in holders if exchange is not None))
+    rank_groups = list(dict.fromkeys(ranks for ranks in holders if ranks is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
-    return not on_any_rank(exchanges, is_step, rounds=2)
+    return not on_any_rank(rank_groups, is_step, rounds=2)
 
 
 def _is_zero_rate(lr: Any) -> bool:

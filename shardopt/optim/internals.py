@@ -16,7 +16,7 @@ from shardopt import _C
 from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, Exchange, FlatBuffer, FlatShard, Shard, assigned, number_of, shard_of, use_numbers
+from shardopt.layout import Copies, FlatBuffer, FlatShard, RankGroup, Shard, assigned, number_of, shard_of, use_numbers
 from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
@@ -85,7 +85,7 @@ class Internals:
         self.residency = StateResidency(optimizer, self.state_of)
         self.skipped = SkippedElements()
         self.model_indices: dict[Tensor, int] = {}
-        self.peers: Exchange | None = None
+        self.peers: RankGroup | None = None
         self.copies: dict[Tensor, Copies] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None

@@ -71,21 +71,21 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     """
     optimizer = internals.optimizer
     try:
-        exchanges = loading_groups(param for group in optimizer.param_groups for param in group["params"])
+        rank_groups = loading_groups(param for group in optimizer.param_groups for param in group["params"])
     except UnknownShardError:
         saved, states = checked_containers(state_dict)
         if states:
             raise
         groups = merged_groups(optimizer, optimizer.param_groups, by_name(saved, optimizer.param_groups))
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    groups, loaded, is_held = all_or_none(exchanges, lambda: _read(internals, state_dict))
-    if on_any_rank(exchanges, not is_held):  # all must know: the others would wait for one that gives up
+    groups, loaded, is_held = all_or_none(rank_groups, lambda: _read(internals, state_dict))
+    if on_any_rank(rank_groups, not is_held):  # all must know: the others would wait for one that gives up
         raise ValueError(
             f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
             "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
         )
     specs, names = [item.spec for item in loaded], [item.name for item in loaded]
-    entries = unpack_loaded(specs, [item.entries for item in loaded], names, exchanges)
+    entries = unpack_loaded(specs, [item.entries for item in loaded], names, rank_groups)
     # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
 
@@ -106,9 +106,9 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
                 state[index] = {}
         return state
 
-    all_or_none(exchanges, check)
-    encoded = encode_loaded(specs, entries, names, exchanges)
-    return {**state_dict, "state": all_or_none(exchanges, copied), "param_groups": groups}
+    all_or_none(rank_groups, check)
+    encoded = encode_loaded(specs, entries, names, rank_groups)
+    return {**state_dict, "state": all_or_none(rank_groups, copied), "param_groups": groups}
 
 
 def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
-from shardopt.layout import Counted, Exchange, shard_of
+from shardopt.layout import Counted, RankGroup, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.loss_scaling import follow_loss_scalers
@@ -296,7 +296,7 @@ def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list
     Parts that differ in size may fit into ``device_state_budget`` on some ranks only.
     """
     offloaded = {param: residency.of(param).offload == "step" for param in params}
-    by_holders: dict[Exchange, list[Tensor]] = {}
+    by_holders: dict[RankGroup, list[Tensor]] = {}
     for param in params:
         holders = shard_of(param).part_owners
         if holders is not None and any(len(numbers) > 1 for numbers in holders.numbers_in_world):

@@ -46,14 +46,14 @@ class _DDP(Kind):
     def copies_in(self, model: Module) -> Mapping[Tensor, Copies]:
         from torch.nn.parallel import DistributedDataParallel
 
-        from shardopt.sharding.exchange import RanksExchange
+        from shardopt.sharding.rank_group import TorchRankGroup
 
         copies: dict[Tensor, Copies] = {}
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and (size := module.process_group.size()) > 1:
                 for name, param in module.module.named_parameters():
                     if name not in module.parameters_to_ignore:
-                        copies[param] = Copies(RanksExchange((module.process_group,), param.device), size)
+                        copies[param] = Copies(TorchRankGroup((module.process_group,), param.device), size)
         return copies
 
 

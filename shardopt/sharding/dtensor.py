@@ -24,9 +24,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, Exchange, Shard
+from shardopt.layout import BlockGrid, Counted, RankGroup, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed
-from shardopt.sharding.exchange import RanksExchange, StoreNotes, joint_group, moved_to, own_device
+from shardopt.sharding.rank_group import StoreNotes, TorchRankGroup, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
 
@@ -71,16 +71,16 @@ class DTensorShard(Shard):
         return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, tuple(placements), self._device)
 
     @cached_property
-    def holders(self) -> RanksExchange | None:  # type: ignore[override]
+    def holders(self) -> TorchRankGroup | None:  # type: ignore[override]
         return self._along(range(self._mesh.ndim)) if self.is_here else None
 
     @cached_property
-    def row_owners(self) -> RanksExchange | None:  # type: ignore[override]
+    def row_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
         across = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
         return self._along(across) if across and self.is_here else None
 
     @cached_property
-    def part_owners(self) -> RanksExchange | None:  # type: ignore[override]
+    def part_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
         return self._along(self._sharded) if self._sharded and self.is_here else None
 
     def counted(self) -> Counted | None:
@@ -100,16 +100,16 @@ class DTensorShard(Shard):
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
-        ranks = self._along(dims) if len(dims) == 1 else RanksExchange((joint_group(sorted(members)),), self._device)
+        ranks = self._along(dims) if len(dims) == 1 else TorchRankGroup((joint_group(sorted(members)),), self._device)
         return Counted(ranks, members, before, reach, notes)
 
-    def _divided_among(self) -> RanksExchange | None:
+    def _divided_among(self) -> TorchRankGroup | None:
         if len(self._sharded) < 2 or self._coordinate is None:
             return self.part_owners
         at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))
-        return RanksExchange((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
+        return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
 
-    def _offsets(self, ranks: Exchange) -> Iterable[int]:
+    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
         offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
         return [offsets[number] for number in ranks.numbers]
 
@@ -177,9 +177,9 @@ class DTensorShard(Shard):
             return torch.empty(0, dtype=whole.dtype, device=self._device)
         return moved_to(self._device, super().part(whole)).contiguous()
 
-    def _along(self, dims: Sequence[int]) -> RanksExchange:
-        """The exchange among the ranks that differ in these dimensions of their coordinates only."""
-        return RanksExchange(tuple(map(self._mesh.get_group, dims)), self._device)
+    def _along(self, dims: Sequence[int]) -> TorchRankGroup:
+        """The ranks that differ in these dimensions of their coordinates only."""
+        return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
 
 
 def _cut_by(placement: Any, ways: int, stride: int) -> Cut:

@@ -31,7 +31,7 @@ from shardopt.layout import (
 from shardopt.layout.names import canonical_modules
 from shardopt.layout.partition import even_steps
 from shardopt.optim.stable_embedding import StableEmbedding
-from shardopt.sharding.exchange import RanksExchange
+from shardopt.sharding.rank_group import TorchRankGroup
 
 
 def install(module: ModuleType) -> None:
@@ -95,7 +95,7 @@ def _assign_unit(
     names: dict[tuple[int, str], tuple[int, str]],
     prefixes: dict[int, list[str]],
     known_params: int | None,
-    replicas: RanksExchange | None,
+    replicas: TorchRankGroup | None,
 ) -> None:
     flat = handle.flat_param
     known = [names[id(module), name] for name, module, _ in flat._param_infos]
@@ -140,12 +140,12 @@ def _places(flat: Any) -> list[list[tuple[Module, str]]]:
     return list(places_by_name.values())
 
 
-def _replicas(unit: Any) -> RanksExchange | None:
+def _replicas(unit: Any) -> TorchRankGroup | None:
     """The ranks of HYBRID_SHARD that hold the same shard, where all groups have ranks in evenly spaced order."""
     across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
     if across is None or not handle.uses_sharded_strategy or across.size() == 1:
         return None
-    ranks, within = (RanksExchange((group,), handle.device) for group in (across, handle.process_group))
+    ranks, within = (TorchRankGroup((group,), handle.device) for group in (across, handle.process_group))
     if even_steps(ranks.numbers) is None or even_steps(within.numbers) is None:
         return None
     return ranks
@@ -158,10 +158,10 @@ def _ranges(handle: Any) -> list[FlatShard]:
         whole = zip(flat._shapes, _offsets(flat), strict=True)
         return [FlatShard(tuple(shape), first, flat.numel()) for shape, first in whole]
     size = flat._sharded_size.numel()
-    exchange = RanksExchange((handle.process_group,), handle.device)
+    ranks = TorchRankGroup((handle.process_group,), handle.device)
     shards = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
-        shard = FlatShard(tuple(shape), first, size, exchange)
+        shard = FlatShard(tuple(shape), first, size, ranks)
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         expected = (shard.start, shard.end) if shard.numel else (0, 0)
         if known != expected:

@@ -21,7 +21,7 @@ from shardopt.layout import on_any_rank
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
-from shardopt.sharding.exchange import exchange_among
+from shardopt.sharding.rank_group import rank_group_of
 from shardopt.state.options import is_own
 from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
@@ -187,7 +187,7 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
         return
     is_refused = _is_ours(state_dict) and not _is_carried(state_dict)
     if rank0_only:  # other ranks would wait for rank 0
-        ranks = exchange_among(group())
+        ranks = rank_group_of(group())
         is_refused = on_any_rank([ranks], ranks.rank == 0 and is_refused)
     if is_refused:
         raise RuntimeError(

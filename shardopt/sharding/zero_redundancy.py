@@ -13,7 +13,7 @@ from typing import Any
 
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, merged_groups, reading
-from shardopt.sharding.exchange import RanksExchange
+from shardopt.sharding.rank_group import TorchRankGroup
 from shardopt.state.names import listed_name
 
 
@@ -48,7 +48,7 @@ def _tell_places(outer: Any) -> None:
             group.pop("param_names", None)
         params = [param for group in outer.param_groups for param in group["params"]]
         inner._internals.model_indices.update((param, number) for number, param in enumerate(params))
-        inner._internals.peers = RanksExchange((outer.process_group,), outer._default_device)
+        inner._internals.peers = TorchRankGroup((outer.process_group,), outer._default_device)
 
 
 def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import Exchange, FlatShard, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import FlatShard, RankGroup, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
@@ -18,12 +18,12 @@ from shardopt.state.tensor_state import TensorState
 def shared_blocks(spec: SliceSpec) -> list[int]:
     """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
     shard = spec.shard
-    if not isinstance(shard, FlatShard) or shard.exchange is None:
+    if not isinstance(shard, FlatShard) or shard.ranks is None:
         return []
     return shard.cut_blocks(spec.grid) if spec.codec.blockwise else []
 
 
-def sharing_ranks(spec: SliceSpec) -> Exchange | None:
+def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
     """The ranks that hold parts of the same blocks of a parameter; None if no block is cut."""
     if shared_blocks(spec):
         return spec.shard.holders
@@ -44,27 +44,27 @@ class Floats(NamedTuple):
     name: str
 
 
-def encode_slices(slices: Sequence[Floats], exchanges: Sequence[Exchange] = ()) -> list[StateDict | None]:
+def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = ()) -> list[StateDict | None]:
     """The state entries for float moments, in scales that all holders of a block agree on.
 
     All ranks that share blocks must call this with the same slices in the same order.
 
     Args:
         slices: the moments.
-        exchanges: the ranks that raise together if one of them cannot encode its part, as for lack of memory.
+        rank_groups: the ranks that raise together if one of them cannot encode its part, as for lack of memory.
 
     Raises:
         ValueError: only some of the ranks with column shards of a parameter have moments of it.
     """
     agreed: list[dict[str, Tensor]] = [{} for _ in slices]
     for relative in (False, True):  # moments in units of another's root follow the root
-        messages = all_or_none(exchanges, partial(_messages, slices, agreed, relative=relative))
-        for exchange, parts in messages.items():
-            reduce_together(exchange.all_reduce_max, list(parts.values()))
-        all_or_none(exchanges, partial(_take, messages, slices, agreed))
+        messages = all_or_none(rank_groups, partial(_messages, slices, agreed, relative=relative))
+        for ranks, parts in messages.items():
+            reduce_together(ranks.all_reduce_max, list(parts.values()))
+        all_or_none(rank_groups, partial(_take, messages, slices, agreed))
     encoded = zip(slices, agreed, strict=True)
     return all_or_none(
-        exchanges, lambda: [None if x.values is None else x.spec.encode(x.values, known) for x, known in encoded]
+        rank_groups, lambda: [None if x.values is None else x.spec.encode(x.values, known) for x, known in encoded]
     )
 
 
@@ -72,7 +72,7 @@ def encode_loaded(
     specs: Sequence[TensorState],
     loaded: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
-    exchanges: Sequence[Exchange],
+    rank_groups: Sequence[RankGroup],
 ) -> list[Mapping[str, Any] | None]:
     """Replaces float moments (torch.optim's state) by the state's own entries; leaves other entries alone.
 
@@ -82,7 +82,7 @@ def encode_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
         names: the tensors' names in errors.
-        exchanges: the ranks that raise together if one of them cannot encode its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot encode its part; see :func:`loading_groups`.
 
     Raises:
         ValueError: see :func:`encode_slices`.
@@ -93,9 +93,9 @@ def encode_loaded(
         if entries and spec.has_floats(entries):
             values = spec.split_moments(entries)
         slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(exchanges, any(x.values is not None for x in slices), rounds=2):
+    if not on_any_rank(rank_groups, any(x.values is not None for x in slices), rounds=2):
         return list(loaded)
-    encoded = iter(encode_slices(slices, exchanges))
+    encoded = iter(encode_slices(slices, rank_groups))
     results: list[Mapping[str, Any] | None] = []
     for spec, entries in zip(specs, loaded, strict=True):
         states = [state for _ in spec.slices if (state := next(encoded)) is not None]
@@ -113,16 +113,16 @@ _Parts = dict[tuple[int, str], Tensor]
 
 def _messages(
     slices: Sequence[Floats], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
-) -> dict[Exchange, _Parts]:
+) -> dict[RankGroup, _Parts]:
     """This rank's extremes of shared blocks, of the moments in units of another's root or of all other moments."""
-    messages: dict[Exchange, _Parts] = {}
+    messages: dict[RankGroup, _Parts] = {}
     for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
-        exchange = sharing_ranks(spec)
+        ranks = sharing_ranks(spec)
         moments = [m for m in spec.moments if spec.has_scales(m)]
         names = [m.name for m in moments if (spec.relative and m.is_relative(spec.codec)) == relative]
-        if exchange is None or not names:
+        if ranks is None or not names:
             continue
-        parts, (count, sent, local) = messages.setdefault(exchange, {}), _places(spec)
+        parts, (count, sent, local) = messages.setdefault(ranks, {}), _places(spec)
         among = None if isinstance(local, slice) else local
         found = {} if values is None else spec.extremes(values, known, among)
         if not relative and among is None:
@@ -134,7 +134,7 @@ def _messages(
     return messages
 
 
-def _take(messages: Mapping[Exchange, _Parts], slices: Sequence[Floats], agreed: Sequence[dict[str, Tensor]]) -> None:
+def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed: Sequence[dict[str, Tensor]]) -> None:
     """Reads the answers: the extremes over all ranks."""
     for (index, moment), part in (item for parts in messages.values() for item in parts.items()):
         spec, values, name = slices[index]

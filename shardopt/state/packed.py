@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import BlockGrid, Exchange, FlatBuffer, FlatShard, Shard, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import (
+    BlockGrid,
+    FlatBuffer,
+    FlatShard,
+    RankGroup,
+    Shard,
+    all_or_none,
+    on_any_rank,
+    reduce_together,
+)
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -63,7 +72,7 @@ def unpack_loaded(
     specs: Sequence[TensorState],
     loaded: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
-    exchanges: Sequence[Exchange],
+    rank_groups: Sequence[RankGroup],
 ) -> list[Mapping[str, Any] | None]:
     """Replaces packed state by the entries that were packed; leaves other state alone.
 
@@ -73,22 +82,22 @@ def unpack_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries; None for a tensor without state.
         names: the tensors' names in errors.
-        exchanges: the ranks that raise together if one of them cannot unpack its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot unpack its part; see :func:`loading_groups`.
 
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(exchanges, any(entries is not None and is_packed(entries) for entries in loaded), rounds=2):
+    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded), rounds=2):
         return list(loaded)
-    tensors = all_or_none(exchanges, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
-    shared: dict[Exchange, list[Tensor]] = {}
+    tensors = all_or_none(rank_groups, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
+    shared: dict[RankGroup, list[Tensor]] = {}
     for unpacked in (unpacked for slices in tensors for fields in slices for unpacked in fields):
-        if (exchange := unpacked.field.spec.shard.holders) is not None and len(unpacked.cut):
-            shared.setdefault(exchange, []).append(unpacked.cut)
-    for exchange, of_blocks in shared.items():
-        reduce_together(exchange.all_reduce_sum, of_blocks)
+        if (ranks := unpacked.field.spec.shard.holders) is not None and len(unpacked.cut):
+            shared.setdefault(ranks, []).append(unpacked.cut)
+    for ranks, of_blocks in shared.items():
+        reduce_together(ranks.all_reduce_sum, of_blocks)
     items = list(zip(specs, loaded, tensors, names, strict=True))
-    return all_or_none(exchanges, lambda: [_completed(*item) for item in items])
+    return all_or_none(rank_groups, lambda: [_completed(*item) for item in items])
 
 
 class _Field(NamedTuple):
@@ -120,7 +129,7 @@ class _Field(NamedTuple):
     def cut(self) -> list[int]:
         """The blocks whose numbers are on several ranks, on this rank or not: their indices in the grid."""
         shard = self.spec.shard
-        if self.grid is None or not isinstance(shard, FlatShard) or shard.exchange is None:
+        if self.grid is None or not isinstance(shard, FlatShard) or shard.ranks is None:
             return []
         return shard.cut_blocks(self.grid)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.devices import use_in_current_stream
-from shardopt.layout import Exchange, on_any_rank
+from shardopt.layout import RankGroup, on_any_rank
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
@@ -88,7 +88,7 @@ class Plan:
 
     def __init__(
         self,
-        sets: Mapping[Exchange, Members],
+        sets: Mapping[RankGroup, Members],
         stepped: Container[int],
         on_difference: Callable[[], object] = lambda: None,
         *,
@@ -97,7 +97,7 @@ class Plan:
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
         self.devices = {ranks: members.device for ranks, members in self._sets.items()}
         self._on_difference, self.single = on_difference, single
-        self.digests: dict[Exchange, bytes] = {}
+        self.digests: dict[RankGroup, bytes] = {}
         self.step(stepped)
 
     def step(self, stepped: Container[int]) -> None:
@@ -130,7 +130,7 @@ class Plan:
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def refuse(self, differing: Iterable[Exchange], otherwise: str) -> NoReturn:
+    def refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
         """Raises the error that names the first difference.
 
         Args:
@@ -146,7 +146,7 @@ class Plan:
             "and gradients to all of them or to none; this step changed nothing on this rank"
         )
 
-    def _first_difference(self, ranks: Exchange) -> str | None:
+    def _first_difference(self, ranks: RankGroup) -> str | None:
         lines = self._sets[ranks].lines if ranks in self._sets else ()
         description = [[line.known_as, self._said(line, always=True)] for line in lines]
         of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
@@ -158,7 +158,7 @@ def digest_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
-def order_of(ranks: Exchange) -> tuple[object, ...]:
+def order_of(ranks: RankGroup) -> tuple[object, ...]:
     """Sort key of sets of ranks: one order on all ranks, though each is in sets of its own. Smaller sets come first."""
     groups = ranks.numbers_in_world
     sizes = tuple(map(len, groups))
@@ -203,10 +203,10 @@ class Agreement:
     """
 
     def __init__(self, captured: list[object]) -> None:
-        self._digests: dict[Exchange, bytes] | None = None
-        self._checks: dict[Exchange, Answers] = {}
-        self._devices: dict[Exchange, torch.device] = {}
-        self._on_gpus: dict[Exchange, _OnGpu] = {}
+        self._digests: dict[RankGroup, bytes] | None = None
+        self._checks: dict[RankGroup, Answers] = {}
+        self._devices: dict[RankGroup, torch.device] = {}
+        self._on_gpus: dict[RankGroup, _OnGpu] = {}
         self._captured = captured
 
     @property
@@ -222,12 +222,12 @@ class Agreement:
                 changed.
         """
         agreed, now = self._digests or {}, plan.digests
-        sets, changed = list(plan.checks), set[Exchange]()
+        sets, changed = list(plan.checks), set[RankGroup]()
         if now is not self._digests:
             changed = {ranks for ranks in {*agreed, *now} if agreed.get(ranks) != now.get(ranks)}
             sets = [x for x in sorted(dict.fromkeys([*now, *agreed]), key=order_of) if x in plan.checks or x in changed]
-        differing: list[Exchange] = []
-        joined: list[Exchange] = []  # the sets of which one rank belongs to several
+        differing: list[RankGroup] = []
+        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
         otherwise = _HELD_ELSEWHERE
         for ranks in sets:
             before = self._checks.get(ranks) if ranks in changed else plan.checks[ranks]
@@ -254,11 +254,11 @@ class Agreement:
             plan.refuse(differing, otherwise)
         self._digests, self._checks, self._devices = now, plan.checks, plan.devices
 
-    def _device_of(self, plan: Plan, ranks: Exchange) -> torch.device:
+    def _device_of(self, plan: Plan, ranks: RankGroup) -> torch.device:
         """The device of the messages of a set of ranks, which may have left the plan."""
         return plan.devices[ranks] if ranks in plan.devices else self._devices[ranks]
 
-    def _found(self, plan: Plan, ranks: Exchange, answers: Answers, *, changed: bool) -> Answers:
+    def _found(self, plan: Plan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
         """The answers of all ranks of a set, joined; zeros on a GPU if this rank's are as in its last check."""
         if changed:
             answers = np.zeros_like(answers)
@@ -291,7 +291,7 @@ def _differ(found: Answers) -> bool:
     return bool((found[_AS_AGREED] and found[_CHANGED]) or (has & lacks).any())
 
 
-def _are_equal(ranks: Exchange, digest: bytes) -> bool:
+def _are_equal(ranks: RankGroup, digest: bytes) -> bool:
     """Whether all ranks of a set have the same digest."""
     words = np.frombuffer(digest, dtype="<u2").astype(np.int32)
     message = torch.from_numpy(np.concatenate([words, 0xFFFF - words]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Exchange, Shard, reduce_together
+from shardopt.layout import RankGroup, Shard, reduce_together
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import order_of
@@ -20,7 +20,7 @@ class CutColumns(NamedTuple):
     """A parameter with column shards that cut blocks: the tensors that the rows' owners exchange.
 
     Attributes:
-        exchange: the owners.
+        ranks: the owners.
         relative: whether a moment is coded in units of another's root.
         scales: float32, ``(rows, blocks[, scales per block])``, one per moment with scales.
         extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
@@ -29,7 +29,7 @@ class CutColumns(NamedTuple):
         others: int64, 1-D: blocks of a row of which this rank holds nothing.
     """
 
-    exchange: Exchange
+    ranks: RankGroup
     relative: bool
     scales: list[Tensor]
     extremes: list[Tensor]
@@ -39,8 +39,8 @@ class CutColumns(NamedTuple):
     @classmethod
     def of(cls, spec: SliceSpec, state: StateDict, device: torch.device) -> CutColumns:
         """Makes the tensors for a parameter on a device, given its state: plain tensors."""
-        exchange = spec.shard.block_owners(spec.grid)
-        assert exchange is not None
+        ranks = spec.shard.block_owners(spec.grid)
+        assert ranks is not None
         size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
         for first, end in spec.shard.columns:
             pieces_of[first // size : -(-end // size)] += 1
@@ -48,7 +48,7 @@ class CutColumns(NamedTuple):
         shape = (pieces, spec.shard.rows, len(pieces_of), 2)
         scales = [spec.local_coded(state, moment).scales for moment in spec.moments]
         return cls(
-            exchange,
+            ranks,
             spec.relative,
             [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
@@ -78,22 +78,22 @@ class CutBlocks:
 
     def __init__(self, specs: Iterable[SliceSpec], device: torch.device) -> None:
         self._relative = False
-        self._columns: dict[Exchange, list[CutColumns]] = {}
+        self._columns: dict[RankGroup, list[CutColumns]] = {}
         self._stepped: list[CutColumns] = []
-        counts: dict[Exchange, int] = {}
-        places: dict[tuple[Shard, int], tuple[Exchange, int, int]] = {}
+        counts: dict[RankGroup, int] = {}
+        places: dict[tuple[Shard, int], tuple[RankGroup, int, int]] = {}
         for spec in specs:
             for number in shared_blocks(spec):
-                assert spec.shard.exchange is not None
-                exchange, moments = spec.shard.exchange, len(spec.moments)
-                places[spec.shard, number] = exchange, counts.get(exchange, 0), moments
-                counts[exchange] = counts.get(exchange, 0) + moments
+                assert spec.shard.ranks is not None
+                ranks, moments = spec.shard.ranks, len(spec.moments)
+                places[spec.shard, number] = ranks, counts.get(ranks, 0), moments
+                counts[ranks] = counts.get(ranks, 0) + moments
                 self._relative |= spec.relative
         self._flat = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
         self.flat = {
-            block: [self._flat[exchange][row].data_ptr() for row in range(first, first + moments)]
+            block: [self._flat[ranks][row].data_ptr() for row in range(first, first + moments)]
             + [0] * (_C.max_moments - moments)
-            for block, (exchange, first, moments) in places.items()
+            for block, (ranks, first, moments) in places.items()
         }
 
     def __bool__(self) -> bool:
@@ -103,8 +103,8 @@ class CutBlocks:
         """Takes the parameters with column shards that have a gradient, in an order that is equal on all ranks."""
         self._stepped = list(columns)
         self._columns = {}
-        for column in sorted(self._stepped, key=lambda column: order_of(column.exchange)):
-            self._columns.setdefault(column.exchange, []).append(column)
+        for column in sorted(self._stepped, key=lambda column: order_of(column.ranks)):
+            self._columns.setdefault(column.ranks, []).append(column)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -130,23 +130,23 @@ class CutBlocks:
 
     def exchange_extremes(self) -> None:
         """Replaces a block's extremes by the extremes over all its owners."""
-        for exchange, buffer in self._flat.items():
-            exchange.all_reduce_max(buffer)
-        for exchange, columns in self._columns.items():
+        for ranks, buffer in self._flat.items():
+            ranks.all_reduce_max(buffer)
+        for ranks, columns in self._columns.items():
             every = [extremes for column in columns for extremes in column.extremes]
             for extremes in every:
                 if len(extremes) > 1:
                     extremes[0] = extremes.amax(0)
-            reduce_together(exchange.all_reduce_max, [extremes[0] for extremes in every])
+            reduce_together(ranks.all_reduce_max, [extremes[0] for extremes in every])
             for extremes in every:
                 extremes[1:] = extremes[0]
 
     def share_scales(self) -> None:
         """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""
-        for exchange, columns in self._columns.items():
+        for ranks, columns in self._columns.items():
             every = [scales for column in columns for scales in column.scales]
             for column in columns:
                 for scales in column.scales:
                     scales.index_fill_(1, column.others, 0)
             # Scales are not negative: the order of their bits as integers is their order as floats.
-            reduce_together(exchange.all_reduce_max, [scales.view(torch.int32) for scales in every])
+            reduce_together(ranks.all_reduce_max, [scales.view(torch.int32) for scales in every])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Counted, Exchange
+from shardopt.layout import Counted, RankGroup
 from shardopt.state.rule import Rule
 from shardopt.step.inputs import Input
 from shardopt.step.over_all import OverAll, no_common_mesh
@@ -47,7 +47,7 @@ class ExactSums:
                 shape = (counts[key], _C.sum_words)
                 buffers[key][device] = torch.zeros(shape, dtype=torch.int64, device=device)
             parameter.sums[place] = buffers[key][device][first].data_ptr()
-        self._of_each: dict[Exchange | None, list[Tensor]] = {}
+        self._of_each: dict[RankGroup | None, list[Tensor]] = {}
         self._of_all: dict[Counted | None, list[Tensor]] = {}  # this rank's parts
         for (totals, ranks), by_device in buffers.items():
             (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())

@@ -14,8 +14,8 @@ from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
 from shardopt.layout import (
     Copies,
-    Exchange,
     FlatBuffer,
+    RankGroup,
     Shard,
     UnknownShardError,
     assigned,
@@ -276,7 +276,7 @@ def demand_finite(
     """
     if not looked_at:
         return
-    flags_of: dict[tuple[Exchange | None, torch.device], list[tuple[Input, Tensor]]] = {}
+    flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[Input, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
         is_shared = parameter.spec is not None and parameter.shard.holders is not None
         if parameter.group not in looked_at or (gradient is None and not is_shared):
@@ -288,7 +288,7 @@ def demand_finite(
         flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter, flag))
     sets = {holders for holders, _ in flags_of if holders is not None}
     bad: list[str] = []
-    linked: dict[Exchange, None] = {}  # the sets of ranks of which a rank is in another set, too
+    linked: dict[RankGroup, None] = {}  # the sets of ranks of which a rank is in another set, too
     for (holders, _), flagged in flags_of.items():
         flags = torch.stack([flag for _, flag in flagged] + [torch.full_like(flagged[0][1], len(sets) > 1)])
         if holders is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardopt.layout import Exchange, FlatBuffer, FlatShard
+from shardopt.layout import FlatBuffer, FlatShard, RankGroup
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.slice_spec import SliceSpec
@@ -24,7 +24,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         inputs: one per parameter.
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
-    sets: dict[Exchange, Members] = {}
+    sets: dict[RankGroup, Members] = {}
     summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
     over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
     stepped = set()
@@ -47,7 +47,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     return Plan(sets, stepped, over_all.refuse, single=single)
 
 
-def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[Exchange, bool]:
+def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:
     """The ranks with which a step exchanges data of a slice, or would with other options.
 
     Returns:

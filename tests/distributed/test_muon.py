@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 import shardopt.checkpoint
-import shardopt.sharding.exchange
+import shardopt.sharding.rank_group
 from helpers import Shape, limited
 from live_bytes import LiveBytes
 from ranks.collectives import counted_collectives
@@ -259,7 +259,7 @@ def test_each_element_travels_twice(ranks: Pool, way: str, world_size: int, memo
 
 @pytest.mark.ranks(4)
 def test_messages_to_few_ranks_at_a_time() -> None:
-    with patch.object(shardopt.sharding.exchange, "MOST_PEERS", 2):
+    with patch.object(shardopt.sharding.rank_group, "MOST_PEERS", 2):
         for way in ("fsdp", "fsdp1"):
             assert_same(snapshot_of(*trained(way, 2, "normuon")), single(2, "normuon"))
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
-from ranks.threads import ThreadExchange, on_threads
+from ranks.threads import ThreadRankGroup, on_threads
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
 from shardopt.layout.partition import Cut
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
@@ -256,11 +256,11 @@ def test_steps_as_whole(rule: str, codec: str, rounds: int, drawn: Split, seed: 
     start = whole.detach().clone().flatten()
     gradients = [values(shape, seed + 1 + step) for step in range(2)]
     optimizer = RULES[rule].make([whole], **options)
-    exchange = ThreadExchange(len(shards))
+    exchange = ThreadRankGroup(len(shards))
 
     def run(rank: int) -> dict[str, Tensor]:
         shard = shards[rank]
-        shard.exchange = exchange  # type: ignore[assignment]
+        shard.ranks = exchange  # type: ignore[assignment]
         param = Parameter(start[shard.start : shard.end].clone())
         assign(param, shard)
         own = RULES[rule].make([param], **options)

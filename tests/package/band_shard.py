@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.layout import GridPartition, Shard, assign
 from shardopt.layout.partition import Cut
-from shardopt.sharding.exchange import RanksExchange
+from shardopt.sharding.rank_group import TorchRankGroup
 
 
 class Band(Shard):
@@ -24,7 +24,7 @@ class Band(Shard):
     """
 
     def __init__(self, global_shape: tuple[int, ...], dim: int) -> None:
-        ranks = RanksExchange((dist.group.WORLD,), torch.device("cpu"))
+        ranks = TorchRankGroup((dist.group.WORLD,), torch.device("cpu"))
         bands = GridPartition((Cut(dim, ways=len(ranks.numbers), stride=1),))
         super().__init__(global_shape, bands, ranks.rank, ranks)
 

@@ -293,7 +293,7 @@ def test_a_kind_of_shard_is_one_file() -> None:
     assert {name for name in imported if name.startswith("shardopt")} == {
         "shardopt.layout",
         "shardopt.layout.partition",
-        "shardopt.sharding.exchange",
+        "shardopt.sharding.rank_group",
     }
     assert [path for path in (ROOT / "shardopt").rglob("*.py") if "band_shard" in path.read_text()] == []
 

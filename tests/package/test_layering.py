@@ -45,7 +45,7 @@ SHARDING_LEVEL = LEVELS["shardopt.sharding"]
 SHARDING = ("torch.distributed", "deepspeed")
 #: Integrations register what checkpoints need to know of a framework; checkpoints name none of them.
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers", "shardopt.sharding")
-NO_FRAMEWORK = "shardopt.sharding.exchange"
+NO_FRAMEWORK = "shardopt.sharding.rank_group"
 
 #: Folders of csrc and those that they may include.
 INCLUDES = {

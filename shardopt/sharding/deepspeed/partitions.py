@@ -23,7 +23,7 @@ from shardopt.layout import (
     keeps_float32_state,
 )
 from shardopt.layout.names import name_children, parameter_names
-from shardopt.sharding.exchange import exchange_among
+from shardopt.sharding.rank_group import rank_group_of
 
 #: Places and names of a model's parameters, by identity.
 _Names = Mapping[int, tuple[int, str]]
@@ -120,7 +120,7 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
             f"got partitions that end at element {end - first} of a parameter, expected all {numel} elements; this "
             "version of DeepSpeed partitions in a way that shardopt does not know"
         )
-    shard = FlatShard(shape, first, size, exchange_among(group))
+    shard = FlatShard(shape, first, size, rank_group_of(group))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 

@@ -156,7 +156,7 @@ def test_ranks_that_are_lost_while_the_host_waits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardopt.checkpoint.ranks.device_of", lambda group: torch.device("meta"))
         for collective in ("all_gather", "broadcast"):
-            patch.setattr(f"shardopt.sharding.exchange.{collective}", lambda *args, **options: Mock())
+            patch.setattr(f"shardopt.sharding.rank_group.{collective}", lambda *args, **options: Mock())
         ranks = Ranks()
         calls = (lambda: ranks.gathered(b"x"), lambda: ranks.from_rank(0, b"x"), lambda: ranks.agree(lambda: None))
         for call in calls:

@@ -13,7 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class ThreadExchange:
+class ThreadRankGroup:
     """Agreement among threads, of which each must call the same methods in the same order.
 
     Attributes:
@@ -48,7 +48,7 @@ class ThreadExchange:
         self._barrier.abort()
 
 
-def on_threads(exchange: ThreadExchange, count: int, function: Callable[[int], T]) -> list[T]:
+def on_threads(exchange: ThreadRankGroup, count: int, function: Callable[[int], T]) -> list[T]:
     """Calls ``function(rank)`` for every rank at the same time.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Exchanges among ranks, by collectives of torch.distributed."""
+"""Groups of ranks, by collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ class StoreNotes:
 
 
 @dataclass(frozen=True)
-class RanksExchange(RankGroup):
-    """Exchange among ranks. Equal exchanges share one collective.
+class TorchRankGroup(RankGroup):
+    """Ranks of process groups of torch.distributed. Equal groups share one collective.
 
     Attributes:
         groups: the group of the ranks, or several groups, used one after another, as along the dimensions of a mesh.
@@ -260,9 +260,9 @@ class RanksExchange(RankGroup):
             tensor.copy_(there)
 
 
-def exchange_among(group: ProcessGroup | None) -> RanksExchange:
-    """The exchange among the ranks of a group, of all ranks by default: of tensors on the GPU unless it is gloo's."""
+def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:
+    """The ranks of a process group, by default all: for tensors on the GPU unless its back end is gloo."""
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()
-    return RanksExchange((group,), own_device("cuda" if on_gpu else "cpu", group))
+    return TorchRankGroup((group,), own_device("cuda" if on_gpu else "cpu", group))
