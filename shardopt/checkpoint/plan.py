@@ -43,7 +43,7 @@ _DIGEST_BYTES = 16
 Strides = tuple[tuple[int, int], ...]
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """Ranks that describe the tensors of a save alike.
 
     Attributes:
@@ -161,7 +161,7 @@ class Planning:
         members_of: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
             members_of[message[:_DIGEST_BYTES]].append(rank)
-        self._kinds: list[Kind] = []
+        self._kinds: list[RankKind] = []
         self._starts: dict[Strides, npt.NDArray[np.int64]] = {}
         for each, members in members_of.items():
             kind = self._kind(members, is_own=each == own_digest, is_only=len(members_of) == 1)
@@ -196,17 +196,17 @@ class Planning:
                 known[key] = starts, of_ranks, set().union(*(offsets - held for held in present))
             self._copies[name] = known[key]
 
-    def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> Kind:
+    def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> RankKind:
         """The description that some ranks have in common; their first rank sends it to the others."""
         sent = b""
         if not is_only:
             sent = self._ranks.from_rank(members[0], zlib.compress(self._text) if is_own else b"")
         if is_own:
             groups, unequal = self._contents.header.get("param_groups"), frozenset(self._contents.unequal)
-            return Kind(np.array(members), groups, unequal, self._described)
+            return RankKind(np.array(members), groups, unequal, self._described)
         content = json.loads(zlib.decompress(sent))
         tensors = {name: tensor_from_json(name, stored, sys.maxsize) for name, stored in content["tensors"].items()}
-        return Kind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
+        return RankKind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
 
     def _compare_kinds(self) -> None:
         """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""

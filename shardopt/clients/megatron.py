@@ -119,7 +119,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         stepped: per param group, the tensors that the optimizer has, by the model's parameters.
     """
 
-    optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _Decoded
+    optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _DecodedState
     stepped: list[dict[Tensor, Tensor]]
 
     def replace(self, optimizer_class: type[ShardedOptimizer], options: dict[str, Any], *, is_alone: bool) -> None:
@@ -185,7 +185,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     def _as_adam(self, *, loads: bool = False) -> Iterator[None]:
         """Inside, Megatron's methods see this rank's ranges and float32 moments, which are encoded after a load."""
         ours = self.optimizer
-        if isinstance(ours, _Decoded):  # inside of another of these methods
+        if isinstance(ours, _DecodedState):  # inside of another of these methods
             yield
             return
         if not isinstance(ours, AdamW) or any(group["amsgrad"] for group in ours.param_groups):
@@ -193,7 +193,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
                 f"got {type(ours).__name__} for Megatron's own checkpoint, which knows Adam's two moments only, "
                 "expected AdamW or Adam without amsgrad; use shardopt.checkpoint.save and load"
             )
-        self.optimizer = decoded = _Decoded(ours, self._held, self._dropped)
+        self.optimizer = decoded = _DecodedState(ours, self._held, self._dropped)
         try:
             yield
         finally:
@@ -202,7 +202,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
             decoded.encode(ours)
 
 
-class _Decoded(Optimizer):
+class _DecodedState(Optimizer):
     """Megatron's Adam as its checkpoints know it: this rank's ranges, with the moments of shardopt's optimizer."""
 
     def __init__(self, ours: AdamW, held: list[dict[Tensor, Tensor]], dropped: list[dict[str, Any]]) -> None:

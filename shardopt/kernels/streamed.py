@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
-from shardopt.kernels.transfers_cuda import SLOTS, Copies, CudaTransfers, Slot
+from shardopt.kernels.transfers_cuda import SLOTS, CopyRanges, CudaTransfers, Slot
 
 #: Bytes of memory behind each address in a row of ``_C.kernel_row``. For the gradient elements instead of bytes, as
 #: its dtype may change from step to step.
@@ -148,7 +148,7 @@ class _Chunk:
         if "gradient" in self._moves:
             end = int((self.back.offset + self.back.nbytes).max(initial=0))
             gradients = _copies(rows, self._extents, ["gradient"], end)
-            self.there = Copies(*(np.concatenate(both) for both in zip(self.back, gradients, strict=True)))
+            self.there = CopyRanges(*(np.concatenate(both) for both in zip(self.back, gradients, strict=True)))
         ends = self.there.offset + self.there.nbytes
         assert int(ends.max(initial=0)) <= self.slot.memory.nbytes, "a chunk that no slot has room for"
         order = np.argsort(self.there.home)
@@ -189,12 +189,12 @@ def _chunk_rows(
     return chunk_rows or [np.zeros(0, np.int64)]  # the first chunk counts the steps, even without kernel rows
 
 
-_NO_COPIES = Copies(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+_NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def _copies(
     kernel_rows: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_offset: int
-) -> Copies:
+) -> CopyRanges:
     """The memory behind some fields of kernel rows, each byte once; its offsets in a slot, from ``first_offset`` on."""
     starts = np.concatenate([kernel_rows[field].reshape(-1) for field in fields])
     lengths = np.concatenate([extents[field].reshape(-1) for field in fields])
@@ -216,4 +216,4 @@ def _copies(
     room = -(-(lead + nbytes) // _ALIGNMENT) * _ALIGNMENT
     base = -(-first_offset // _ALIGNMENT) * _ALIGNMENT
     offset = base + np.concatenate(([0], np.cumsum(room)[:-1])) + lead
-    return Copies(home, offset, nbytes)
+    return CopyRanges(home, offset, nbytes)

@@ -20,7 +20,7 @@ Addresses = npt.NDArray[np.uint64]
 SLOTS = 3
 
 
-class Copies(NamedTuple):
+class CopyRanges(NamedTuple):
     """Ranges of memory that are copied together: home addresses, offsets in a slot, and bytes."""
 
     home: Addresses
@@ -80,7 +80,7 @@ class CudaTransfers:
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
-    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+    def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
         """Begins to copy to a slot.
 
         Args:
@@ -105,7 +105,7 @@ class CudaTransfers:
         else:
             torch.cuda.current_stream(self._device).wait_event(slot.filled)
 
-    def give_back(self, slot: Slot, copies: Copies) -> object:
+    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
         """Begins to copy from a slot, after earlier kernels are done."""
         if not self._to_host:
             self.follow()
@@ -130,7 +130,7 @@ class CudaTransfers:
         _C.copy_cuda(self._device.index or 0, to, source, nbytes, stream.cuda_stream)
 
 
-def _places(slot: Slot, copies: Copies) -> Addresses:
+def _places(slot: Slot, copies: CopyRanges) -> Addresses:
     return copies.offset.astype(np.uint64) + np.uint64(slot.address)
 
 

@@ -98,7 +98,7 @@ class Division(NamedTuple):
         return all(region == self.regions[0] for region in self.regions)
 
 
-class Copies(NamedTuple):
+class Replicas(NamedTuple):
     """Ranks that hold the same parameter and gradient, and may share the work on it.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout.division import Copies
+from shardopt.layout.division import Replicas
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.shard import Shard, assigned, keeps_float32_state
 
@@ -42,7 +42,7 @@ class Kind:
     def read_model(self, model: Module) -> None:
         """Assigns shards to a model's parameters that do not say themselves what shard they are."""
 
-    def copies_in(self, model: Module) -> Mapping[Tensor, Copies]:
+    def copies_in(self, model: Module) -> Mapping[Tensor, Replicas]:
         """The parameters of a model of which other ranks hold copies."""
         return {}
 
@@ -83,7 +83,7 @@ def read_model(model: Module) -> None:
         kind.read_model(model)
 
 
-def copies_in(model: Module) -> dict[Tensor, Copies]:
+def copies_in(model: Module) -> dict[Tensor, Replicas]:
     """The parameters of a model of which other ranks hold copies, as registered kinds find them."""
     return {param: copies for kind in _kinds for param, copies in kind.copies_in(model).items()}
 

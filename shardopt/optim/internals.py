@@ -16,7 +16,17 @@ from shardopt import _C
 from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import Copies, FlatBuffer, FlatShard, RankGroup, Shard, assigned, number_of, shard_of, use_numbers
+from shardopt.layout import (
+    FlatBuffer,
+    FlatShard,
+    RankGroup,
+    Replicas,
+    Shard,
+    assigned,
+    number_of,
+    shard_of,
+    use_numbers,
+)
 from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
@@ -86,7 +96,7 @@ class Internals:
         self.skipped = SkippedElements()
         self.model_indices: dict[Tensor, int] = {}
         self.peers: RankGroup | None = None
-        self.copies: dict[Tensor, Copies] = {}
+        self.copies: dict[Tensor, Replicas] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
         self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
@@ -282,7 +292,7 @@ class Internals:
             releases.discard(released)
             released.end()
 
-    def share(self, copies: Mapping[Tensor, Copies]) -> None:
+    def share(self, copies: Mapping[Tensor, Replicas]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
         params = set(self.params)
         self.copies.clear()

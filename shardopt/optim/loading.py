@@ -51,7 +51,7 @@ class Adopted:
     state: StateDict
 
 
-class _Loaded(NamedTuple):
+class _LoadedParameter(NamedTuple):
     """A parameter of the optimizer with its loaded state."""
 
     param: Tensor
@@ -111,7 +111,7 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": all_or_none(rank_groups, copied), "param_groups": groups}
 
 
-def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_Loaded], bool]:
+def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_LoadedParameter], bool]:
     """Reads a state dict and checks it as far as one rank can.
 
     Returns:
@@ -121,7 +121,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
     optimizer, is_held = internals.optimizer, True
     saved = by_name(saved, optimizer.param_groups)
     groups = merged_groups(optimizer, optimizer.param_groups, saved)
-    loaded: list[_Loaded] = []
+    loaded: list[_LoadedParameter] = []
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
         specs = [internals.state_of(param, options) for param in group["params"]]  # by the loaded options
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
@@ -132,7 +132,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
                 left_out = tensor_state_of(param, options, off).state_names - spec.state_names
                 left_out |= {moment.name for moment in off}
                 entries = {key: value for key, value in entries.items() if key not in left_out}
-            loaded.append(_Loaded(param, index, name, spec, entries))
+            loaded.append(_LoadedParameter(param, index, name, spec, entries))
         with reading(f"param group {number}"):
             expected = moments_of(specs)
             got = saved_group.get(PACKED_MOMENTS, expected)

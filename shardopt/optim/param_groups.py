@@ -13,7 +13,15 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from shardopt.layout import Copies, FlatBuffer, assigned, copies_in, keeps_float32_state, number_parameters, read_model
+from shardopt.layout import (
+    FlatBuffer,
+    Replicas,
+    assigned,
+    copies_in,
+    keeps_float32_state,
+    number_parameters,
+    read_model,
+)
 from shardopt.layout.names import all_parameter_names
 from shardopt.state.options import DEFAULTS, make_plain
 
@@ -54,7 +62,7 @@ class ParamGroups(list[dict[str, Any]]):
         self,
         groups: Iterable[dict[str, Any]],
         parameters: Sequence[GroupedParameter],
-        copies: Mapping[Tensor, Copies],
+        copies: Mapping[Tensor, Replicas],
     ) -> None:
         super().__init__(groups)
         self.parameters = tuple(parameters)

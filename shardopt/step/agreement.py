@@ -70,7 +70,7 @@ class Members(NamedTuple):
     joint: dict[int, None]
 
 
-class Plan:
+class StepPlan:
     """The description of a step's parameters of which other ranks have parts.
 
     Args:
@@ -214,7 +214,7 @@ class Agreement:
         """Whether the ranks have agreed before."""
         return self._digests is not None
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: StepPlan) -> None:
         """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
 
         Raises:
@@ -254,11 +254,11 @@ class Agreement:
             plan.refuse(differing, otherwise)
         self._digests, self._checks, self._devices = now, plan.checks, plan.devices
 
-    def _device_of(self, plan: Plan, ranks: RankGroup) -> torch.device:
+    def _device_of(self, plan: StepPlan, ranks: RankGroup) -> torch.device:
         """The device of the messages of a set of ranks, which may have left the plan."""
         return plan.devices[ranks] if ranks in plan.devices else self._devices[ranks]
 
-    def _found(self, plan: Plan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
+    def _found(self, plan: StepPlan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
         """The answers of all ranks of a set, joined; zeros on a GPU if this rank's are as in its last check."""
         if changed:
             answers = np.zeros_like(answers)

@@ -64,7 +64,7 @@ class GradientNorm:
         read_gradient = partial(_read_gradient, self._shards, self._copied)  # no method: that would keep this alive
         self._watched = _C.Inputs(groups, {}, self._shards, entries, shard_of, read_gradient)
         self._selected: tuple[bytes, list[int]] | None = None
-        self._batches: list[_Batch] = []
+        self._batches: list[_NormBatch] = []
         if not self.read(params):
             raise _unreadable(params)
 
@@ -158,10 +158,10 @@ class GradientNorm:
             rows = of_device[has_gradient[of_device["tensor"]]]
             is_other = others[rows["tensor"]]
             rows = rows[np.argsort(is_other, kind="stable")]
-            self._batches.append(_Batch(device, rows, int((~is_other).sum())))
+            self._batches.append(_NormBatch(device, rows, int((~is_other).sum())))
 
 
-class _Batch:
+class _NormBatch:
     """The rows of the gradients on a device.
 
     Attributes:

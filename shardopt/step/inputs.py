@@ -13,9 +13,9 @@ from torch import Tensor
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
 from shardopt.layout import (
-    Copies,
     FlatBuffer,
     RankGroup,
+    Replicas,
     Shard,
     UnknownShardError,
     assigned,
@@ -63,7 +63,7 @@ class Input:
     device: torch.device
     spec: TensorState | None
     number: int
-    copies: Copies | None
+    copies: Replicas | None
     gradient_on_host: bool
     sums: dict[int, int] = field(default_factory=dict)
     begins: dict[int, list[int]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def describe(
     param_groups: ParamGroups,
     groups: Sequence[Group],
     numbers: Mapping[Tensor, int],
-    copies: Mapping[Tensor, Copies],
+    copies: Mapping[Tensor, Replicas],
     first: int,
     name: str | None,
     gradient_on_host: bool,

@@ -9,13 +9,13 @@ from shardopt.layout import FlatBuffer, FlatShard, RankGroup
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Line, Members, Plan
+from shardopt.step.agreement import Line, Members, StepPlan
 from shardopt.step.groups import Group
 from shardopt.step.inputs import Input, ParamGroups
 from shardopt.step.over_all import OverAll
 
 
-def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> Plan:
+def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> StepPlan:
     """The plan of a step with the current gradients.
 
     Args:
@@ -44,7 +44,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                 members.lines.append(line)
                 if is_joint:
                     members.joint[parameter.index] = None
-    return Plan(sets, stepped, over_all.refuse, single=single)
+    return StepPlan(sets, stepped, over_all.refuse, single=single)
 
 
 def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:

@@ -17,7 +17,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.step.agreement import Plan
+from shardopt.step.agreement import StepPlan
 from shardopt.step.batch import Alike, Batch, StepContext, kernels_of, run_phases
 from shardopt.step.cut_blocks import CutBlocks, CutColumns
 from shardopt.step.exact_sums import ExactSums
@@ -54,7 +54,7 @@ class StepTables:
         inputs: Sequence[Input],
         ready: Sequence[Input],
         gradients: list[Tensor | None],
-        plan: Plan,
+        plan: StepPlan,
         context: StepContext,
     ) -> None:
         self._groups = GroupTables(groups)

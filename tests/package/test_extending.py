@@ -304,3 +304,10 @@ def test_the_page_names_what_there_is() -> None:
     named = {part for part in page.split("`") if "/" in part and "<" not in part and " " not in part}
     assert len(named) > 8
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_contributing_names_the_files_of_a_rule_and_a_codec() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith(("| a [rule]", "| a [codec]"))]
+    named = {part.replace("<name>", "toy") for row in rows for part in row.split("|")[2].split("`")[1::2]}
+    assert named == {*NEW_FILES, *(file for file, _, _ in IN_LISTS)}

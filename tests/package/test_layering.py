@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -242,6 +243,19 @@ BAD = {
     "shardopt/optim/long.py": "x = 1\n" * (MAX_LINES + 1),
     "launch/lm/model.py": "if TYPE_CHECKING:\n    import train\n",
 }
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "shardopt").rglob("*.py")]
+    names = Counter(x.name.lstrip("_") for tree in trees for x in ast.walk(tree) if isinstance(x, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_client_is_one_file() -> None:
+    """Clients import no other client but the names that several use."""
+    for path in (ROOT / "shardopt/clients").glob("*.py"):
+        imported = re.findall(r"^(?:from|import) shardopt\.clients(?:\.| import )(\w+)", path.read_text(), re.MULTILINE)
+        assert {*imported} <= {"names"}, path
 
 
 def test_the_checks_find_faults(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,8 +123,10 @@ def test_options() -> None:
     assert DEFAULTS == OPTIONS
     assert set(Options.__annotations__) == set(OPTIONS)
     assert Options.__doc__ is not None
+    page = (Path(__file__).parents[2] / "docs/options.md").read_text()
     for option in OPTIONS:
         assert f"        {option}: " in Options.__doc__, f"{option} is not documented"
+        assert f"`{option}" in page or f"{option}=" in page, f"{option} is not in docs/options.md"
 
 
 def public_things() -> list[tuple[str, Any]]:

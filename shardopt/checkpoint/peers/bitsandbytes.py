@@ -24,7 +24,7 @@ _UPDATE_NORM, _GRADIENT_NORMS = "unorm_vec", "gnorm_vec"
 _HYPER = ("betas", "eps", "alpha", "t_alpha", "t_beta3")  # as it names them, whatever they mean to an optimizer
 
 
-class _Kind(NamedTuple):
+class _OptimizerKind(NamedTuple):
     """A kind of optimizer in bitsandbytes.
 
     Attributes:
@@ -61,29 +61,29 @@ def _sgd(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: The kinds, by the names of the moments that their optimizers have here.
-_KINDS: dict[tuple[str, ...], _Kind] = {
-    ("exp_avg", "exp_avg_sq"): _Kind(
+_KINDS: dict[tuple[str, ...], _OptimizerKind] = {
+    ("exp_avg", "exp_avg_sq"): _OptimizerKind(
         "Adam's (two betas)", lambda betas, eps: len(betas) == 2, _adam, ((1, None), (2, None))
     ),
-    ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _Kind(
+    ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"): _OptimizerKind(
         "AdEMAMix's (three betas)", lambda betas, eps: len(betas) == 3, _ademamix, ((1, 0), (1, 1), (2, None))
     ),
-    ("exp_avg",): _Kind(
+    ("exp_avg",): _OptimizerKind(
         "Lion's (eps 0, betas[1] above 0)",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] > 0,
         lambda group: _some(group, "betas"),
     ),
-    ("momentum_buffer",): _Kind(
+    ("momentum_buffer",): _OptimizerKind(
         "that of SGD with momentum (eps 0, betas[1] 0)",
         lambda betas, eps: len(betas) == 2 and eps == 0 and betas[1] == 0,
         _sgd,
     ),
-    ("square_avg",): _Kind(
+    ("square_avg",): _OptimizerKind(
         "RMSprop's (eps and betas[0] above 0)",
         lambda betas, eps: len(betas) == 2 and eps > 0 and betas[0] > 0,
         _rmsprop,
     ),
-    ("sum",): _Kind(
+    ("sum",): _OptimizerKind(
         "Adagrad's (betas 0)",
         lambda betas, eps: betas == (0, 0),
         lambda group: _some(group, "eps") | {"lr_decay": 0.0},
@@ -143,7 +143,7 @@ class Bitsandbytes(Peer):
         return {key: value for key, value in group.items() if key not in _HYPER} | kind.hyper(group)
 
 
-def _kind(moments: Sequence[str]) -> _Kind:
+def _kind(moments: Sequence[str]) -> _OptimizerKind:
     """The kind of optimizer in bitsandbytes that keeps moments of these names."""
     names = tuple(moments)
     if names not in _KINDS:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardopt.kernels.transfers_cuda import SLOTS, Copies, CudaTransfers, Slot
+from shardopt.kernels.transfers_cuda import SLOTS, CopyRanges, CudaTransfers, Slot
 from shardopt.release.deferred import DeferredSteps
 from shardopt.state import residency
 
@@ -25,14 +25,14 @@ class HostTransfers(CudaTransfers):
     def begin(self) -> None:
         pass
 
-    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+    def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
         for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(slot.address + offset, home, nbytes)
 
     def arrived(self, slot: Slot) -> None:
         pass
 
-    def give_back(self, slot: Slot, copies: Copies) -> object:
+    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
         for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(home, slot.address + offset, nbytes)
         return None
@@ -74,12 +74,12 @@ class LateTransfers(HostTransfers):
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self.bytes_in = self.bytes_out = 0
-        self._filling: dict[int, Copies] = {}
-        self._emptying: dict[int, tuple[object, Copies]] = {}
+        self._filling: dict[int, CopyRanges] = {}
+        self._emptying: dict[int, tuple[object, CopyRanges]] = {}
         self.most_in_flight = 0
         LateTransfers.latest = self
 
-    def fetch(self, slot: Slot, copies: Copies, after: object) -> None:
+    def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
         assert slot.address not in self._filling, "a slot is filled twice without being used"
         self._empty(slot.address)
         for address, (token, _) in list(self._emptying.items()):
@@ -99,7 +99,7 @@ class LateTransfers(HostTransfers):
         self.bytes_in += int(copies.nbytes.sum())
         super().fetch(slot, copies, None)
 
-    def give_back(self, slot: Slot, copies: Copies) -> object:
+    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
         token = object()
         self._emptying[slot.address] = (token, copies)
         self.bytes_out += int(copies.nbytes.sum())
