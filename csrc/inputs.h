@@ -51,8 +51,8 @@ class Inputs {
 
   // Reads the gradients. Returns this rank's part of each (None for a parameter without gradient) and the parameters to
   // be stepped, or None if the table must be made anew. Calls `read_gradient`, which may run collectives, unless
-  // `parts` has this rank's parts, by the parameters' indices. A part is itself the gradient of a parameter whose
-  // attribute `grad` is None: one that is kept elsewhere, on any device.
+  // `parts` has this rank's parts, by the parameters' indices. If a parameter's `grad` is None, its entry in
+  // `parts`, on any device, is its gradient, such as one held in host memory.
   py::object read(const py::object& param_groups, const py::object& state, const py::object& parts);
 
   // Per parameter the gradient's DType, with kStrided where a copy of it or of the parameter is to be stepped;

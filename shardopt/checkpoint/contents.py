@@ -69,7 +69,7 @@ class Owner(NamedTuple):
 
     @property
     def internals(self) -> Any:
-        """The part of the optimizer that checkpoints use."""
+        """Reads and writes state for checkpoints: ``optim.internals.Internals``, or the wrapper's ``Entries``."""
         return self.optimizer._internals
 
 

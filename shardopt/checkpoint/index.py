@@ -19,9 +19,10 @@ A tensor says in which files its elements are, in one of three ways (:mod:`shard
 
 - ``start`` and ``cuts``: file ``start`` has the first part. Each cut ``[dim, ways, stride]`` cuts a dimension into
   ``ways`` parts; from one part to the next the file's number grows by ``stride``. No cuts: the file has all of it.
-- ``start`` and ``range``, ``[ways, stride, first, size, dims]``: the flattened tensor is cut into ``ways`` ranges of
-  ``size`` elements of a whole in which it begins at ``first``; scales have ``[row_numel, block_size]`` as sixth, and so
-  have second moments of rows (``normalize="rows"``), with a matrix's row as a block.
+- ``start`` and ``range``, ``[ways, stride, first, size, dims]``: the tensor, flattened along its first ``dims``
+  dimensions, begins at element ``first`` of a flat buffer, which is cut into ``ways`` ranges of ``size`` elements. A
+  sixth entry ``[row_numel, block_size]`` means one number per block (scales; second moments of rows, with a matrix's
+  row as a block), stored with the block's first element.
 - ``parts``: a list of ``[file, offsets, shape]``, which cover each element once.
 
 ``header`` has ``extra`` (an object) and, with an optimizer, ``optimizer`` (the class's name) and ``param_groups``, a

@@ -92,7 +92,7 @@ class Planning:
         for name, chunks in sorted(self._tensors.items()):
             partition, offset = chunks.placed or (None, 0)
             if partition is not None and offsets.setdefault(partition.strides, offset) != offset:
-                partition = None  # of another group with ranks in the same steps: the rectangles are listed
+                partition = None  # a message has one start per strides: list this tensor's rectangles
             if partition is not None:
                 _check_parts(name, chunks, partition, offset)
             self._described[name] = StoredTensor(chunks.dtype, chunks.shape, partition=partition)
@@ -178,8 +178,8 @@ class Planning:
         self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
         if len(self._kinds) > 1:
             self._compare_kinds()
-        #: The rank that begins each copy of a tensor; for each rank, the one that begins its copy, or -1; and the
-        #: offsets at which a copy has no rank.
+        #: Per tensor: the ranks at which copies start; for each rank, the start of its copy (-1 without a copy); and
+        #: the offsets that no rank holds in at least one copy.
         self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
         known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
         for name, partition in self._ruled():

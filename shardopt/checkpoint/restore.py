@@ -157,28 +157,28 @@ class Restoration:
             CheckpointError: the state could not be made.
         """
         shared, self._shared = self._shared, []
-        rank_groups = (sharing_ranks(floats.spec) for _, floats in shared)
-        together = [ranks for ranks in dict.fromkeys(rank_groups) if ranks is not None]
-        encoded = encode_slices([floats for _, floats in shared], together)
-        of_shared = {id(item): state for (item, _), state in zip(shared, encoded, strict=True)}
+        sharing = dict.fromkeys(sharing_ranks(floats.spec) for _, floats in shared)
+        rank_groups = [ranks for ranks in sharing if ranks is not None]
+        encoded = encode_slices([floats for _, floats in shared], rank_groups)
+        encoded_by_item = {id(item): state for (item, _), state in zip(shared, encoded, strict=True)}
         del shared
         for item in self._items:
             if item.spec is None or item.saved is None or not item.state_conversion:
                 continue
             state = {key: x for key, x in item.state.items() if key not in item.saved.moment_entries}
-            if id(item) in of_shared:
-                state |= of_shared[id(item)] or {}
+            if id(item) in encoded_by_item:
+                state |= encoded_by_item[id(item)] or {}
             elif (moments := item.moments()) is not None:
                 state |= item.spec.encode(moments)
             item.saved, item.state = item.spec, state
             self._check_values(item)
         self._states: dict[Tensor, Any] = {}
-        of: dict[Tensor, list[Item]] = {}
+        items_by_param: dict[Tensor, list[Item]] = {}
         for item in self._items:
-            of.setdefault(item.param, []).append(item)
+            items_by_param.setdefault(item.param, []).append(item)
         for param in self._owned:
-            if any(item.state for item in of[param]):
-                self._states[param] = self._placed(param, of[param])
+            if any(item.state for item in items_by_param[param]):
+                self._states[param] = self._placed(param, items_by_param[param])
 
     def _placed(self, param: Tensor, items: Sequence[Item]) -> Any:
         """The new state of one of the optimizer's tensors, as its owner keeps it."""

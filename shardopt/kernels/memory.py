@@ -25,7 +25,10 @@ _INNER = "_shardopt_inner"
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a dense tensor's elements, if any, lie at its address, or did until its storage was freed."""
+    """Whether a dense tensor has a storage of its own: not wrapper subclasses, nor zero tensors.
+
+    True also for empty tensors, and for a freed storage, which :func:`check_storage` reports.
+    """
     if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:
         return True
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor._is_zerotensor()

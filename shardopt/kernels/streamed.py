@@ -144,10 +144,10 @@ class _Chunk:
     def place(self, kernel_rows: npt.NDArray[np.void]) -> bool:
         """Finds the copies, given all rows with home addresses; returns whether addresses in the slot have changed."""
         rows = kernel_rows[self._rows]  # a copy
-        self.there = self.back = _copies(rows, self._extents, [f for f in self._moves if f != "gradient"], 0)
+        self.there = self.back = _copy_ranges(rows, self._extents, [f for f in self._moves if f != "gradient"], 0)
         if "gradient" in self._moves:
             end = int((self.back.offset + self.back.nbytes).max(initial=0))
-            gradients = _copies(rows, self._extents, ["gradient"], end)
+            gradients = _copy_ranges(rows, self._extents, ["gradient"], end)
             self.there = CopyRanges(*(np.concatenate(both) for both in zip(self.back, gradients, strict=True)))
         ends = self.there.offset + self.there.nbytes
         assert int(ends.max(initial=0)) <= self.slot.memory.nbytes, "a chunk that no slot has room for"
@@ -192,10 +192,14 @@ def _chunk_rows(
 _NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-def _copies(
+def _copy_ranges(
     kernel_rows: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_offset: int
 ) -> CopyRanges:
-    """The memory behind some fields of kernel rows, each byte once; its offsets in a slot, from ``first_offset`` on."""
+    """The ranges to copy for some fields of kernel rows, packed into a slot from ``first_offset`` on.
+
+    Overlapping ranges are merged, so that each byte is copied once. Each range keeps its home address modulo
+    ``_ALIGNMENT`` in the slot.
+    """
     starts = np.concatenate([kernel_rows[field].reshape(-1) for field in fields])
     lengths = np.concatenate([extents[field].reshape(-1) for field in fields])
     if "gradient" in fields:
@@ -212,8 +216,8 @@ def _copies(
     begins = np.flatnonzero(np.concatenate(([True], apart)))
     home = starts[begins]
     nbytes = (ends[np.append(begins[1:] - 1, len(ends) - 1)] - home).astype(np.int64)
-    lead = (home % np.uint64(_ALIGNMENT)).astype(np.int64)
-    room = -(-(lead + nbytes) // _ALIGNMENT) * _ALIGNMENT
+    misalignment = (home % np.uint64(_ALIGNMENT)).astype(np.int64)
+    padded_bytes = -(-(misalignment + nbytes) // _ALIGNMENT) * _ALIGNMENT
     base = -(-first_offset // _ALIGNMENT) * _ALIGNMENT
-    offset = base + np.concatenate(([0], np.cumsum(room)[:-1])) + lead
+    offset = base + np.concatenate(([0], np.cumsum(padded_bytes)[:-1])) + misalignment
     return CopyRanges(home, offset, nbytes)

@@ -60,9 +60,10 @@ class ShardedOptimizer(OptimizerInterface):
         """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
 
         False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
-        False while somebody watches ``step``, such as Accelerate, which takes a call of it for a step that was taken:
-        GradScaler then calls it for such steps only. But it refuses to unscale the gradients of float16 parameters.
-        May be set to False, for Lightning, which clips only gradients that GradScaler has unscaled.
+        False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
+        then unscales by itself, and calls ``step`` only if all gradients are finite. True all the same with float16
+        parameters, whose gradients GradScaler refuses to unscale. May be set to False, for Lightning, which clips only
+        gradients that GradScaler has unscaled.
         """
         params = self._internals.params
         shards = (assigned(param) for param in params)
@@ -142,7 +143,7 @@ class ShardedOptimizer(OptimizerInterface):
         read_model(model)
         number_parameters(model)
         use_numbers(self._internals.params)
-        self._internals.check_numbers()
+        self._internals.update_numbering()
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()
@@ -388,7 +389,7 @@ class ShardedOptimizer(OptimizerInterface):
         if numbers is not None:  # of a copy, whose parameters have lost theirs
             give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
-        self._internals.check_numbers()
+        self._internals.update_numbering()
         if asleep is not None:
             self._internals.residency.asleep = asleep
         self._internals.forget_tables(anew=True)

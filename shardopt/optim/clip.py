@@ -37,9 +37,9 @@ def clip_grad_norm_(
 
     The norm is the root of an exact sum of squares over the whole model, rounded once: it has the same bits however the
     parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
-    Elements with copies on several ranks count once. Gradients are read once; the ranks of a mesh exchange one message
-    of 184 bytes, which carries what the meshes of some of them hold, too. On CUDA nothing waits for the device in a
-    cached call, unless a rank has plain parameters beside some on a mesh of a part of the job's ranks.
+    Elements with copies on several ranks count once. Gradients are read once. Each mesh takes one all-reduce of 184
+    bytes, which also carries the sums of meshes that are subsets of it. On CUDA the host does not wait for the device
+    in a cached call, except on a rank with both plain parameters and parameters on a mesh of some of the job's ranks.
 
     All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 
@@ -55,8 +55,8 @@ def clip_grad_norm_(
             gradient. Gradients then stay as they are, and the next ``step()`` multiplies by the coefficient as it reads
             them, unless they were replaced or changed meanwhile. Parameters and state get the bits that clipping
             float32 gradients in place would give; gradients in bfloat16 or float16 are not rounded once more. Clip
-            right before ``step()``, after ``GradScaler.unscale_``; of released gradients, those with
-            ``overlap_forward``; not with steps in a CUDA graph.
+            right before ``step()``, after ``GradScaler.unscale_``. Released gradients need ``overlap_forward=True``.
+            Do not use it with steps in a CUDA graph.
 
     Returns:
         The norm: float32, 0-d, on the first parameter's device. Infinite if an element is, NaN if one is.

@@ -137,13 +137,13 @@ class Internals:
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, Mapping[str, Any]]:
-        """Form and entries of a parameter's present state."""
+        """Spec and entries of a parameter's present state."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
     def placed(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> tuple[TensorState, dict[str, Any]]:
-        """The new state of a parameter, on its devices, with its form.
+        """Moves a parameter's loaded state to its devices; returns its spec, and the entries of ``state[param]``.
 
         Args:
             param: the parameter.
@@ -173,7 +173,7 @@ class Internals:
         reference, stepper = self._steppers.get(id(first), (None, None))
         if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
             return stepper
-        self.check_numbers()
+        self.update_numbering()
         context = StepContext(self.residency, self.skipped, self._take_totals)
         stepper = Stepper(context, self.model_indices, self.copies)
         if first is not None and isinstance(assigned(first), FlatBuffer):
@@ -184,8 +184,12 @@ class Internals:
         self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
 
-    def check_numbers(self) -> None:
-        """Notes whether parameters have numbers in the model; warns if others were assigned in place of all of them."""
+    def update_numbering(self) -> None:
+        """Updates :attr:`is_numbered`.
+
+        If all numbered parameters were replaced in the param groups, uses the model numbers stored with the new ones;
+        warns if there are none and values are rounded at random.
+        """
         groups, params = self.optimizer.param_groups, self.params
         is_numbered = any(number_of(param) is not None for param in params)
         if self.is_numbered and not is_numbered:

@@ -148,7 +148,7 @@ class ReleasedParameters:
         return step
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
-        """The param group of a parameter, which may be another object than it was."""
+        """The current param group of a parameter: ``load_state_dict`` may have replaced the dict."""
         parameter, groups = self._parameters[param], self._optimizer.param_groups
         params = groups[parameter.group]["params"] if parameter.group < len(groups) else []
         if parameter.position < len(params) and params[parameter.position] is param:

@@ -204,9 +204,9 @@ def _steps(numbers: tuple[int, ...], shape: tuple[int, ...]) -> list[int | None]
 
 
 def _slices(mesh: DeviceMesh) -> Tensor:
-    """The numbers of a mesh's ranks, flattened, and beside each those in the other slices of the mesh's root.
+    """Per rank of a mesh a row: its own global number, and those of its counterparts in other slices of the root mesh.
 
-    A mesh that is no slice has one column.
+    One column if the mesh is no slice.
     """
     numbers = mesh.mesh.flatten()
     if hasattr(mesh, "_get_root_mesh"):

@@ -134,7 +134,7 @@ class _Field(NamedTuple):
         return shard.cut_blocks(self.grid)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The elements here that carry numbers of blocks, and per block which of its elements that do are here."""
+        """Local indices of elements that carry scales' bytes, 1-D, and a mask ``(blocks, carriers per block)``."""
         grid, shard = self.grid, self.spec.shard
         assert grid is not None
         numbers, start = torch.arange(*self.blocks, device=device), getattr(shard, "start", 0)

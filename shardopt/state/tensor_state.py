@@ -129,7 +129,7 @@ class TensorState:
         return [[slice_.elements(x) for x in local] for slice_ in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
-        """The state entries for float moments by name, sharded like the tensor, of which no rank shares blocks."""
+        """Encodes float moments by name, sharded like the tensor, if no block is cut; else see ``encode_slices``."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
         return self.join([slice_.encode(slice_moments) for slice_, slice_moments in moments])
 

@@ -1,10 +1,11 @@
-"""Comparison of plans among ranks that step parts of the same parameters: they raise together if plans differ.
+"""Comparison of plans among ranks that exchange data in a step: they raise together if plans differ.
 
-Each rank describes the parameters of which others hold parts. Before the first step the ranks of each set compare a
-digest of their descriptions. Every step begins with a consistency check of each set: an all-reduce of some integers,
-in which a rank says whether its description is still the agreed one, and which parameters have a gradient. If a
-description changed, say by an option, the set's ranks compare digests again. Ranks that belong to several sets then
-tell all of them whether they found a difference, so that no rank waits for data from one that raised.
+Each rank describes the parameters for which a step exchanges data with other ranks, or would with other options: flat
+shards, column shards, rules with sums, Muon. AdamW under FSDP2 has none, and no check. Before the first step the ranks
+of each set compare a digest of their descriptions. Every step begins with a consistency check of each set: an all-
+reduce of some integers, in which a rank says whether its description is still the agreed one, and which parameters have
+a gradient. If a description changed, say by an option, the set's ranks compare digests again. Ranks that belong to
+several sets then tell all of them whether they found a difference, so that no rank waits for data from one that raised.
 
 A set that exchanges no data has no check in steps of a single parameter, nor on a GPU. On a GPU only those ranks read
 the check whose own answers are new, as the host has to wait for the device.
@@ -98,10 +99,13 @@ class StepPlan:
         self.devices = {ranks: members.device for ranks, members in self._sets.items()}
         self._on_difference, self.single = on_difference, single
         self.digests: dict[RankGroup, bytes] = {}
-        self.step(stepped)
+        self.set_stepped(stepped)
 
-    def step(self, stepped: Container[int]) -> None:
-        """Takes the indices of the parameters that have a gradient on this rank."""
+    def set_stepped(self, stepped: Container[int]) -> None:
+        """Sets which parameters, by their indices, have a gradient on this rank in this step.
+
+        Computes the digests again if they depend on gradients (:attr:`Line.is_sized`).
+        """
         self._stepped = stepped
         if not self.digests or any(line.is_sized for members in self._sets.values() for line in members.lines):
             digests = {ranks: self._digest(members.lines) for ranks, members in self._sets.items()}
@@ -231,7 +235,7 @@ class Agreement:
         otherwise = _HELD_ELSEWHERE
         for ranks in sets:
             before = self._checks.get(ranks) if ranks in changed else plan.checks[ranks]
-            found = None if before is None else self._found(plan, ranks, before, changed=ranks in changed)
+            found = None if before is None else self._reduced_answers(plan, ranks, before, changed=ranks in changed)
             if found is not None and _differ(found):
                 if self._device_of(plan, ranks).type == "cuda":
                     otherwise = _READ_HERE_ONLY
@@ -244,7 +248,7 @@ class Agreement:
                     continue
                 if ranks not in plan.checks:
                     continue
-                found = self._found(plan, ranks, plan.checks[ranks], changed=False)
+                found = self._reduced_answers(plan, ranks, plan.checks[ranks], changed=False)
                 if _differ(found):
                     differing.append(ranks)
             if found[_SEVERAL]:
@@ -258,8 +262,19 @@ class Agreement:
         """The device of the messages of a set of ranks, which may have left the plan."""
         return plan.devices[ranks] if ranks in plan.devices else self._devices[ranks]
 
-    def _found(self, plan: StepPlan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
-        """The answers of all ranks of a set, joined; zeros on a GPU if this rank's are as in its last check."""
+    def _reduced_answers(self, plan: StepPlan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
+        """All-reduces (maximum) the answers of a set of ranks.
+
+        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
+        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
+
+        Args:
+            plan: of this step.
+            ranks: the set.
+            answers: this rank's.
+            changed: whether this rank's description changed. It then sends only that, in a message of the length last
+                agreed on, which ranks without a change still use.
+        """
         if changed:
             answers = np.zeros_like(answers)
             answers[_CHANGED] = 1

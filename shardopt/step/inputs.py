@@ -49,8 +49,8 @@ class Input:
         copies: ranks that hold copies of the parameter and share the work on it; None without such ranks.
         gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
             attribute ``grad`` is None.
-        sums: addresses of the sums over slices' parameters, by the slices' places.
-        begins: indices in slices at which a matrix begins, by the slices' places: rows end there.
+        sums: by index in ``slices``, the address of the exact sums over the slice's parameter.
+        begins: by index in ``slices``, the elements at which orthogonalized matrices begin; no row crosses one.
         columns: what ranks exchange if the parameter is a column shard that cuts blocks.
         step: address of the step count; 0 as long as the parameter has no rows.
         offload: the operands that are copied for the step.

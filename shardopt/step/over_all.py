@@ -60,8 +60,7 @@ class OverAll:
             largest: whether words are joined by their maximum.
 
         Raises:
-            RuntimeError: ranks share parameters with ranks that share others with further ones, which no message
-                reaches.
+            RuntimeError: meshes overlap and none contains all of their ranks, such as ranks 0, 1 and ranks 1, 2.
         """
         totals = [words for held, of_held in shares.items() if held not in self._home for words in of_held]
         refused = False

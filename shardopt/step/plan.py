@@ -1,4 +1,4 @@
-"""The plan of a step: all properties that must be equal on ranks which hold parts of the same parameters."""
+"""The plan of a step: all properties that must be equal on ranks that exchange data in a step."""
 
 from __future__ import annotations
 

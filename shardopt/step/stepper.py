@@ -126,7 +126,7 @@ class Stepper:
         inputs = describe(param_groups, groups, self._numbers, self._copies, self._first, self._name, is_on_host)
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
         is_first = not self._agreement.was_made
-        if is_first:  # other ranks may still have gradients in another order
+        if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
             self._agreement.agree(plan)
             self._raising = raising(groups)
         params = [param for group in param_groups for param in group["params"]]

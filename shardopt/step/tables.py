@@ -237,7 +237,7 @@ class StepTables:
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
         has_gradient = kinds != _C.Inputs.no_gradient
-        self.plan.step(frozenset(np.flatnonzero(has_gradient).tolist()))
+        self.plan.set_stepped(frozenset(np.flatnonzero(has_gradient).tolist()))
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         self._batches = {}
         for device, cuts in self._cuts.items():

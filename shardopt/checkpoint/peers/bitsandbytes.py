@@ -127,7 +127,7 @@ class Bitsandbytes(Peer):
             )
         if "max1" in state:
             raise ValueError(f"{name}: got state with max1, one with a scale per tensor; expected scales per block")
-        moments = {m.name: _read(state, *place, m, name) for place, m in zip(places, expected, strict=True)}
+        moments = {m.name: _read_moment(state, *place, m, name) for place, m in zip(places, expected, strict=True)}
         return {key: state[key] for key in ("step", *self.extra) if key in state} | moments
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
@@ -158,7 +158,21 @@ def _some(group: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: group[key] for key in keys if key in group}
 
 
-def _read(state: Mapping[str, Any], number: int, half: int | None, moment: Moment, name: str) -> Tensor | CodedMoment:
+def _read_moment(
+    state: Mapping[str, Any], number: int, half: int | None, moment: Moment, name: str
+) -> Tensor | CodedMoment:
+    """One moment of a state: a float tensor, or codes with their scales.
+
+    Args:
+        state: of a parameter. Its block size is not in it: the number of scales decides among ``_BLOCK_SIZES``.
+        number: 1 for ``state1``, 2 for ``state2``.
+        half: index along dim 0 where AdEMAMix stacks two averages.
+        moment: describes it.
+        name: the parameter's, in errors.
+
+    Raises:
+        ValueError: the entries are damaged, or of another form.
+    """
     what = f"{name}: state{number}"
     codes, values, scales = (state.get(f"{key}{number}") for key in ("state", "qmap", "absmax"))
     if half is not None:
@@ -167,8 +181,8 @@ def _read(state: Mapping[str, Any], number: int, half: int | None, moment: Momen
         return codes
     if not is_dense(codes) or codes.dtype != torch.uint8 or not is_map(values) or not are_floats(scales):
         raise ValueError(
-            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 with qmap{number} and "
-            f"absmax{number} in floats, of which the map has 256"
+            f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 codes, and "
+            f"float tensors qmap{number} (256 values) and absmax{number}"
         )
     size = next((size for size in _BLOCK_SIZES if scales.numel() == -(-codes.numel() // size)), _BLOCK_SIZES[0])
     scales, values = scales.float().to(codes.device), values.to(codes.device)  # codes may be paged: in host memory
