@@ -88,7 +88,7 @@ def save(
 def _contents(
     folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
 ) -> Contents:
-    """What this rank saves, once the machine and the option ``keep_last`` are checked."""
+    """Checks the machine and the option ``keep_last``, and collects what this rank saves."""
     require_little_endian()
     check_keep_last(folder, keep_last)
     return contents_of(model, optimizer, extra)

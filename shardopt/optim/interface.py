@@ -48,16 +48,16 @@ class OptimizerInterface(Optimizer):
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules.
 
-        By default those in the param group, of which ``betas`` become ``beta1``, ``beta2``, ..., ``weight_decay`` also
-        ``coupled_decay`` or ``decoupled_decay`` (see :attr:`decoupled`), and None becomes 0.
+        By default those in the param group, of which ``betas`` become ``beta1``, ``beta2``, ..., and None becomes 0.
+        Where a rule has ``coupled_decay`` and ``decoupled_decay``, one of them is ``weight_decay`` (see :attr:`decoupled`).
         """
-        names = ("weight_decay", *_C.rules[self.rule(group).name]["hyper"])
-        hyper = {name: float(group[name] or 0.0) for name in names if name in group}
+        names = _C.rules[self.rule(group).name]["hyper"]
+        hyper = {name: float(group[name] or 0.0) for name in ("weight_decay", *names) if name in group}
         hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
         is_decoupled = group[self.decoupled] if isinstance(self.decoupled, str) else self.decoupled
         decay = hyper.get("weight_decay", 0.0)
-        hyper["coupled_decay"], hyper["decoupled_decay"] = (0.0, decay) if is_decoupled else (decay, 0.0)
-        return hyper
+        decays = {"coupled_decay": 0.0 if is_decoupled else decay, "decoupled_decay": decay if is_decoupled else 0.0}
+        return hyper | {name: value for name, value in decays.items() if name in names}
 
     def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).

@@ -272,8 +272,8 @@ class Agreement:
             plan: of this step.
             ranks: the set.
             answers: this rank's.
-            changed: whether this rank's description changed. It then sends only that, in a message of the length last
-                agreed on, which ranks without a change still use.
+            changed: whether this rank's description changed: the rank then sends only that, in a message of the length
+                last agreed on, which ranks without a change still use.
         """
         if changed:
             answers = np.zeros_like(answers)

@@ -521,6 +521,8 @@ class Feature(NamedTuple):
     as_single: bool = True
 
 
+#: PyTorch's distribute_tensor asserts that no tensor is cut as deeply.
+NOT_CARRIED = {"flattened": FSDP1, "full": {"deep dtensors"}}
 MATRICES = {*MATRICES_WAYS}
 SCATTERED = {"scattered dtensors"}
 ZERO = {"zero"}
@@ -601,10 +603,7 @@ FEATURES: dict[str, Feature] = {
         partial(saved, rule="lion", codec="dynamic8", dtype=torch.bfloat16, **FORMATS["bf16 24"].options), ZERO
     ),
     "saved normuon": Feature(partial(saved, rule="normuon", codec="bf16"), NOT_MUON),
-    **{
-        f"carried {how}": Feature(partial(carried, how=how), {*ZERO, *FSDP1} if how == "flattened" else ZERO)
-        for how in OF_TORCH
-    },
+    **{f"carried {how}": Feature(partial(carried, how=how), {*ZERO, *NOT_CARRIED.get(how, ())}) for how in OF_TORCH},
     "carried bf16 32": Feature(
         partial(carried, how="sharded", dtype=torch.bfloat16, **FORMATS["bf16 32"].options), ZERO
     ),

@@ -164,7 +164,7 @@ def _read_moment(
     """One moment of a state: a float tensor, or codes with their scales.
 
     Args:
-        state: of a parameter. Its block size is not in it: the number of scales decides among ``_BLOCK_SIZES``.
+        state: of a parameter. The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
         number: 1 for ``state1``, 2 for ``state2``.
         half: index along dim 0 where AdEMAMix stacks two averages.
         moment: describes it.
