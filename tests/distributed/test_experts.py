@@ -1,6 +1,6 @@
-"""Parameters that not all ranks hold, such as experts: steps, norms, checkpoints, and what others hear of one's errors.
+"""Parameters that not all ranks hold, such as experts: checkpoints, and what other ranks hear of one's errors.
 
-Steps and norms at random: ``tests/checkpoint/attack/submeshes.py``, which has the cases below, too.
+Steps and norms, at random: ``tests/checkpoint/attack/submeshes.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
-from attack.submeshes import FOUND, STEPS, Attack, Param, on_rank
 from ranks.layouts import distribute, mesh_of, values
 from ranks.pool import Pool
 from ranks.snapshot import assert_same, local, snapshot
@@ -109,59 +108,6 @@ def test_experts_on_meshes_of_their_own(ranks: Pool, tmp_path: Path, everywhere:
     ranks.run(1, _save_whole, tmp_path / "whole")
     ranks.run(4, _load_apart, everywhere, tmp_path / "whole")
     ranks.run(4, _load_apart, not everywhere, tmp_path / "apart")
-
-
-def _attack(
-    size: int, params: Iterable[tuple[Any, ...]], rule: str = "adamw", changed_by: Iterable[int] = (), **more: Any
-) -> Attack:
-    """Steps on so many ranks.
-
-    Args:
-        size: the number of ranks.
-        params: of each the shape, the ranks of its mesh, the dim that is sharded, and the steps without gradient.
-        rule: that steps them.
-        changed_by: ranks that change an option before the last step.
-        **more: "empty", whether other ranks have the parameters without elements, and "norm", the kind of norm.
-    """
-    made = []
-    for shape, of_mesh, dim, *idle in params:
-        others = frozenset(range(size)) - {*of_mesh} if more.get("empty") and of_mesh else frozenset()
-        made.append(Param(shape, of_mesh, Shard(dim) if of_mesh else Replicate(), others, frozenset(idle)))
-    return Attack(size, tuple(made), rule, more.get("norm", 2.0), False, frozenset(changed_by), STEPS - 1)
-
-
-def _rows(*meshes: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    return [((5, 9), ranks, 0) for ranks in meshes]
-
-
-PLAIN = ((7,), (), 0)
-WAVES = [((6, 200), *mesh) for mesh in (((0, 1, 2), 0), ((2,), 0), ((1, 2), 0), ((0, 2), 1))]
-SEVERAL = [*_rows((0, 1, 2, 3), (2, 3), (3,), (0, 1)), PLAIN]
-#: By what is special.
-STEPPED: dict[str, Attack] = {
-    # Ranks of one expert have no gradient of it in a step; what they share with all they step, with cut blocks or not.
-    **{
-        f"no gradient, {width}": _attack(
-            4, [((8, width), (0, 1, 2, 3), 1), ((8, 202), (0, 1), 1, 2), ((8, 202), (2, 3), 1)]
-        )
-        for width in (200, 512)
-    },
-    # Ranks have waves of their own and of others between those that they share, some of which wait for cut blocks.
-    "waves of Muon": _attack(3, WAVES, "muon", (0, 1, 2)),
-    "a change in waves of Muon": _attack(3, WAVES, "muon", (1,)),
-    "the first copy is not on rank 0": _attack(3, _rows((0, 1, 2), (1, 2))),
-    "several meshes": _attack(4, SEVERAL, norm=math.inf),
-    "several meshes, empty": _attack(4, SEVERAL, empty=True),
-    "no mesh has all ranks": _attack(4, [*_rows((0, 1), (2, 3)), PLAIN], empty=True),
-    "a rank has the plain parameter only": _attack(3, [*_rows((0, 1)), PLAIN], empty=True, norm=math.inf),
-}
-
-
-@pytest.mark.parametrize("name", STEPPED)
-def test_steps_and_norms(ranks: Pool, name: str) -> None:
-    attack = STEPPED[name]
-    said = ranks.run(attack.world_size, on_rank, attack, timeout=60)
-    assert set(said) == ({FOUND} if 0 < len(attack.changed_by) < attack.world_size else {""})
 
 
 @pytest.mark.ranks(4)

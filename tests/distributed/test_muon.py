@@ -131,17 +131,6 @@ def test_several_ranges_of_a_dim() -> None:
     assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
 
 
-@pytest.mark.ranks(2)
-def test_flat_parameters_for_both_rules() -> None:
-    model = fsdp1(make_net(), ["up"], use_orig_params=False)
-    with pytest.raises(ValueError, match=r"got a parameter of shape .* in a param group for Muon"):
-        shardopt.Muon8bit(model.parameters(), **SMALL)
-    with pytest.raises(
-        ValueError, match=r"got .* in one flat parameter, expected the same options for all of its parts"
-    ):
-        shardopt.muon_groups(model)
-
-
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> list[torch.Tensor]:
     set_gradients(model, seed)
     optimizer.step()

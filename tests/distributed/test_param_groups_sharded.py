@@ -1,8 +1,7 @@
-"""param_groups and StableEmbedding in sharded models beside ``test_layouts.py``: names, errors, noise, DeepSpeed."""
+"""param_groups and StableEmbedding in sharded models beside ``test_layouts.py``: names, errors and noise."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,20 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardopt
-from ranks.deepspeed import (
-    BF16,
-    ROUND_ROBIN,
-    SUB_GROUPS,
-    WITHOUT_MASTERS,
-    config,
-    engine_snapshot,
-    import_deepspeed,
-    make_whole,
-    step_whole,
-    stepped_engine,
-    taking_gradients,
-    whole_snapshot,
-)
 from ranks.models import TOKENS, WAYS, Net, fsdp1, loss_of, make_batch, make_net
 from ranks.runs import make_optimizer, snapshot_of, step_with
 from ranks.snapshot import assert_same
@@ -33,8 +18,6 @@ from ranks.snapshot import assert_same
 STEPS = 2
 OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight": {"lr": 3e-2}, "down.*": {"lr": 2e-2}}
 NO_DECAY = ("*.bias", "norm.*")
-#: Options that are the same for all parameters of a unit of ``fsdp1``: "up", "conv", and what remains.
-OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
 
 
 @pytest.mark.ranks(3)
@@ -166,45 +149,3 @@ def test_a_tied_stable_embedding_under_fsdp1(flat: bool) -> None:
         assert groups[0]["param_names"] == ["a_head.weight"]
     names = {part.names for part in shardopt.param_groups(wrapped).parameters}
     assert ("a_head.weight", "embed.weight") in names
-
-
-MASTERS: dict[str, Any] = {"bf16": WITHOUT_MASTERS, "params": STOCHASTIC}
-
-
-def _embedded() -> nn.Module:
-    net = make_net()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net.embed = shardopt.StableEmbedding(TOKENS, 66)
-    return net
-
-
-@pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "zero", "options", "init"),
-    [
-        *((0, {}, BF16, False), (1, {}, {}, False), (2, ROUND_ROBIN, BF16, False)),
-        *((3, {}, MASTERS, False), (3, SUB_GROUPS, {}, True)),
-    ],
-)
-def test_deepspeed(stage: int, zero: dict[str, Any], options: dict[str, Any], init: bool) -> None:
-    """ZeRO flattens each group by itself; noise follows the model; a StableEmbedding's state is float32.
-
-    Under ``zero.Init``, too, where parameters are in parts from the beginning.
-    """
-    settings = config(stage, zero=zero, **options)
-    with import_deepspeed().zero.Init(config_dict_or_path=settings) if init else nullcontext():
-        model = _embedded()
-    groups = shardopt.param_groups(model, OF_UNITS, NO_DECAY)
-    assert {part.shape for part in groups.parameters if part.names == ("embed.weight",)} == {(TOKENS, 66)}
-    engine = stepped_engine(settings, STEPS, taking_gradients(model), model_parameters=groups)
-    whole, _ = make_whole(settings, _embedded())
-    params = settings["optimizer"]["params"]
-    optimizer = shardopt.AdamW8bit(shardopt.param_groups(whole, OF_UNITS, NO_DECAY), **params)
-    for step in range(STEPS):
-        step_whole(whole, optimizer, step)
-    found = engine_snapshot(engine)
-    assert_same(found, whole_snapshot(whole, optimizer))
-    assert {key for key in found if "embed.weight/" in key} == {
-        f"embed.weight/{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")
-    }

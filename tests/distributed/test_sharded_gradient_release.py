@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -23,17 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from live_bytes import LiveBytes
-from ranks.layered import Layers, batch
 from ranks.layouts import mesh_of
-from ranks.loop import OFFLOADED, RELEASED, STEPS, Loop, compare, mean_square
+from ranks.loop import OFFLOADED, RELEASED, STEPS, Layers, Loop, batch, compare, mean_square
 from ranks.models import Net, loss_of, make_batch, make_net
-from ranks.offload import before_steps, offload_from_cpu, slow_steps
+from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool
-from ranks.runs import snapshot_of
-from ranks.snapshot import assert_same
 from shardopt.release import host_gradients
 from shardopt.release.held import HeldParameters
-from slow_cases import slow
 from versions import needs_fsdp2_on_the_cpu
 
 
@@ -258,10 +252,9 @@ CASES = [
     ((False, False, True, ()), 2, 3),
     ((True, True, True, MIX), 2, 3),
 ]
-ALL_CASES = product(dict.fromkeys(case for case, *_ in CASES), (1, 2), (1, 2, 3))
 
 
-@pytest.mark.parametrize(("case", "passes", "world_size"), [*CASES, *slow(ALL_CASES, besides=CASES)])
+@pytest.mark.parametrize(("case", "passes", "world_size"), CASES)
 def test_modules_that_are_used_several_times(ranks: Pool, case: Any, passes: int, world_size: int) -> None:
     """Each use is reduced; with several passes, which are not reduced but for the last, too."""
     recompute, constant, layers, left = case
@@ -322,28 +315,6 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 @pytest.mark.ranks(2)
-def test_two_optimizers_that_overlap_the_forward_pass() -> None:
-    """Both wait where fully_shard gathers; one release ends before the other."""
-    models, optimizers = [_fsdp(Layers()) for _ in range(2)], []
-    with offload_from_cpu(), slow_steps(0.01):
-        for model in models:
-            params = list(model.parameters())
-            optimizers.append([shardopt.AdamW8bit(own, offload="step") for own in (params[::2], params[1::2])])
-        releases = [shardopt.release_gradients(models[0], own, overlap_forward=True) for own in optimizers[0]]
-        for step in range(3):
-            for model, own in zip(models, optimizers, strict=True):
-                model(batch(10 * step + dist.get_rank())).square().mean().backward()
-                for optimizer in own:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if step:
-                releases.pop(0).remove()
-        for optimizer in optimizers[0]:
-            optimizer.synchronize()
-        assert_same(*(snapshot_of(model, own[0]) for model, own in zip(models, optimizers, strict=True)))
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -392,23 +363,6 @@ def test_gathering_without_waiting_has_other_bits() -> None:
     with patch.object(HeldParameters, "wait_for", lambda self, params: None), wrong:
         test_what_is_gathered_by_hand("the model")
     dist.barrier()
-
-
-@pytest.mark.ranks(2)
-def test_evaluations_of_the_module_within() -> None:
-    """The module inside of DDP waits as DDP does."""
-    model = DistributedDataParallel(Layers())
-    go_on = threading.Event()
-    with offload_from_cpu(), before_steps(lambda place: go_on.wait(30)):
-        optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload="step")
-        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=100)
-        model(batch(dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        threading.Timer(0.2, go_on.set).start()
-        with torch.no_grad():
-            early = model.module(batch(0))
-            optimizer.synchronize()
-            assert torch.equal(early, model.module(batch(0)))
 
 
 @needs_fsdp2_on_the_cpu

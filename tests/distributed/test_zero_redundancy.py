@@ -16,7 +16,7 @@ import shardopt
 from ranks.flat import gathered_parameters
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
+from ranks.runs import make_optimizer, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 
 STEPS = 3
@@ -77,17 +77,6 @@ def test_consolidate_and_reload(
     own = {key: value for key, value in options.items() if key != "parameters_as_bucket_view"}
     for world_size, way in ((2, "zero"), (1, "single")):
         ranks.run(world_size, _resume, path, way, dtype, rule, own)
-
-
-@pytest.mark.ranks(2)
-def test_options_say_what_state_there_is() -> None:
-    """A state of one rank; what state there is follows from the options that are loaded."""
-    whole, theirs = trained("single", STEPS, "momentum")
-    model, optimizer = _begun("zero", torch.float32, "sgd")
-    model.module.load_state_dict(whole.state_dict())
-    optimizer.load_state_dict(theirs.state_dict())
-    step_with(model, optimizer, STEPS)
-    assert_same(snapshot_of(model, optimizer), single(STEPS + 1, "momentum"))
 
 
 @pytest.mark.ranks(2)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
-from ranks.threads import ThreadRankGroup, on_threads
+from ranks.threads import ThreadRankGroup
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
 from shardopt.layout.partition import Cut
 from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
@@ -274,7 +274,7 @@ def test_steps_as_whole(rule: str, codec: str, rounds: int, drawn: Split, seed: 
         whole.grad = gradient
         optimizer.step()
     grid = BlockGrid(shape, block_size)
-    for shard, got in zip(shards, on_threads(exchange, len(shards), run), strict=True):
+    for shard, got in zip(shards, exchange.run(run), strict=True):
         expected = state_of_part(optimizer.state[whole], shard, grid) if shard.numel else {}
         assert_same(got, {"param": whole.detach().flatten()[shard.start : shard.end], **expected})
     comparisons = 1  # of the plans, before the first step

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardopt
-from ranks.layered import Layers, batch
-from ranks.loop import STEPS, Loop, compare
+from ranks.loop import STEPS, Layers, Loop, batch, compare
 from ranks.offload import HostTransfers, before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
 
@@ -242,17 +241,6 @@ def test_forked() -> None:
             finally:
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_removed() -> None:
-    loop = Loop(True)
-    with slow_steps(0.01):
-        loop.step(0)
-        loop.release.remove()
-    for module in loop.model.modules():
-        hooks = (module._forward_pre_hooks, module._forward_hooks)
-        assert not any((*hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks))
-    loop.step(1)
 
 
 class Headed(Layers):

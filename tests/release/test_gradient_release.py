@@ -1,5 +1,6 @@
-"""Steps during the backward pass: the bits of ordinary steps, how releases end and fail, and what is refused.
+"""Steps during the backward pass: parameters used several times, how releases end and fail, and what is refused.
 
+The bits of more rules and layouts: tests/distributed/test_layouts.py, at random tests/checkpoint/attack/releases.py.
 That few gradients live at once: tests/distributed/test_sharded_gradient_release.py.
 """
 
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -64,21 +64,6 @@ class Pair:
         assert_same(everything(self.released), everything(self.ordinary))
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "options"),
-    [
-        ("adamw", torch.float32, {"codec": "fp32", "lr": torch.tensor(1e-2)}),
-        ("nesterov", torch.float32, {"codec": "dynamic8"}),
-        ("ademamix", torch.float32, {}),
-        ("lion", torch.bfloat16, {"stochastic_rounding": True, "stochastic_rounding_seed": 3}),
-    ],
-    ids=str,
-)
-def test_as_ordinary_steps(rule: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Noise, too, which depends on a parameter's place among all. More rules: tests/distributed/test_layouts.py."""
-    Pair(make_net(dtype), rule, **options).run()
-
-
 def test_tables_are_kept() -> None:
     """One plan per parameter, through new learning rates."""
     pair = Pair(make_net())
@@ -111,32 +96,6 @@ def test_removed() -> None:
         pair.run(2, left=tuple(name for name in names if not name.startswith("conv")))
 
 
-class Tied(nn.Module):
-    """One weight used as embedding, as its transpose and twice more."""
-
-    def __init__(self, recompute: bool | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = Parameter(torch.randn(97, 64) / 8)
-        self.mix = nn.Linear(64, 64)
-        self.recompute = recompute  # None: without; else whether reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.embedding(tokens, self.weight)
-        for _ in range(2):
-            x = x + self._mixed(x)
-        return x @ self.weight.t()
-
-    def _mixed(self, x: Tensor) -> Tensor:
-        if self.recompute is None:
-            return self._mix(x)
-        mixed: Tensor = checkpoint(self._mix, x, use_reentrant=self.recompute)
-        return mixed
-
-    def _mix(self, x: Tensor) -> Tensor:
-        return self.mix(torch.tanh(x @ self.weight.t() @ self.weight))
-
-
 class Dropped(nn.Module):
     """A layer that forward passes run in so many checkpoints each, as a module or, if not ``is_called``, a function."""
 
@@ -155,16 +114,15 @@ class Dropped(nn.Module):
         return self.last(x)
 
 
-IN_PARTS = ("weight", "mix.weight", "mix.bias")
+IN_PARTS = ("layer.weight", "layer.bias")
 
 
 @pytest.mark.parametrize(
     ("model", "left"),
     [
-        (Tied(), ()),
-        (Tied(recompute=False), ()),
+        (Dropped((2,), reentrant=False), ()),
         # A reentrant checkpoint accumulates a shared parameter's gradient in several inner backward passes.
-        (Tied(recompute=True), IN_PARTS),
+        (Dropped((2,)), IN_PARTS),
         # The number of checkpoints changes; the first step has none, or one.
         (Dropped((3, 0, 2, 1)), None),
         (Dropped((2, 1, 2, 0), is_called=False), None),
@@ -192,7 +150,7 @@ def test_whole_gradients_of_reentrant_checkpoints_are_stepped_at_once() -> None:
 
     model.first.register_forward_hook(call_without_gradients)
     for number in range(STEPS):
-        pair.step(number, left=() if number else ("layer.weight", "layer.bias"))
+        pair.step(number, left=() if number else IN_PARTS)
         pair.compare()
 
 
@@ -219,7 +177,7 @@ def test_nonfinite_elements_are_counted() -> None:
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
 def test_a_release_ends_with_its_optimizer(overlap_forward: bool) -> None:
-    """The optimizer is freed though the model lives. More: tests/distributed/test_sharded_gradient_release.py."""
+    """The optimizer is freed though the model lives."""
     model = nn.Sequential(make_net(), nn.Linear(97, 5))
     optimizer = shardopt.AdamW8bit(model.parameters(), min_quantized_numel=64)
     shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward)

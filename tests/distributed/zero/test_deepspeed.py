@@ -5,7 +5,7 @@ As ``test_layouts.py`` for the layouts of torch. Gradients are given; checkpoint
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from ranks.deepspeed import (
     whole_snapshot,
 )
 from ranks.layouts import values
-from ranks.models import loss_of, make_batch, make_frozen, make_net
+from ranks.models import TOKENS, loss_of, make_batch, make_frozen, make_net
 from ranks.offload import offload_from_cpu
 from ranks.pool import Pool
 from ranks.snapshot import Snapshot, assert_same, entries
@@ -179,6 +179,44 @@ def test_optimizer_instead_of_type(stage: int, zero: Zero, called: bool) -> None
         engine = stepped_engine(settings, STEPS, model, optimizer=optimizer, model_parameters=None)
         assert engine.basic_optimizer is optimizer
     assert_as_whole(engine, *stepped_whole(settings, STEPS, grouped=not called))
+
+
+def _embedded() -> nn.Module:
+    net = make_net()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net.embed = shardopt.StableEmbedding(TOKENS, 66)
+    return net
+
+
+@pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize(
+    ("layout", "options", "init"),
+    [
+        *(("0 bf16", {}, False), ("2 round robin", {}, False), ("3 sub-groups", {}, True)),
+        ("3 masters", {"stochastic_rounding": True, "stochastic_rounding_seed": 7, "master_weight_bits": None}, False),
+    ],
+)
+def test_param_groups_and_stable_embedding(layout: str, options: dict[str, Any], init: bool) -> None:
+    """ZeRO flattens each group by itself; noise follows the model; a StableEmbedding's state is float32.
+
+    Under ``zero.Init``, too, where parameters are in parts from the beginning.
+    """
+    settings = _config(layout, params=options)
+    with import_deepspeed().zero.Init(config_dict_or_path=settings) if init else nullcontext():
+        model = _embedded()
+    overrides = {"up.*": {"lr": 3e-2, "codec": "companded8"}}
+    groups = shardopt.param_groups(model, overrides, ("*.bias", "norm.*"))
+    assert {part.shape for part in groups.parameters if part.names == ("embed.weight",)} == {(TOKENS, 66)}
+    engine = stepped_engine(settings, STEPS, model, model_parameters=groups)
+    whole, _ = make_whole(settings, _embedded())
+    groups = shardopt.param_groups(whole, overrides, ("*.bias", "norm.*"))
+    optimizer = shardopt.AdamW8bit(groups, **settings["optimizer"]["params"])
+    for step in range(STEPS):
+        step_whole(whole, optimizer, step)
+    found = engine_snapshot(engine)
+    assert_same(found, whole_snapshot(whole, optimizer))
+    assert not any("_codes" in key for key in found if "embed.weight/" in key)
 
 
 MUON = {"adamw_lr": 3e-3, "no_decay": ("*.bias",)}
@@ -362,22 +400,35 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
             call(tmp_path, engine, other)
 
 
+def _evaluated(path: Path, *settings: dict[str, Any]) -> None:
+    """Trains engines, evaluates, saves the first one, loads into the second, and goes on with both."""
+    engines = []
+    for seed, each in enumerate(settings):
+        engine = make_engine(make_frozen(seed), each, model_parameters=None)
+        for step in (10, 11):
+            engine.backward(loss_of(engine, make_batch(step, dist.get_rank())))
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, make_batch(99))  # not followed by a step, which would forget what was gathered
+        engine.train()
+        is_held_twice = each["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+        assert all((param.ds_secondary_tensor is not None) == is_held_twice for param in engine.module.parameters())
+        (shardopt.checkpoint.load if engines else shardopt.checkpoint.save)(path, engine)
+        engines.append(engine)
+    for step in (0, 1):
+        losses = [loss_of(engine, make_batch(step, dist.get_rank())) for engine in engines]
+        assert torch.equal(*losses)
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+            engine.step()
+    assert_same(*map(model_parameters, engines))
+
+
 @pytest.mark.deepspeed_ranks(2)
 def test_after_evaluation(tmp_path: Path) -> None:
     """Weights that a forward pass without a step has gathered are not computed with again."""
-    settings = config(3, zero={**THRESHOLD, **OFFLOAD})
-    engines = [make_engine(make_net(seed=seed), settings) for seed in (0, 1)]
-    for engine in engines:
-        engine.backward(loss_of(engine, make_batch(0)))
-        engine.step()
-        engine.eval()
-        with torch.no_grad():
-            loss_of(engine, make_batch(1))
-    shardopt.checkpoint.save(tmp_path, engines[0])
-    shardopt.checkpoint.load(tmp_path, engines[1])
-    with torch.no_grad():
-        expected, got = (loss_of(engine, make_batch(2)) for engine in engines)
-    assert torch.equal(got, expected)
+    _evaluated(tmp_path, *[config(3, zero={**THRESHOLD, **OFFLOAD})] * 2)
 
 
 def _other_codec(path: Path, settings: dict[str, Any]) -> None:
@@ -397,43 +448,22 @@ def test_other_codec(deepspeed_ranks: Pool, tmp_path: Path) -> None:
     deepspeed_ranks.run(3, _other_codec, tmp_path, settings)
 
 
-def _second_copies(path: Path) -> None:
+@pytest.mark.slow
+def test_second_copies(tmp_path: Path) -> None:
     """Loading makes old the parts of parameters that zero_hpz_partition_size has a node's ranks hold a second time.
 
     The backward pass gathers them, as each layer gives its parameters up as soon as it is done.
     """
-    at_once = dict.fromkeys(("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"), 0)
-    zero = {f"stage3_{key}": value for key, value in {**at_once, "param_persistence_threshold": 0}.items()}
-    engines = []
-    for seed, per_node in enumerate((1, 2)):
-        settings = config(3, zero={**zero, "zero_hpz_partition_size": per_node})
-        engine = make_engine(make_frozen(seed), settings, model_parameters=None)
-        for step in (10, 11):
-            engine.backward(loss_of(engine, make_batch(step, dist.get_rank())))
-            engine.step()
-        with torch.no_grad():
-            loss_of(engine, make_batch(99))  # not followed by a step, which would forget the second copies
-        held = [param.ds_secondary_tensor is not None for param in engine.module.parameters()]
-        assert held == [per_node > 1] * len(held)
-        (shardopt.checkpoint.load if engines else shardopt.checkpoint.save)(path, engine)
-        engines.append(engine)
-    for step in (0, 1):
-        losses = [loss_of(engine, make_batch(step, dist.get_rank())) for engine in engines]
-        assert torch.equal(*losses)
-        for engine, loss in zip(engines, losses, strict=True):
-            engine.backward(loss)
-            engine.step()
-    assert_same(*map(model_parameters, engines))
-
-
-@pytest.mark.slow
-def test_second_copies(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    at_once = dict.fromkeys(("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size"), 0)
+    zero = {**THRESHOLD, **{f"stage3_{key}": value for key, value in at_once.items()}}
+    settings = [config(3, zero={**zero, "zero_hpz_partition_size": per_node}) for per_node in (1, 2)]
     with closing(Pool()) as pool:  # of its own, as DeepSpeed keeps the first groups of a node's ranks for good
-        pool.run(4, _second_copies, tmp_path)
+        pool.run(4, _evaluated, tmp_path, *settings)
 
 
 WIDTH, EXPERTS = 40, 4
+EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts.{}.0.weight"
 
 
 class Mixture(nn.Module):
@@ -473,41 +503,29 @@ def _moe_engine(parallel: int, stage: int, steps: int, seed: int = 0) -> Any:
     return engine
 
 
-def _save_experts(path: Path) -> Snapshot:
-    """From a rank that has all of them."""
-    engine = _moe_engine(1, 0, 2)
-    shardopt.checkpoint.save(path, engine)
-    return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
-
-
-def _load_and_save_experts(path: Path, stage: int, saved: Path) -> list[tuple[int, torch.Tensor]]:
-    """The first weights of this rank's experts, by their numbers."""
-    engine = _moe_engine(2, stage, 1, seed=5)
-    shardopt.checkpoint.load(path, engine)
+def _experts(parallel: int, stage: int, steps: int, loaded: Path | None, saved: Path) -> Snapshot:
+    """Weights of experts by their numbers in the whole model, on one rank with all state; what is loaded is stepped."""
+    engine = _moe_engine(parallel, stage, steps, seed=5 if loaded else 0)
+    if loaded is not None:
+        shardopt.checkpoint.load(loaded, engine)
     shardopt.checkpoint.save(saved, engine)
-    experts = engine.module.moe.deepspeed_moe.experts.deepspeed_experts
-    first = dist.get_rank() % 2 * len(experts)
-    weights = [(first + place, expert[0].weight.detach().clone()) for place, expert in enumerate(experts)]
+    assert [group["name"] for group in engine.basic_optimizer.param_groups] == ["all", f"ep_size_{parallel}"]
+    params = dict(engine.module.named_parameters())
+    if parallel == 1:
+        return entries(params, engine.basic_optimizer)
+    first = dist.get_rank() % parallel * EXPERTS // parallel
+    own = {EXPERT.format(first + i): params[EXPERT.format(i)].detach().clone() for i in range(EXPERTS // parallel)}
     engine.backward(engine(values((4, 8, WIDTH), 7)))
     engine.step()
-    return weights
-
-
-def _load_experts(path: Path) -> Snapshot:
-    engine = _moe_engine(1, 0, 0, seed=9)
-    shardopt.checkpoint.load(path, engine)
-    assert [group["name"] for group in engine.basic_optimizer.param_groups] == ["all", "ep_size_1"]
-    return entries(dict(engine.module.named_parameters()), engine.basic_optimizer)
+    return own
 
 
 def test_experts(deepspeed_ranks: Pool, tmp_path: Path) -> None:
     """From a rank that has all experts to 2 ranks, to 4, and back to one: all bits, each expert by its number."""
-    paths = [tmp_path / name for name in ("one", "two", "four")]
-    (expected,) = deepspeed_ranks.run(1, _save_experts, paths[0])
-    weights = [expected[f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.0.weight"] for i in range(EXPERTS)]
-    assert not torch.equal(weights[0], weights[-1])
-    for world_size, stage, saved, loaded in ((2, 0, paths[0], paths[1]), (4, 2, paths[1], paths[2])):
-        for own in deepspeed_ranks.run(world_size, _load_and_save_experts, saved, stage, loaded):
-            assert all(torch.equal(weight, weights[number]) for number, weight in own)
-    (actual,) = deepspeed_ranks.run(1, _load_experts, paths[2])
-    assert_same(actual, expected)
+    one, two, four, last = (tmp_path / name for name in ("one", "two", "four", "last"))
+    (expected,) = deepspeed_ranks.run(1, _experts, 1, 0, 2, None, one)
+    assert not torch.equal(expected[EXPERT.format(0)], expected[EXPERT.format(EXPERTS - 1)])
+    for world_size, stage, loaded, saved in ((2, 0, one, two), (4, 2, two, four)):
+        for own in deepspeed_ranks.run(world_size, _experts, 2, stage, 1, loaded, saved):
+            assert_same(own, {name: expected[name] for name in own})
+    assert_same(*deepspeed_ranks.run(1, _experts, 1, 0, 0, four, last), expected)

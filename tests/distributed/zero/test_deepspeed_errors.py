@@ -34,46 +34,25 @@ MASTERS = {"bf16": WITHOUT_MASTERS, "params": {"master_weight_bits": 24}}
 ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4}}
 
 #: A config, options of a given optimizer (None: the config names its type), and the error.
-WRONG: list[tuple[dict[str, Any], dict[str, Any] | None, type[Exception], str]] = [
-    (
-        config(1, params={"learning_rate": 1}),
-        None,
-        ValueError,
-        "AdamW8bit: got learning_rate, expected .*lr, betas.*codec.*block_size",
-    ),
-    (config(1, "sgd8bit", params={"betas": 1}), None, ValueError, "SGD8bit: got betas, expected .*momentum"),
-    (config(1, params={"max_grad_norm": 1.0}), None, ValueError, "got max_grad_norm.*set gradient_clipping"),
-    (
-        config(2, params={"offload": "state"}),
-        None,
-        ValueError,
-        "offload: got 'state' under DeepSpeed.*offload_optimizer",
-    ),
-    (config(1, "AdamW9bit"), None, AssertionError, "AdamW9bit is not a supported DeepSpeed Optimizer"),
-    (
-        config(2, zero={"elastic_checkpoint": True}),
-        None,
-        ValueError,
-        "elastic_checkpoint: got true.*shardopt.checkpoint.save",
-    ),
-    (config(2, None, zero=ZENFLOW), {}, ValueError, "zenflow: got a setting, expected null; leave zenflow out"),
-    (
-        {**config(2, None), "checkpoint": {"load_universal": True}},
-        {},
-        ValueError,
-        r"load_universal: got true.*use shardopt\.checkpoint\.save",
-    ),
-    (config(2, None), {"offload": "step"}, ValueError, "offload: got 'step' under DeepSpeed.*offload_optimizer"),
+WRONG: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+    (config(1, params={"learning_rate": 1}), None, "AdamW8bit: got learning_rate, expected .*lr, betas.*block_size"),
+    (config(1, "sgd8bit", params={"betas": 1}), None, "SGD8bit: got betas, expected .*momentum"),
+    (config(1, params={"max_grad_norm": 1.0}), None, "got max_grad_norm.*set gradient_clipping"),
+    (config(2, params={"offload": "state"}), None, "offload: got 'state' under DeepSpeed.*offload_optimizer"),
+    (config(2, zero={"elastic_checkpoint": True}), None, "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
+    (config(2, None, zero=ZENFLOW), {}, "zenflow: got a setting, expected null; leave zenflow out"),
+    (config(2, None, checkpoint={"load_universal": True}), {}, r"load_universal: got true.*shardopt\.checkpoint\.save"),
+    (config(2, None), {"offload": "step"}, "offload: got 'step' under DeepSpeed.*offload_optimizer"),
 ]
 
 
 @pytest.mark.deepspeed_ranks(2)
 def test_wrong_config() -> None:
     import_deepspeed()
-    for settings, options, error, match in WRONG:
+    for settings, options, match in WRONG:
         model = make_net()
         given = {} if options is None else {"optimizer": shardopt.AdamW8bit(model.parameters(), **options)}
-        with pytest.raises(error, match=match):
+        with pytest.raises(ValueError, match=match):
             make_engine(model, settings, **given)
 
 
@@ -108,8 +87,6 @@ def test_sums_over_parts_of_the_parameters_are_refused(stage: int, zero: dict[st
     [
         (1, {}, BF16_OPTIMIZER),
         (2, ROUND_ROBIN, BF16),
-        (3, {}, {}),
-        (2, {}, MASTERS),
         (3, {**ALL_OFFLOAD, **SUB_GROUPS}, MASTERS),
     ],
 )

@@ -165,25 +165,22 @@ class Recomputed(nn.Module):
 
     def __init__(self, layer: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.compute, self.calls = layer, compute, 0
-        layer.register_forward_pre_hook(self._count)
+        self.layer, self.compute = layer, compute
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(self.layer, x)
 
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
-
 
 def _trained(settings: dict[str, Any], compute: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Snapshot, int]:
     """Masters and state after some steps, and how often a layer was computed."""
-    model = make_net()
+    model, calls = make_net(), []
+    model.up.register_forward_pre_hook(lambda *_: calls.append(1))
     model.up = Recomputed(model.up, compute)
     engine = make_engine(model, settings)
     for step in range(STEPS):
         engine.backward(loss_of(engine, make_batch(step, dist.get_rank())))
         engine.step()
-    return engine_snapshot(engine), model.up.calls
+    return engine_snapshot(engine), len(calls)
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -238,20 +235,16 @@ def _sizes(engine: Any) -> dict[int, int]:
         (1, {**OFFLOAD, **ROUND_ROBIN}, 2),  # staging
         (3, {**PINNED, **SUB_GROUPS}, 2),  # gradients
         (3, {**ALL_OFFLOAD, **SUB_GROUPS}, 4),  # both
-        (3, SUB_GROUPS, None),  # with float32 masters
     ],
 )
-def test_shared_copies_save_memory(stage: int, zero: dict[str, Any], saved: int | None) -> None:
+def test_shared_copies_save_memory(stage: int, zero: dict[str, Any], saved: int) -> None:
     """So many bytes per parameter that a rank owns; ``test_deepspeed.py`` has the bits."""
-    settings = (config if saved is None else _config)(stage, zero=zero)
-    one = stepped_engine(settings, 1)
+    one = stepped_engine(_config(stage, zero), 1)
     with _apart():
-        other = stepped_engine(settings, 1)
+        other = stepped_engine(_config(stage, zero), 1)
     owned = sum(flat.numel() for flat, _ in masters(one))
     assert owned == sum(flat.numel() for flat, _ in masters(other))
-    fewer = sum(_sizes(other).values()) - sum(_sizes(one).values())
-    assert fewer > 0
-    assert saved is None or fewer == saved * owned
+    assert sum(_sizes(other).values()) - sum(_sizes(one).values()) == saved * owned
 
 
 @pytest.mark.deepspeed_ranks(2)
@@ -270,7 +263,7 @@ def test_native_pinning_shares_nothing_offloaded(stage: int) -> None:
 @pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, SUB_GROUPS)])
 def test_masters_that_were_away(tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
-    """Masters are the parameters again, though DeepSpeed brings each back to memory of its own; files are as small."""
+    """Masters are the parameters again, though DeepSpeed brings each back to memory of its own."""
     of = twins(_config(stage, zero))
     engine = of.engine(STEPS)
     wrapper, rank = engine.optimizer, dist.get_rank()
@@ -286,11 +279,6 @@ def test_masters_that_were_away(tmp_path: Path, stage: int, zero: dict[str, Any]
         assert [flat.data_ptr() for flat, _ in masters(engine)] == addresses
     engine.save_checkpoint(str(tmp_path))
     dist.barrier()
-    files = list(tmp_path.rglob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
-    assert len(files) == 1
-    owned = sum(flat.numel() for flat, _ in masters(engine))
-    state = sum(x.nbytes for s in engine.basic_optimizer.state.values() for x in s.values())
-    assert files[0].stat().st_size < 2 * owned + state + 50_000  # its own masters, not everyone's parameters
     other = of.engine(2, seed=1)
     shared = set(_sizes(other))
     assert other.load_checkpoint(str(tmp_path))[0] is not None

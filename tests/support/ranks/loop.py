@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import shardopt
 from helpers import Snapshot, everything
-from ranks.layered import Layers, batch
 from ranks.offload import offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
 
@@ -21,6 +20,32 @@ STEPS = 3
 #: Options of a loop that steps within the backward pass: in this thread, or in another one.
 RELEASED: dict[str, Any] = {"overlap": False, "offload": None}
 OFFLOADED: dict[str, Any] = {"overlap": False}
+
+
+class Layers(nn.Module):
+    """An embedding that is the head as well, and layers."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(64, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.early = early  # reads a layer without calling it
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = x + (layer[1].bias if self.early and index == 2 else layer(x))
+        return self.head(x)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(step))
 
 
 def mean_square(model: Any, number: int) -> Tensor:

@@ -43,28 +43,19 @@ class ThreadRankGroup:
         self._barrier.wait()
         tensor.copy_(reduced)
 
-    def abort(self) -> None:
-        """Lets the threads that wait fail."""
-        self._barrier.abort()
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Calls ``function(rank)`` for every rank at the same time; returns the results by rank."""
 
+        def call(rank: int) -> T:
+            try:
+                return function(rank)
+            except BaseException:
+                self._barrier.abort()  # the threads that wait fail
+                raise
 
-def on_threads(exchange: ThreadRankGroup, count: int, function: Callable[[int], T]) -> list[T]:
-    """Calls ``function(rank)`` for every rank at the same time.
-
-    Returns:
-        The results by rank.
-    """
-
-    def call(rank: int) -> T:
-        try:
-            return function(rank)
-        except BaseException:
-            exchange.abort()
-            raise
-
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(call, rank) for rank in range(count)]
-        errors = [e for f in futures if (e := f.exception()) is not None]
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        with ThreadPoolExecutor(self._barrier.parties) as pool:
+            futures = [pool.submit(call, rank) for rank in range(self._barrier.parties)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
