@@ -141,7 +141,7 @@ def by_itself(name: str, source: str) -> tuple[dict[str, Any], list[list[Tensor]
             ("", "AdEMAMix", "fp32", 128),
         ),
         *((f"{SOURCES[kind].kind}8bit", kind, "dynamic8", 256) for kind in KINDS),
-        *(("PagedAdamW8bit", BNB, "fp32", 128), ("PagedAdEMAMix", "AdEMAMix", "dynamic8", 256)),
+        *(("PagedAdamW8bit", BNB, "fp32", 128), ("PagedAdEMAMix8bit", "AdEMAMix", "dynamic8", 256)),
         *(("AdamW8bit", BNB, "dynamic8", 128), ("AdamW32bit", "32 bits", "dynamic8", 256)),
         *(("AdamW8bit", "torchao", "dynamic8", 256), ("AdamW8bit", "torchao", "log8", 128)),
         *((name, "4 bits", "log8", 128) for name in ("AdamW4bit", "AdamWFp8")),

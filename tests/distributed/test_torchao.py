@@ -35,7 +35,7 @@ def _local(param: Any) -> Tensor:
     return getattr(local, "_tensor", local)
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"master_weight_bits": 24})])
 def test_float8_training(tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """On one rank: gloo gathers no float8."""
