@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from foreign_states import BNB, KINDS, WRAPPED, by_hand, flashoptim_state, made_up, ours_of, params_of, stepped
+from foreign_states import BNB, KINDS, SHAPES, WRAPPED, by_hand, in_flashoptim, made_up, ours_of, params_of, stepped
 from helpers import everything
 from ranks.snapshot import assert_same
 from shardopt.checkpoint import import_state
@@ -40,15 +40,19 @@ def group(**hyper: Any) -> Change:
     return lambda s: s["param_groups"][0].update(hyper)
 
 
+def options_of(optimizer: ShardedOptimizer) -> str:
+    return repr([[(k, v) for k, v in group.items() if k != "params"] for group in optimizer.param_groups])
+
+
 def refused(ours: ShardedOptimizer, state_dict: Any, message: str) -> None:
     """Demands an error of one line, and that nothing was changed."""
     stepped(ours, 1)
-    before, groups = everything(ours), [dict(group) for group in ours.param_groups]
+    before, options = everything(ours), options_of(ours)
     with pytest.raises(ValueError, match=message) as error:
         import_state(ours, state_dict)
     assert "\n" not in str(error.value)
     assert_same(everything(ours), before)
-    assert [dict(group) for group in ours.param_groups] == groups
+    assert options_of(ours) == options
 
 
 def _in_32_bits(state_dict: dict[str, Any]) -> None:
@@ -63,28 +67,25 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "another package": (BNB, lambda s: s["state"].update({3: {"step": 1, "ema": torch.ones(3)}}), "with ema"),
     "two packages": (
         BNB,
-        lambda s: s["state"].update({0: flashoptim_state(made_up((16, 512), 0))[0]}),
+        lambda s: s["state"].update({0: in_flashoptim(made_up((2, 4096), 0))[0]}),
         "got the state of bitsandbytes and flashoptim",
     ),
-    "amsgrad": ("torchao", group(amsgrad=True), "amsgrad"),
     "bad lr": ("torchao", group(lr=-1.0), "lr"),
     "float of nan": ("torchao", first(lambda s: s["exp_avg"].__setitem__(0, NAN), 6), r"^parameter 6 .*exp_avg"),
     "integers": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].int()), 6), "expected a dense tensor of fl"),
     "sparse": ("torchao", first(lambda s: s.update(exp_avg=s["exp_avg"].to_sparse()), 6), "^state of 6: .*sparse"),
     "step": ("torchao", lambda s: s["state"][6].update(step=torch.tensor(NAN)), "step"),
-    "other shape": (BNB, first(lambda s: s.update(state1=s["state1"].view(32, 256))), r"expected \(16, 512"),
+    "other shape": (BNB, first(lambda s: s.update(state1=s["state1"].view(32, 256))), r"expected \(2, 4096"),
     # codes and scales
     "infinite scale": (BNB, first(lambda s: s["absmax1"].__setitem__(3, torch.inf)), "NaN or Inf"),
-    "scale below zero": (BNB, first(lambda s: s["absmax2"].__setitem__(0, -1.0)), "below zero"),
     "too few scales": (BNB, first(lambda s: s.update(absmax2=torch.ones(5))), "got scales of shape"),
     "a scale per tensor": (BNB, first(lambda s: s.update(max1=torch.ones(1))), "scale per tensor"),
     "no map": (BNB, first(lambda s: s.pop("qmap1")), "with qmap1 and absmax1"),
     "map of nan": (BNB, first(lambda s: s["qmap1"].fill_(NAN)), "exp_avg"),
-    "map below zero": (BNB, first(lambda s: s["qmap2"].copy_(s["qmap1"])), "exp_avg_sq"),
     "no scales": ("flashoptim", first(lambda s: s.pop("exp_avg::scales")), "got no scales"),
     "wrong codes": (
         "flashoptim",
-        first(lambda s: s.update({"exp_avg::quantized": torch.ones(16, 512)})),
+        first(lambda s: s.update({"exp_avg::quantized": torch.ones(2, 4096)})),
         "codes of torch.float32, expected torch.int8",
     ),
     "Lion's state": ("flashoptim", first(lambda s: s.pop("exp_avg_sq::quantized")), "got state with exp_avg, expected"),
@@ -94,9 +95,16 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "no momentum": ("SGD", group(betas=(0.0, 0)), "make the optimizer keep no mom"),
     "no betas": (BNB, group(betas=None), "another optimizer of bitsandbytes"),
     "half a step": ("AdEMAMix", group(t_alpha=0.5), "alpha_steps: got 0.5"),
-    "one average": ("AdEMAMix", first(lambda s: s.update(state1=s["state1"][0])), r"expected two averages \(2, \.\."),
-    "no second moment": ("AdEMAMix", first(lambda s: s.pop("state2")), "got state1, expected the state of"),
-    "slow average of nan": ("AdEMAMix", first(lambda s: s["state1"].__setitem__((1, 0), NAN), 6), "exp_avg_slow"),
+    "one average": (
+        "AdEMAMix",
+        first(lambda s: s.update(state1=s["state1"][0]), 1),
+        r"expected two averages \(2, ",
+    ),
+    "one of two rows": (
+        "AdEMAMix",
+        first(lambda s: s.update(state1=s["state1"][0], absmax1=s["absmax1"][0].view(2, -1))),
+        r"of shape \(4096,\), expected \(2, 4096\)",
+    ),
     "a second moment": ("RMSprop", first(lambda s: s.update(state2=s["state1"])), "got state1, state2, expected"),
     "squares below zero": ("RMSprop", first(lambda s: s["state1"].fill_(0)), "square_avg"),
 }
@@ -147,18 +155,15 @@ def test_decay_apart_from_the_gradient_is_not_adam() -> None:
         refused(ours, theirs.state_dict(), "use AdamW")
 
 
-@pytest.mark.parametrize("package", [BNB, "torchao", "flashoptim", "torch"])
-def test_averages_in_other_units_are_refused(package: str) -> None:
+def test_averages_in_other_units_are_refused() -> None:
     """ADOPT's exp_avg has the name of Adam's, and averages gradients over the root of their mean square."""
-    theirs = torch.optim.AdamW(params_of())
-    stepped(theirs, 1)
-    state_dict = theirs.state_dict() if package == "torch" else by_hand(package)[0]
     ours = shardopt.ADOPT8bit(params_of(), decoupled_weight_decay=True)
-    refused(ours, state_dict, "expected exp_avg in units of its own, as adopt keeps it")
+    for source in (BNB, "torch"):
+        refused(ours, by_hand(source)[0], "expected exp_avg in units of its own, as adopt keeps it")
 
 
 def test_flat_parameters_are_refused() -> None:
-    param = Parameter(torch.zeros(16, 512))
+    param = Parameter(torch.zeros(2, 4096))
     param._fsdp_flattened = True
     with pytest.raises(ValueError, match="got flat parameters"):
         import_state(shardopt.AdamW8bit([param]), by_hand(BNB)[0])
@@ -180,14 +185,7 @@ def test_dion() -> None:
 # --- things of other types in every place
 
 #: Packages, and the kind of optimizer of bitsandbytes whose state has another form.
-SOURCES = [BNB, "torchao", "flashoptim", "torch", "AdEMAMix"]
-
-
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
+MUTATED = [BNB, "torchao", "flashoptim", "torch", "AdEMAMix"]
 
 
 class Unprintable:
@@ -195,42 +193,36 @@ class Unprintable:
         raise KeyError("no repr")
 
 
+def nested(depth: int = 10_000) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 THINGS: list[Callable[[], Any]] = [
     *(lambda: None, lambda: True, lambda: -1, lambda: float("inf"), lambda: 10**30, lambda: "", lambda: "a\nb"),
-    *(list, dict, lambda: [1.0, "a"], lambda: nested(10_000), lambda: {"a": {"b": torch.ones(3)}, 3: 4}),
+    *(list, dict, lambda: [1.0, "a"], nested, lambda: {"a": {"b": torch.ones(3)}, 3: 4}),
     *(Unprintable, lambda: Parameter, lambda: torch.tensor(2.0), lambda: torch.ones(3), lambda: torch.ones(0)),
-    *(lambda dtype=dtype: torch.ones(16, 512, dtype=dtype) for dtype in (torch.int64, torch.uint8, torch.complex64)),
-    *(lambda dtype=dtype: torch.ones(16, dtype=dtype) for dtype in (torch.float16, torch.bool)),
-    *(lambda: torch.ones(16, 512, device="meta"), lambda: torch.ones(16, 512).to_sparse(), lambda: torch.arange(256)),
+    *(lambda dtype=dtype: torch.ones(2, 4096, dtype=dtype) for dtype in (torch.int64, torch.uint8, torch.complex64)),
+    *(lambda dtype=dtype: torch.ones(32, dtype=dtype) for dtype in (torch.float16, torch.bool)),
+    *(lambda: torch.ones(2, 4096, device="meta"), lambda: torch.ones(2, 4096).to_sparse(), lambda: torch.arange(256)),
     lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 ]
 
 
-def target(source: str) -> ShardedOptimizer:
-    optimizer = ours_of(source, params_of()[::6], codec="dynamic8", block_size=256)
-    stepped(optimizer, 1)
-    return optimizer
-
-
-def children(node: Any) -> dict[Any, Any]:
-    if isinstance(node, dict):
-        return dict(node)
-    if isinstance(node, list):
-        return dict(enumerate(node))
-    return dict(vars(node)) if type(node).__name__ == "OptimState8bit" else {}
-
-
 def places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """All nodes below this one, each as its parent and its key there."""
-    for key, child in children(node).items():
-        yield node, key
-        yield from places(child)
+    """All nodes below this one, each as its parent, by keys or numbers, and its key there."""
+    members = vars(node) if type(node).__name__ == "OptimState8bit" else node
+    if isinstance(members, dict | list):
+        for key in [*members] if isinstance(members, dict) else range(len(members)):
+            yield members, key
+            yield from places(members[key])
 
 
 def mutate(rng: random.Random, state_dict: dict[str, Any]) -> None:
     """Replaces, removes or renames a node."""
-    parent, key = rng.choice(list(places(state_dict)))
-    members = parent if isinstance(parent, dict | list) else vars(parent)
+    members, key = rng.choice(list(places(state_dict)))
     how = rng.randrange(len(THINGS) + 8)
     if how < len(THINGS):
         members[key] = THINGS[how]()
@@ -240,18 +232,13 @@ def mutate(rng: random.Random, state_dict: dict[str, Any]) -> None:
         del members[key]
 
 
-def options_of(optimizer: ShardedOptimizer) -> str:
-    return repr([[(k, v) for k, v in group.items() if k != "params"] for group in optimizer.param_groups])
-
-
 def is_imported(optimizer: ShardedOptimizer, state_dict: Any) -> bool:
     """Whether a state dict is imported, so that steps go on; else the error is one short line, and nothing changed."""
-    before, options, message = everything(optimizer), options_of(optimizer), None
+    before, options = everything(optimizer), options_of(optimizer)
     try:
         report = import_state(optimizer, state_dict)
     except ValueError as error:
         message = str(error)
-    if message is not None:
         assert message.isprintable()
         assert len(message) <= 1000
         assert_same(everything(optimizer), before)
@@ -265,23 +252,23 @@ def is_imported(optimizer: ShardedOptimizer, state_dict: Any) -> bool:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", MUTATED)
 def test_mutations(source: str, count: int) -> None:
-    """Of a matrix that all packages quantize, and a vector that none does."""
-    theirs = torch.optim.AdamW(params_of()[::6])
-    stepped(theirs)
-    whole = theirs.state_dict()
-    if source != "torch":
-        whole, _ = by_hand(source)
-        whole["state"] = dict(enumerate((whole["state"][0], whole["state"][6])))
-        whole["param_groups"][0]["params"] = [0, 1]
-    optimizer, imported = target(source), 0
+    """Of a matrix that all packages quantize, and a vector that few do."""
+
+    def target() -> ShardedOptimizer:
+        optimizer = ours_of(source, params_of()[::6], codec="dynamic8", block_size=256)
+        stepped(optimizer, 1)
+        return optimizer
+
+    whole, _ = by_hand(source, SHAPES[::6])
+    optimizer, imported = target(), 0
     for number in range(count):
         state_dict = copy.deepcopy(whole)
         mutate(random.Random(number), state_dict)
         try:
             if is_imported(optimizer, state_dict):
-                optimizer, imported = target(source), imported + 1
+                optimizer, imported = target(), imported + 1
         except BaseException as error:
             error.add_note(f"mutation {number}")
             raise

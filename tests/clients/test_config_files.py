@@ -31,16 +31,10 @@ COMMON = {
     "report_to": "none",
     "use_cpu": True,
 }
-TRL = {
-    **COMMON,
-    "model_name_or_path": "llama",
-    "dataset_name": "data",
-    "max_length": 32,
-    "bf16": False,
-    "optim": "shardopt_adamw_8bit",
-}
+NAMED = {**COMMON, "optim": "shardopt_adamw_8bit"}
+TRL = {**NAMED, "model_name_or_path": "llama", "dataset_name": "data", "max_length": 32, "bf16": False}
 LLAMA_FACTORY = {
-    **COMMON,
+    **NAMED,
     "stage": "sft",
     "do_train": True,
     "finetuning_type": "full",
@@ -49,7 +43,6 @@ LLAMA_FACTORY = {
     "dataset_dir": ".",
     "template": "default",
     "cutoff_len": 32,
-    "optim": "shardopt_adamw_8bit",
 }
 SWIFT = {
     **COMMON,

@@ -1,7 +1,7 @@
 """Frameworks of reinforcement learning: each builds our optimizers as its code does, moves their state, and resumes.
 
 verl and NeMo Automodel run themselves where they are installed, each in an environment of its own (``nemo-automodel``
-with ``--no-deps`` on a machine without CUDA). NeMo-RL, which is on no package index, is represented by its calls.
+with ``--no-deps`` on a machine without CUDA).
 """
 
 from __future__ import annotations
@@ -79,16 +79,6 @@ def test_state_moved_by_hand(way: str, world_size: int, options: dict[str, Any])
     assert_same(moved(way, options, 2), moved(way, options, 0))
 
 
-def test_nemo_rl_calls() -> None:
-    """``policy.optimizer.name`` and ``kwargs`` of its recipes; the trainable parameters come as a generator."""
-    model = make_frozen(0)
-    kwargs = {"lr": 5e-6, "weight_decay": 0.01, "foreach": False, "fused": False}
-    optimizer = shardopt.AdamW8bit((p for p in model.parameters() if p.requires_grad), **kwargs)
-    set_gradients(model, 0)
-    optimizer.step()
-    assert len(optimizer.state) == sum(param.requires_grad for param in model.parameters())
-
-
 def test_muon_by_shape() -> None:
     model = make_frozen(0)
     optimizer = muon(model.parameters(), vocabulary=97, adamw_lr=1e-3, lr=1e-2, weight_decay=0.1)
@@ -109,14 +99,13 @@ def test_muon_by_shape() -> None:
 @pytest.mark.parametrize(
     ("name", "override", "module", "expected"),
     [
-        ("AdamW8bit", {"codec": "log8", "master_weight_bits": 24}, "shardopt", {"lr": 1e-6, "betas": (0.9, 0.98)}),
         ("Lion8bit", None, "shardopt", {"lr": 1e-6, "betas": (0.9, 0.99)}),
         ("AdEMAMix8bit", {"betas": [0.9, 0.999, 0.9999]}, "shardopt", {"betas": [0.9, 0.999, 0.9999]}),
         ("muon", {"vocabulary": 97, "adamw_lr": 1e-6}, __name__, {"algorithm": "muon"}),
     ],
 )
 def test_verl_builds(name: str, override: dict[str, Any] | None, module: str, expected: dict[str, Any]) -> None:
-    """verl's betas reach only classes with "adam" in their names; others keep their own."""
+    """Only classes with "adam" in their names get verl's betas; ``test_verl_reads_the_example`` builds AdamW8bit."""
     from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
 
     config = FSDPOptimizerConfig(

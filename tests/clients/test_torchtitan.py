@@ -89,60 +89,30 @@ def test_flat_state_is_resharded(client_ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.client_ranks(1)
 def test_names() -> None:
-    """torchtitan's configs stay theirs beside ours; a name that is no optimizer is refused."""
-    from torchtitan.components.optimizer import optimizer as theirs
+    """torchtitan's configs stay theirs beside ours, and its users may write ours so: a name of both is torchtitan's."""
+    from torchtitan.components.optimizer import ParamGroupConfig
 
-    from shardopt.clients.torchtitan import container_config, param_group
+    from shardopt.clients.torchtitan import OptimizersContainer, adamw8bit, container_config, param_group
 
-    their_group = theirs.ParamGroupConfig(
-        pattern="bias", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "fused": False}
+    def theirs(pattern: str, name: str) -> Any:
+        return ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-3, "fused": False})
+
+    plain = OptimizersContainer.Config(
+        param_groups=[theirs("bias", "AdamW"), theirs(".*", "AdamW8bit")], implementation="for-loop"
     )
-    container = container_config(their_group, param_group(".*", "AdamW", lr=1e-3)).build(model_parts=[make_net()])
-    assert isinstance(container.optimizers[0], torch.optim.AdamW)
-    assert type(container.optimizers[1]) is shardopt.AdamW
+    mixed = container_config(theirs("bias", "AdamW"), param_group(".*", "AdamW", lr=1e-3))
+    for config, ours in ((plain, shardopt.AdamW8bit), (mixed, shardopt.AdamW)):
+        built = config.build(model_parts=[make_net()])
+        assert [type(optimizer) for optimizer in built] == [torch.optim.AdamW, ours]
+    (optimizer,) = adamw8bit(lr=1e-3).build(model_parts=[make_net()])
+    assert type(optimizer) is shardopt.AdamW8bit
+    assert (optimizer.defaults["codec"], optimizer.param_groups[0]["lr"]) == ("log8", 1e-3)
+    unknown = OptimizersContainer.Config(param_groups=[theirs(".*", "NoSuchOptimizer")])
+    with pytest.raises(ValueError, match="NoSuchOptimizer"):
+        unknown.build(model_parts=[make_net()])
     for name in ("NoSuchOptimizer", "memory_report"):
         with pytest.raises(ValueError, match=name):
             param_group(".*", name, lr=1e-3)
-
-
-@pytest.mark.client_ranks(1)
-def test_plain_names() -> None:
-    """``ParamGroupConfig`` of torchtitan 0.3, as its users write it: a name that both have is torchtitan's."""
-    from torchtitan.components.optimizer import ParamGroupConfig
-
-    from shardopt.clients.torchtitan import OptimizersContainer
-
-    groups = [
-        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-3})
-        for pattern, name in (("bias", "AdamW"), (".*", "AdamW8bit"))
-    ]
-    config = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
-    unknown = ParamGroupConfig(pattern=".*", optimizer_name="NoSuchOptimizer", optimizer_kwargs={"lr": 1e-3})
-    of_unknown = OptimizersContainer.Config(param_groups=[unknown])
-    with pytest.raises(ValueError, match="NoSuchOptimizer"):
-        of_unknown.build(model_parts=[make_net()])
-    assert [type(optimizer) for optimizer in config.build(model_parts=[make_net()])] == [
-        torch.optim.AdamW,
-        shardopt.AdamW8bit,
-    ]
-
-
-@needs("triton")  # which all models of torchtitan import
-@pytest.mark.client_ranks(1)
-def test_train_config() -> None:
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-
-    from shardopt.clients.torchtitan import adamw8bit
-
-    config = llama3_debugmodel()
-    config.optimizer = adamw8bit(lr=1e-3)
-    with torch.device("meta"):
-        model = config.model_spec.model.build()
-    container = config.optimizer.build(model_parts=[model])
-    (optimizer,) = container
-    assert type(optimizer) is shardopt.AdamW8bit
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-    assert (optimizer.defaults["codec"], optimizer.param_groups[0]["lr"]) == ("log8", 1e-3)
 
 
 LAYOUTS = {
@@ -190,7 +160,7 @@ def llama(degrees: tuple[int, int, int] | None, seed: int) -> torch.nn.Module:
     return model
 
 
-@needs("triton")
+@needs("triton")  # which all models of torchtitan import
 def test_layouts_of_its_trainer(client_ranks: Pool, tmp_path: Path) -> None:
     """torchtitan's FSDP2, HSDP and tensor parallelism on CPU ranks: each one's checkpoint goes on in the next.
 

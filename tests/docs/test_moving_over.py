@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 import shardopt
-from foreign_states import SOURCES, flashoptim_state, made_up
+from foreign_states import SOURCES, in_flashoptim, made_up
 from hugging_face import make_trainer
 from needed import needs
 from ranks.deepspeed import STEPS, config, stepped_engine
@@ -180,7 +180,7 @@ def _matrices() -> nn.Module:
 
 def test_flashoptim_in_its_form(tmp_path: Path) -> None:
     """A state dict made by hand: the package quantizes on GPUs only."""
-    states = {i: flashoptim_state(made_up(tuple(p.shape), i))[0] for i, p in enumerate(_matrices().parameters())}
+    states = {i: in_flashoptim(made_up(tuple(p.shape), i))[0] for i, p in enumerate(_matrices().parameters())}
     state_dict = {"state": states, "param_groups": [{"lr": 0.5, **SOURCES["flashoptim"].group, "params": [0, 1]}]}
     torch.save({"model": _matrices().state_dict(), "optimizer": state_dict}, tmp_path / "flashoptim.pt")
     _assert_codes_of_flashoptim(tmp_path, "cpu")

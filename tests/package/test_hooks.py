@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from needed import needs
 from programs import Programs
 from shardopt.sharding.hooks import HOOKS, PACKAGES, hooked_packages
 
@@ -40,41 +40,13 @@ def test_fsdp1_wrapped_before_the_import(programs: Programs, tmp_path: Path) -> 
     programs.run(WRAPPED_BEFORE, tmp_path)
 
 
-#: A stand-in for Accelerate's module of that name: the function is looked up when it is called.
-ACCELERATOR = """
-def map_pytorch_optim_to_deepspeed(optimizer):
-    return "DeepSpeedCPUAdam"
-
-def prepare(optimizer):
-    return map_pytorch_optim_to_deepspeed(optimizer)
-"""
-
-
-def write_accelerate(folder: Path, text: str) -> None:
-    (folder / "accelerate").mkdir()
-    (folder / "accelerate" / "__init__.py").touch()
-    (folder / "accelerate" / "accelerator.py").write_text(text)
-
-
 def test_accelerate_without_deepspeed(programs: Programs, tmp_path: Path) -> None:
     """The module lacks the function that the hook replaces."""
-    write_accelerate(tmp_path, "def prepare(optimizer):\n    return optimizer\n")
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (tmp_path / "accelerate" / "accelerator.py").write_text("def prepare(optimizer):\n    return optimizer\n")
     programs.run("import shardopt, accelerate.accelerator", tmp_path)
 
-
-TRAINING_ARGS = """
-from enum import Enum
-
-class OptimizerNames(str, Enum):
-    SGD = "sgd"
-"""
-
-TRAINER = """
-class Trainer:
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args, model=None):
-        return args.optim, {}
-"""
 
 #: By what SHARDOPT_HOOKS says, and whether they were imported before, the packages that importing shardopt changes.
 CASES = {
@@ -114,17 +86,10 @@ print(*sorted(left), sep=",")
 """
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@needs("deepspeed")
 def test_settings(tmp_path: Path) -> None:
     """Modules that were imported before shardopt stay as they are; for others no finder waits."""
-    write_accelerate(tmp_path, ACCELERATOR)
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").touch()
-    (tmp_path / "transformers" / "training_args.py").write_text(TRAINING_ARGS)
-    (tmp_path / "transformers" / "trainer.py").write_text(TRAINER)
-    (tmp_path / "transformers-5.24.0.dist-info").mkdir()
-    (tmp_path / "transformers-5.24.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.24.0\n")
-    modules = sorted({module for hooks in HOOKS.values() for module, _ in hooks})
+    modules = sorted({module for package in ("torch", "deepspeed") for module, _ in HOOKS[package]})
     program = CHANGED_PACKAGES
     for name, value in {"MODULES": modules, "CASES": list(CASES)}.items():
         program = program.replace(name, repr(value))
