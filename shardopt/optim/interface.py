@@ -48,8 +48,8 @@ class OptimizerInterface(Optimizer):
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
         """The rule's hyper-parameters, by the names in csrc/rules.
 
-        By default those in the param group, of which ``betas`` become ``beta1``, ``beta2``, ..., and None becomes 0.
-        Where a rule has ``coupled_decay`` and ``decoupled_decay``, one of them is ``weight_decay`` (see :attr:`decoupled`).
+        By default those in the param group: ``betas`` become ``beta1``, ``beta2``, ..., None becomes 0, and
+        ``weight_decay`` is ``coupled_decay`` or ``decoupled_decay`` where the rule has these (see :attr:`decoupled`).
         """
         names = _C.rules[self.rule(group).name]["hyper"]
         hyper = {name: float(group[name] or 0.0) for name in ("weight_decay", *names) if name in group}
