@@ -350,29 +350,13 @@ def from_torch(run: Run, rule: str, functions: bool, **options: Any) -> None:
     run.steps(1)
 
 
-def _step_of_zeros(run: Run) -> None:
-    """By hand what torch's functions do first, which know no ZeroRedundancyOptimizer."""
-    groups = run.optimizer.param_groups
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = 0.0
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
-    run.optimizer.step()
-    for group, lr in zip(groups, rates, strict=True):
-        group["lr"] = lr
-    run.optimizer.zero_grad()
-
-
 def first_state(run: Run, rule: str) -> None:
     """torch's functions take a step of zeros where there is no state yet: it is none, and changes no weights."""
     run.begin(rule)
     first = pieces(run.model)[0].of(pieces(run.model)[0].tensor) if is_flat(run.model) else next(run.model.parameters())
     with torch.no_grad():
         first.mul_(0.0)  # some zeros are negative now
-    if run.is_tested and run.way == "zero":
-        _step_of_zeros(run)
-    elif run.is_tested:
+    if run.is_tested:
         state = get_optimizer_state_dict(run.model, run.optimizer)
         set_optimizer_state_dict(run.model, run.optimizer, state)
     counts = {float(state["step"]) for state in run.inner.state.values() if state}
@@ -621,8 +605,8 @@ FEATURES: dict[str, Feature] = {
     "of torch AdamW by functions": Feature(partial(from_torch, rule="adamw", functions=True, codec="companded8"), ZERO),
     # PyTorch's own SGD rounds an element by its place in a row of memory: not of DTensors that are cut anywhere.
     "of torch SGD": Feature(partial(from_torch, rule="momentum", functions=False, codec="dynamic8"), ZERO | MATRICES),
-    "first state": Feature(partial(first_state, rule="adamw")),
-    "first state prodigy": Feature(partial(first_state, rule="prodigy")),
+    "first state": Feature(partial(first_state, rule="adamw"), ZERO),
+    "first state prodigy": Feature(partial(first_state, rule="prodigy"), ZERO),
     "first state muon": Feature(partial(first_state, rule="muon"), NOT_MUON),
     "portable": Feature(portable),
     "portable asleep": Feature(partial(portable, asleep=True), ZERO),

@@ -185,24 +185,15 @@ def test_memory() -> None:
 # Entries.
 
 
-def test_names_and_shapes() -> None:
-    """Of state that steps made, and the same of state from before the optimizer was wrapped or that it loads bare."""
-    params, optimizer = trained_adamw()
-    big, cut, *small = params
-    ends = ("_codes", "_scales", "_sq_codes", "_sq_scales")
-    assert set(optimizer.state[big]) == {"step", *(f"exp_avg{end}" for end in ends)}
-    assert optimizer.state[cut]["exp_avg_codes"].shape == cut.shape
-    assert optimizer.state[cut]["exp_avg_codes"].dtype == torch.uint8
-    assert optimizer.state[cut]["exp_avg_scales"].shape == (40, 2)
-    assert optimizer.state[cut]["exp_avg_sq_scales"].shape == (40, 2, 2)
-    assert all(optimizer.state[param]["exp_avg"].dtype == torch.float32 for param in small)
-    assert optimizer.state[big]["step"] == 3  # one step was without a gradient
-    others = parameters()
-    bare, again = trained(AdamW(others), others), quantize_state(AdamW(parameters()))
+def test_state_from_before() -> None:
+    """State from before the optimizer was wrapped, or that it loads bare, is quantized like state that steps make."""
+    params, others = parameters(), parameters()
+    bare, again = trained(AdamW(others), others), quantize_state(AdamW(params))
     again.load_state_dict(bare.state_dict())
     before = quantize_state(bare)
     assert same(bits([], before), bits([], again))
-    assert set(before.state[others[0]]) == set(optimizer.state[big])
+    optimizer = trained_adamw()[1]
+    assert [x.dtype for x in bits([], before)] == [x.dtype for x in bits([], optimizer)]
 
 
 def test_what_is_kept() -> None:
