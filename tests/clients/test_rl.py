@@ -17,15 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import shardopt
 from hugging_face import save_model
 from needed import needs
-from ranks.models import WAYS, make_frozen, make_net, named_parameters, set_gradients
+from ranks.models import make_frozen, make_net, named_parameters, set_gradients
 from ranks.pool import Pool
-from ranks.snapshot import Snapshot, assert_same, snapshot
+from ranks.snapshot import assert_same, snapshot
 
 verl = needs("verl")
 PAGE = Path(__file__).parents[2] / "docs" / "reinforcement_learning.md"
@@ -48,35 +47,6 @@ class Copying(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         return result.clone() if function is Tensor.to and result is args[0] else result
-
-
-def move(optimizer: Optimizer, device: str) -> None:
-    """Moves the state as verl does: each tensor of each parameter, step counts and frozen parameters included."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state[param]
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to(device, non_blocking=True)
-
-
-def moved(way: str, options: dict[str, Any], moves: int) -> Snapshot:
-    """Weights and state after three steps, with moves before each."""
-    model = WAYS[way](make_frozen(0).to(torch.bfloat16 if options else torch.float32))
-    optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, **options)
-    for step in range(3):
-        set_gradients(model, step)
-        with Copying():
-            for _ in range(moves):
-                move(optimizer, "cpu")
-        optimizer.step()
-    return snapshot(named_parameters(model), optimizer)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("way", "world_size", "options"), [("single", 1, {}), ("fsdp", 2, {"master_weight_bits": 24})])
-def test_state_moved_by_hand(way: str, world_size: int, options: dict[str, Any]) -> None:
-    assert_same(moved(way, options, 2), moved(way, options, 0))
 
 
 def test_muon_by_shape() -> None:

@@ -122,15 +122,6 @@ def adam_of_bitsandbytes(x: Moments, **how: Any) -> tuple[dict[str, Any], list[T
     return in_bitsandbytes([(x.signed, True), (x.unsigned, False)], **how)
 
 
-def one_average_of_bitsandbytes(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
-    return in_bitsandbytes([(x.signed, True)])
-
-
-def squares_of_bitsandbytes(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
-    """RMSprop's or Adagrad's: averages or sums of squares in codes of the signed map."""
-    return in_bitsandbytes([(x.unsigned, True)])
-
-
 def ademamix_of_bitsandbytes(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
     """A fast and a slow average in one tensor."""
     slow = x.signed.reshape(-1).flip(0).view(x.signed.shape) / 512
@@ -219,12 +210,19 @@ _FLASH = {"initial_lr": 1.0, "master_bytewidth": 3, "quantize": True}
 _RMSPROP = {"alpha": 0.8, "eps": 1e-7, "momentum": 0.0, "centered": False}
 
 
+def _average(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
+    return in_bitsandbytes([(x.signed, True)])
+
+
+def _squares(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
+    return in_bitsandbytes([(x.unsigned, True)])
+
+
 def _never(numel: int) -> bool:
     return False
 
 
-#: By package, kind of optimizer, or form. All but the slow average of AdEMAMix and the squares of RMSprop and Adagrad,
-#: which are in the signed map, have codes of ours.
+#: By package, kind of optimizer, or form. RMSprop's and Adagrad's squares have codes of the signed map.
 SOURCES = {
     BNB: Source(BNB, "AdamW", adam_of_bitsandbytes, _OF_BNB, _ADAM),
     "old blocks": Source(
@@ -245,18 +243,16 @@ SOURCES = {
         {**_MIXED, "t_alpha": 50, "t_beta3": None},
         {**_MIXED, "alpha_steps": 50, "beta3_steps": None},
     ),
-    "Lion": Source(BNB, "Lion", one_average_of_bitsandbytes, {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}),
+    "Lion": Source(BNB, "Lion", _average, {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}),
     "SGD": Source(
         BNB,
         "SGD",
-        one_average_of_bitsandbytes,
+        _average,
         {"betas": (0.8, 0), "eps": 0.0},
         {"momentum": 0.8, "dampening": 0.0},
     ),
-    "RMSprop": Source(BNB, "RMSprop", squares_of_bitsandbytes, {"betas": (0.8, 0), "eps": 1e-7}, _RMSPROP),
-    "Adagrad": Source(
-        BNB, "Adagrad", squares_of_bitsandbytes, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}
-    ),
+    "RMSprop": Source(BNB, "RMSprop", _squares, {"betas": (0.8, 0), "eps": 1e-7}, _RMSPROP),
+    "Adagrad": Source(BNB, "Adagrad", _squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}),
 }
 #: The kinds of optimizer that bitsandbytes has.
 KINDS = (BNB, "AdEMAMix", "Lion", "SGD", "RMSprop", "Adagrad")
