@@ -31,9 +31,10 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         group = dist.group.WORLD if group is None and dist.is_initialized() else group
-        self._group = None if group is None else TorchRankGroup((group,), device_of(group))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        # A single rank takes no collectives: its asynchronous save may outlive the process group.
+        self._group = None if group is None or self.size == 1 else TorchRankGroup((group,), device_of(group))
 
     def exchange(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
         """Calls a function that returns a result and a message; returns the own result and each rank's message.

@@ -167,7 +167,7 @@ def _place_in(mesh: Sequence[ProcessGroup]) -> tuple[int, int]:
 
 def _check_agreement(groups: Sequence[ProcessGroup], micro_batches: int, wire: str) -> None:
     settings = {"micro_batches": micro_batches, "wire": wire}
-    of_ranks = TorchRankGroup(tuple(groups), device_of(groups[0])).gathered(json.dumps(settings).encode())
+    of_ranks = TorchRankGroup(tuple(groups), device_of(groups[0])).gathered(json.dumps(settings, default=int).encode())
     for rank, message in of_ranks.items():
         if (other := json.loads(message)) != settings:
             raise ValueError(

@@ -14,7 +14,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.optim.adam import AdamKin
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.optim.loading import checked_containers, reading
+from shardopt.optim.loading import checked_containers
 from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
@@ -251,12 +251,18 @@ class NAdam(AdamKin):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """See :meth:`ShardedOptimizer.load_state_dict`; torch's ``mu_product`` becomes ``past_mu``."""
-        saved, states = checked_containers(state_dict)
+        try:
+            saved, states = checked_containers(state_dict)
+        except ValueError:  # refused below, by all ranks together, unless the user's hooks mend it
+            super().load_state_dict(state_dict)
+            return
         groups = []
-        for number, group in enumerate(saved):
+        for group in saved:
             found = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
-            with reading(f"param group {number}"):
+            try:
                 past = max(((int(x.get("step", 0)), float(x["mu_product"])) for x in found), default=_NO_PAST[:2])
+            except (TypeError, ValueError, RuntimeError):
+                past = next((x.get("step"), x["mu_product"]) for x in found)  # check_group refuses it, on all ranks
             groups.append({"past_mu": (*past, None), **group} if found else group)
         super().load_state_dict({**state_dict, "param_groups": groups})
 

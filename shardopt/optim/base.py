@@ -311,8 +311,9 @@ class ShardedOptimizer(OptimizerInterface):
             state = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
                 if index in state:
-                    kept = {key: x.clone() for key, x in state[index].items() if key in ("step", ROW_MOMENTS)}
-                    state[index] = {**kept, **self._internals.state_of(param, group).decode(state[index])}
+                    of_rows = {key: x.clone() for key, x in state[index].items() if key == ROW_MOMENTS}
+                    decoded = self._internals.state_of(param, group).decode(state[index])
+                    state[index] = {"step": state[index]["step"].clone(), **decoded, **of_rows}
         return state_dict
 
     @without_autograd

@@ -28,7 +28,8 @@ class OptimizerInterface(Optimizer):
 
     def __init_subclass__(cls, codec: str | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls.default_codec = codec or cls.default_codec
+        if codec is not None:
+            cls.default_codec = codec
 
     #: How many decay rates ``betas`` has.
     beta_count = 2

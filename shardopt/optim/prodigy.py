@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import LARGEST, Options, Unpack, check_hyper, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole, make_plain
 from shardopt.state.rule import Rule
 
 #: Options of the estimate, which all param groups share.
@@ -125,7 +125,8 @@ class Prodigy(ShardedOptimizer):
 
     def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups:
-            check_hyper(group)
+            make_plain(group)
+            self.check_group(group)
         rates = {float(group["lr"]) for group in groups}
         if len(rates - {0.0}) > 1:
             raise ValueError(

@@ -119,6 +119,8 @@ class DeferredSteps:
         with self._lock:
             if keeps_gradient:
                 self.check()
+            else:  # lets go of the gradients of steps that are done
+                self.unfinished = [x for x in self.unfinished if not x.taken.done() or x.taken.exception()]
             while keeps_gradient and len(self.unfinished) >= self._most_waiting:
                 wait([step.taken for step in self.unfinished], return_when=FIRST_COMPLETED)
                 self.check()

@@ -60,14 +60,16 @@ class ForwardOverlap:
         if module is self._model:
             self._calling = set()
         self._calling.add(module)
-        params, owners, called = self._readers[module], self._owners, self._called
+        params, owners, called = self._readers.get(module, []), self._owners, self._called
         # In evaluation nothing would notice a module's parameters read without a call.
         if torch.is_grad_enabled() and module not in self._layers:
             params = [p for p in params if module in owners[p] or not called.issuperset(owners[p])]
         self._released.wait_for(params)
 
     def _end(self, module: Module, args: Any, output: Any) -> None:
-        """A forward hook of the model."""
+        """A forward hook of the model, which its shallow copies have, too."""
+        if module is not self._model:
+            return
         self._released.end_forward()
         if torch.is_grad_enabled():
             self._called = self._calling

@@ -106,8 +106,8 @@ def release_gradients(
     ``optimizer.step()``; one more raises. Passes that are not reduced (``no_sync`` of DDP,
     ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
 
-    ``torch.nn.utils.clip_grad_norm_`` finds no gradients, returns 0 and *does nothing*, which cannot be noticed from
-    here. Hooks on single gradients (``Tensor.register_hook``) work. Without ``overlap_forward`` gradient release
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
+    nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without ``overlap_forward`` gradient release
     excludes all clipping by the norm, closures, and a scaled loss: ``GradScaler.step`` raises. Always excluded are
     ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over all
     parameters, FSDP1, and ZeroRedundancyOptimizer.

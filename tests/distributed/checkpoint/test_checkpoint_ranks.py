@@ -150,7 +150,7 @@ def test_what_one_rank_finds_all_say(ranks: Pool, tmp_path: Path) -> None:
     assert re.fullmatch(rf"{path}: cannot be found .*", told(ranks.run(3, _load_error, tmp_path), 1, 2))
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(2)
 def test_ranks_that_are_lost_while_the_host_waits() -> None:
     """NCCL's collectives return at once, and fail where their result is read; a meta tensor cannot be read either."""
     with pytest.MonkeyPatch.context() as patch:
