@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -261,8 +262,8 @@ class NAdam(AdamKin):
             found = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
             try:
                 past = max(((int(x.get("step", 0)), float(x["mu_product"])) for x in found), default=_NO_PAST[:2])
-            except (TypeError, ValueError, RuntimeError):
-                past = next((x.get("step"), x["mu_product"]) for x in found)  # check_group refuses it, on all ranks
+            except (TypeError, ValueError, RuntimeError):  # check_group refuses what is no number, on all ranks
+                past = -1, math.nan
             groups.append({"past_mu": (*past, None), **group} if found else group)
         super().load_state_dict({**state_dict, "param_groups": groups})
 

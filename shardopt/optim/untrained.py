@@ -33,9 +33,8 @@ class Untrained:
         self._optimizer = optimizer
         self._is_first = True
         self._found_none = False
-        self._without: MutableMapping[Tensor, int] = (
-            WeakIdKeyDictionary()
-        )  # parameters without a gradient, and for how many steps in a row
+        #: Parameters without a gradient, and for how many steps in a row.
+        self._without: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self._steps = 0  # since the last look
         self._due = math.inf  # steps after a look until one of them reaches a limit
         #: Parameters that had no gradient for a while, and whether a module has them; False for those that were named.
@@ -63,7 +62,7 @@ class Untrained:
             # A rank without elements of a DTensor never gets a gradient of it.
             if param.grad is None and param.requires_grad and getattr(param, "_local_tensor", param).numel() > 0
         }
-        self._without = WeakIdKeyDictionary(without)
+        self._without = WeakIdKeyDictionary(without)  # type: ignore[no-untyped-call]
         self._is_first, self._steps = False, 0
         self._due = min((limit - n for limit in _LIMITS for n in without.values() if n < limit), default=math.inf)
         other = next((param for param in params if param.grad is not None and param.requires_grad), None)

@@ -107,10 +107,10 @@ def release_gradients(
     ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
-    nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without ``overlap_forward`` gradient release
-    excludes all clipping by the norm, closures, and a scaled loss: ``GradScaler.step`` raises. Always excluded are
-    ``nonfinite="raise"``, whose promise that nothing was changed could not be kept, rules with sums over all
-    parameters, FSDP1, and ZeroRedundancyOptimizer.
+    nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
+    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
+    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed
+    could not be kept, rules with sums over all parameters, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards

@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_arrive(way: str, world_size: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("way", "world_size"), ON_TWO)
 def test_held_gradients(way: str, world_size: int) -> None:
-    """They go to the host's memory once they are the mean over all micro-batches: the same norms and weights."""
+    """Gradients go to the host's memory once they are the mean over all micro-batches: the same norms and weights."""
     found = []
     for is_held in (True, False):
         with offload_from_cpu(), slow_steps(0.002):

@@ -21,7 +21,7 @@ MATRICES = ((2, 4096), (33, 130), (1, 4099), (50, 96), (6, 5, 8, 32))
 #: Float32 here: a vector that bitsandbytes quantizes, and two that it does not.
 OTHERS = ((5000,), (7,), ())
 SHAPES = (*MATRICES, *OTHERS)
-#: Those in which no block of a size crosses a row.
+#: By block size, the shapes in which no block crosses a row.
 ALIGNED = {
     2048: {(2, 4096), (1, 4099)},
     256: {(2, 4096), (1, 4099), (6, 5, 8, 32)},
@@ -143,7 +143,7 @@ class OptimState8bit:
 
 
 class OptimState4bit:
-    """What torchao's tensor subclass of this name does here."""
+    """Does what torchao's tensor subclass of this name does here."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
