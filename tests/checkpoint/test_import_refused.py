@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "infinite scale": (BNB, first(lambda s: s["absmax1"].__setitem__(3, torch.inf)), "NaN or Inf"),
     "too few scales": (BNB, first(lambda s: s.update(absmax2=torch.ones(5))), "got scales of shape"),
     "a scale per tensor": (BNB, first(lambda s: s.update(max1=torch.ones(1))), "scale per tensor"),
-    "no map": (BNB, first(lambda s: s.pop("qmap1")), "with qmap1 and absmax1"),
+    "no map": (BNB, first(lambda s: s.pop("qmap1")), "float tensors qmap1 .256 values. and absmax1"),
     "map of nan": (BNB, first(lambda s: s["qmap1"].fill_(NAN)), "exp_avg"),
     "no scales": ("flashoptim", first(lambda s: s.pop("exp_avg::scales")), "got no scales"),
     "wrong codes": (
