@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard, boxes
+from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
 from shardopt.layout.flat import FlatRange
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
@@ -142,7 +142,7 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
     if not isinstance(of, FlatRange):
         behind = (0,) * (local.dim() - len(of.indices))
-        held = {(*offsets, *behind): local[within] for offsets, within in boxes(of.indices)} if local.numel() else {}
+        held = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
         return Chunks(shape, local.dtype, held, held, of.partition)
     written = of.start
     if grid is not None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardopt.layout.ranges import Ranges, strided_chunk
-
 #: Offsets and extents of a rectangle of a tensor, one number each per dimension.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
+#: Successive indices ``[start, end)``.
+Range = tuple[int, int]
 
 
 class Cut(NamedTuple):
@@ -24,14 +24,11 @@ class Cut(NamedTuple):
         dim: the dimension.
         ways: the number of parts, each of ``ceil(extent / ways)`` indices; the last ones may be shorter or empty.
         stride: the difference between the numbers of the ranks that hold one part and the next.
-        pieces: into how many pieces the dimension is divided first, each of which is then cut; a part has a range of
-            each piece. No rule of a checkpoint has pieces.
     """
 
     dim: int
     ways: int
     stride: int
-    pieces: int = 1
 
 
 class GridPartition(NamedTuple):
@@ -50,15 +47,17 @@ class GridPartition(NamedTuple):
         """Ways and stride of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
-    def indices(self, shape: Sequence[int], offset: int) -> tuple[Ranges, ...]:
+    def indices(self, shape: Sequence[int], offset: int) -> tuple[Range, ...]:
         """The indices of each dimension that a rank holds; all of a dimension that is not cut."""
-        indices: list[Ranges] = [((0, size),) if size else () for size in shape]
-        for dim, ways, stride, pieces in self.cuts:
-            indices[dim] = strided_chunk(indices[dim], ways, offset // stride % ways, pieces)
+        indices: list[Range] = [(0, size) for size in shape]
+        for dim, ways, stride in self.cuts:
+            start, end = indices[dim]
+            length, index = -(-(end - start) // ways), offset // stride % ways
+            indices[dim] = min(start + index * length, end), min(start + (index + 1) * length, end)
         return tuple(indices)
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
-        """The rectangles that a rank holds of a tensor, without empty ones.
+        """The rectangles that a rank holds of a tensor, without empty ones: one or none.
 
         Args:
             shape: the tensor's shape.
@@ -66,8 +65,9 @@ class GridPartition(NamedTuple):
         """
         if offset != sum(offset // stride % ways * stride for ways, stride in self.strides):
             return []
-        boxes = itertools.product(*self.indices(shape, offset))
-        return [(tuple(low for low, _ in box), tuple(high - low for low, high in box)) for box in boxes]
+        indices = self.indices(shape, offset)
+        extents = extents_of(indices)
+        return [] if 0 in extents else [(tuple(start for start, _ in indices), extents)]
 
     def along_rows(self, offset: int) -> tuple[GridPartition, int]:
         """The cuts of rows alone, and the offset in these of the rank at an offset."""
@@ -179,6 +179,23 @@ class Placed(NamedTuple):
 UNCUT = GridPartition()
 #: A tensor that this rank holds in full.
 WHOLE = Placed(UNCUT, 0)
+
+
+def extents_of(indices: Sequence[Range]) -> tuple[int, ...]:
+    """How many indices each dimension has."""
+    return tuple(end - start for start, end in indices)
+
+
+def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
+    """The elements of a flattened tensor whose index in each dimension is among ``indices``: ranges, none empty."""
+    elements: list[Range] = [(0, 1)]
+    for size, (start, end) in zip(shape, indices, strict=True):
+        if end - start == size:
+            elements = [(first * size, last * size) for first, last in elements]
+        else:
+            numbers = itertools.chain.from_iterable(itertools.starmap(range, elements))
+            elements = [(number * size + start, number * size + end) for number in numbers]
+    return [(first, last) for first, last in elements if first < last]
 
 
 def overlap(one: Part, other: Part) -> bool:

@@ -17,8 +17,7 @@ from torch import Tensor
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Division, Region
-from shardopt.layout.partition import UNCUT, GridPartition, Placed
-from shardopt.layout.ranges import Ranges, count, flattened
+from shardopt.layout.partition import UNCUT, GridPartition, Placed, Range, extents_of, flattened
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 
@@ -40,7 +39,7 @@ class _OfThisProcess:
 
 
 class Shard(_OfThisProcess):
-    """The part of one parameter on this rank: some indices of each dimension.
+    """The part of one parameter on this rank: a range of the indices of each dimension.
 
     A kind of shard says how the parameter is cut and among which ranks; all else follows. Kinds whose tensors are no
     ordinary ones define :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows and columns are those of
@@ -82,8 +81,8 @@ class Shard(_OfThisProcess):
         self.cut, self.offset = cut, offset
         self.ranks = ranks
         #: The indices of each dimension that this rank holds.
-        self.indices: tuple[Ranges, ...] = cut.indices(self.global_shape, offset)
-        self.local_shape = tuple(map(count, self.indices))
+        self.indices: tuple[Range, ...] = cut.indices(self.global_shape, offset)
+        self.local_shape = extents_of(self.indices)
         #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
         self.cuts_rows = any(each.dim > 0 for each in cut.cuts)
         self._scales: dict[int, Shard] = {}
@@ -104,16 +103,16 @@ class Shard(_OfThisProcess):
         return math.prod(self.global_shape[1:])
 
     @cached_property
-    def columns(self) -> Ranges:
+    def columns(self) -> list[Range]:
         """The columns of each row that this rank holds."""
         return flattened(self.global_shape[1:], self.indices[1:])
 
     @cached_property
     def range_start(self) -> int | None:
         """Index in the flattened parameter of this rank's first element; None if the elements are no range of it."""
-        if self.cols != self.row_numel or (self.indices and len(self.indices[0]) > 1):
+        if self.cols != self.row_numel:
             return None
-        return self.indices[0][0][0] * self.row_numel if self.indices and self.indices[0] else 0
+        return self.indices[0][0] * self.row_numel if self.indices else 0
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         """The part as matrices whose rows begin where blocks begin."""
@@ -123,16 +122,15 @@ class Shard(_OfThisProcess):
         if deepest > 1 and self.local_shape[1:deepest] == self.global_shape[1:deepest] and not within % grid.block_size:
             width, columns = within, flattened(self.global_shape[deepest:], self.indices[deepest:])
         matrices = self.row_numel // max(width, 1)
-        per_row, cols = scales.cols // max(matrices, 1), count(columns)
+        per_row, cols = scales.cols // max(matrices, 1), sum(stop - start for start, stop in columns)
         first_block = scales.columns[0][0] if scales.columns else 0
-        rectangles, row = [], 0
-        for begin, end in self.indices[0] if self.indices else ((0, 1),):
-            rows, element = (end - begin) * matrices, row * cols
-            for start, stop in columns:
-                block, first = row * per_row + start // grid.block_size - first_block, begin * self.row_numel + start
-                rectangles.append(Rectangle(element, first, rows, stop - start, cols, width, block, per_row))
-                element += stop - start
-            row += rows
+        begin = self.indices[0][0] * self.row_numel if self.indices else 0
+        rectangles, element = [], 0
+        for start, stop in columns if self.rows else ():
+            block = start // grid.block_size - first_block
+            rows, numel = self.rows * matrices, stop - start
+            rectangles.append(Rectangle(element, begin + start, rows, numel, cols, width, block, per_row))
+            element += numel
         return rectangles
 
     def scales(self, grid: BlockGrid) -> Shard:
@@ -152,11 +150,11 @@ class Shard(_OfThisProcess):
             return True
         if any(cut.dim > 1 for cut in self.cut.cuts):
             return False
+        inner = math.prod(self.global_shape[2:])
         for offset in self.cut.column_offsets:
-            columns = flattened(self.global_shape[1:], self.cut.indices(self.global_shape, offset)[1:])
+            ends = [index * inner for index in self.cut.indices(self.global_shape, offset)[1]]
             blocks = self.cut.indices((grid.rows, grid.blocks_per_row), offset)[1]
-            own = tuple((-(-start // grid.block_size), -(-end // grid.block_size)) for start, end in columns)
-            if len(own) > 1 or own != blocks or not all(grid.is_boundary(end) for _, end in columns):
+            if not all(map(grid.is_boundary, ends)) or blocks != tuple(-(-end // grid.block_size) for end in ends):
                 return False
         return True
 
@@ -189,7 +187,7 @@ class Shard(_OfThisProcess):
         """
         if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
             raise UnknownShardError(
-                f"got rows and columns {self._cut_in_words}, expected {type(self).__name__}.row_owners to say which "
+                f"got rows and columns cut by {self.cut.cuts}, expected {type(self).__name__}.row_owners to say which "
                 "ranks hold parts of the same rows; define it"
             )
         return self.ranks if self.cuts_rows else None
@@ -226,7 +224,6 @@ class Shard(_OfThisProcess):
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
-            RuntimeError: some rank's part is no rectangle.
         """
         if not hasattr(self, "_division"):
             ranks = self._divided_among()
@@ -246,17 +243,7 @@ class Shard(_OfThisProcess):
     def _region(self, offset: int) -> Region:
         """The part of the rank at an offset."""
         indices = self.cut.indices(self.global_shape, offset)
-        if any(len(of_dim) > 1 for of_dim in indices):
-            raise RuntimeError(
-                f"got a parameter of shape {self.global_shape} {self._cut_in_words} for Muon, expected every rank to "
-                "hold one range of each dim; shard it so, or step it with another optimizer"
-            )
-        starts = tuple(of_dim[0][0] if of_dim else 0 for of_dim in indices)
-        return Region(self.global_shape, starts, tuple(map(count, indices)))
-
-    @property
-    def _cut_in_words(self) -> str:
-        return f"cut by {self.cut.cuts}"
+        return Region(self.global_shape, tuple(start for start, _ in indices), extents_of(indices))
 
     @cached_property
     def partition(self) -> Placed | None:
@@ -264,7 +251,7 @@ class Shard(_OfThisProcess):
 
         None if no rule is known: a checkpoint then lists the parts.
         """
-        return None if any(cut.pieces > 1 for cut in self.cut.cuts) else Placed(self.cut, self.offset)
+        return Placed(self.cut, self.offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         """The ordinary tensor with this rank's part of a parameter, codes or scales.
@@ -290,11 +277,10 @@ class Shard(_OfThisProcess):
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a global tensor of the parameter's shape, maybe with dimensions behind."""
-        for dim, ranges in enumerate(self.indices):
-            if count(ranges) < whole.shape[dim]:  # a copy, which does not keep the memory of the whole
-                parts = [whole.narrow(dim, start, end - start) for start, end in ranges]
-                whole = torch.cat([whole.narrow(dim, 0, 0), *parts], dim)
-        return whole
+        inside = whole[tuple(slice(start, end) for start, end in self.indices)]
+        if inside.shape == whole.shape:
+            return whole
+        return inside.clone(memory_format=torch.contiguous_format)  # does not keep the memory of the whole
 
 
 #: Name of the attribute in which parameters keep the shard that they were assigned.

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_world_size
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout import BlockGrid, Counted, RankGroup, Shard
@@ -53,17 +53,18 @@ class DTensorShard(Shard):
         if device is None or device.type != mesh.device_type:  # offloaded, or without memory
             device = own_device(mesh.device_type)
         self._device = device
-        #: The mesh dimensions that shard the parameter.
+        #: The mesh dimensions that shard the parameter, and in which order they cut it.
         self._sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        self._cutting = _in_order(placements, self._sharded, tuple(mesh.shape))
         strides = [math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim)]  # of ranks in the flattened mesh
-        cuts = [_cut_by(placements[dim], mesh.shape[dim], strides[dim]) for dim in self._sharded]
+        cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in self._cutting]  # type: ignore[attr-defined]
         coordinate = mesh.get_coordinate()
         self._coordinate = coordinate
         self.is_here = coordinate is not None
         offset = sum(at * stride for at, stride in zip(coordinate or (), strides, strict=False))
         super().__init__(global_shape, GridPartition(tuple(cuts)), offset)
         if not self.is_here:  # torch makes an empty local tensor
-            self.indices, self.local_shape = ((),) * len(global_shape), (0,)
+            self.indices, self.local_shape = ((0, 0),) * len(global_shape), (0,)
 
     def _matrix_of_blocks(self, grid: BlockGrid) -> DTensorShard:
         alike = self._is_aligned(grid)
@@ -113,38 +114,24 @@ class DTensorShard(Shard):
         offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
         return [offsets[number] for number in ranks.numbers]
 
-    @property
-    def _cut_in_words(self) -> str:
-        return f"with placements {self._placements}"
-
     @cached_property
     def partition(self) -> Placed | None:
-        """By the ranks' numbers; None if the mesh's ranks are not evenly spaced, or parts are no grid."""
+        """By the ranks' numbers; None if the mesh's ranks are not evenly spaced."""
         if self._coordinate is None:
             return None
         steps, offset = _steps(tuple(self._mesh.mesh.flatten().tolist()), tuple(self._mesh.shape)), 0
         cuts: list[Cut] = []
-        divided: list[Cut] = []  # in pieces
-        for number, (dim, cut) in enumerate(zip(self._sharded, self.cut.cuts, strict=True)):
-            if cut.ways == 1:
-                continue
+        for dim, cut in zip(self._cutting, self.cut.cuts, strict=True):
             stride = steps[dim]
-            if stride is None:
+            if cut.ways > 1 and stride is None:
                 return None
-            offset += self._coordinate[dim] * stride
-            if not isinstance(self._placements[dim], _StridedShard):
+            if cut.ways > 1:
+                offset += self._coordinate[dim] * stride
                 cuts.append(cut._replace(stride=stride))
-                continue
-            # Cuts the parts that a later dimension of the mesh makes, which must be equal.
-            later = [other.ways for other in self.cut.cuts[number + 1 :] if other.dim == cut.dim]
-            earlier = [other for other in (*cuts, *divided) if other.dim == cut.dim]
-            if earlier or later != [cut.pieces] or self.global_shape[cut.dim] % cut.pieces:
-                return None
-            divided.append(Cut(cut.dim, cut.ways, stride))
-        ends = sorted((stride, ways) for _, ways, stride, _ in (*cuts, *divided))
+        ends = sorted((cut.stride, cut.ways) for cut in cuts)
         if any(next_one % (stride * ways) for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
             return None
-        return Placed(GridPartition((*cuts, *divided)), offset)
+        return Placed(GridPartition(tuple(cuts)), offset)
 
     def local(self, tensor: Tensor) -> Tensor:
         return written(_local(tensor))
@@ -182,8 +169,24 @@ class DTensorShard(Shard):
         return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
 
 
-def _cut_by(placement: Any, ways: int, stride: int) -> Cut:
-    return Cut(placement.dim, ways, stride, int(getattr(placement, "split_factor", 1)))
+def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
+    """The mesh dimensions that shard a parameter, in the order in which they cut it.
+
+    A strided one cuts the parts that later ones make of the same dimension, as FSDP2 cuts those of tensor parallel.
+
+    Raises:
+        RuntimeError: a strided one does not say that it cuts these parts.
+    """
+    strided = [dim for dim in sharded if getattr(placements[dim], "split_factor", 1) > 1]
+    for dim in strided:
+        later = [mesh[other] for other in sharded if other > dim and placements[other].dim == placements[dim].dim]
+        if placements[dim].split_factor != math.prod(later):
+            raise RuntimeError(
+                f"got a parameter with placements {placements} on a mesh of shape {mesh}, expected a _StridedShard to "
+                f"have a split_factor of {math.prod(later)}, the parts that later mesh dims make of its dim, as "
+                "fully_shard gives it; shard the parameter with Shard"
+            )
+    return [dim for dim in sharded if dim not in strided] + strided[::-1]
 
 
 @lru_cache(256)

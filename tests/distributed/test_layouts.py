@@ -508,14 +508,13 @@ class Feature(NamedTuple):
 #: PyTorch's distribute_tensor asserts that no tensor is cut as deeply.
 NOT_CARRIED = {"flattened": FSDP1, "full": {"deep dtensors"}}
 MATRICES = {*MATRICES_WAYS}
-SCATTERED = {"scattered dtensors"}
 ZERO = {"zero"}
 #: Gradients of a backward pass need a model that has one.
 UNTRAINED = {*OTHER_MODELS}
 UNSCALED = {*UNTRAINED, "tp", "fsdp tp", "fsdp columns tp"}
 #: Layouts whose columns cut blocks.
 COLUMNS = {"tp", "fsdp columns", "fsdp tp", "fsdp columns tp", "hsdp columns"}
-NOT_MUON = {*BY_UNIT, *SCATTERED, *ZERO}
+NOT_MUON = {*BY_UNIT, *ZERO}
 
 #: Each rule and each codec; what is repaid has log4 here.
 RULES_AND_CODECS = [

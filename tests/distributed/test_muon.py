@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -30,7 +29,6 @@ from ranks.runs import SMALL, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same, snapshot
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.optim import ShardedOptimizer
-from versions import cuts_uneven_strided_shards
 
 STEPS = 3
 
@@ -110,25 +108,6 @@ def test_flat_shards(world_size: int, options: dict[str, Any], normalize: Any) -
         for model, optimizer in zip(models, optimizers, strict=True):
             step_with(model, optimizer, step)
     assert_same(*(snapshot_of(m, o) for m, o in zip(models, optimizers, strict=True)))
-
-
-@pytest.mark.ranks(2)
-def test_several_ranges_of_a_dim() -> None:
-    """Nothing is changed, and nothing travels."""
-    placements = (_StridedShard(1, split_factor=2),)
-    columns = 5 if cuts_uneven_strided_shards else 8
-    layout = Layout((6, columns, 40), (dist.get_world_size(),), placements, torch.float32)
-    param = nn.Parameter(shard(values(layout.shape, 0), layout))
-    optimizer = shardopt.Muon8bit([param], split="each", **SMALL)
-    param.grad = shard(values(layout.shape, 1), layout)
-    with (
-        counted_collectives() as found,
-        pytest.raises(RuntimeError, match=r"got a parameter of shape .* with placements .* for Muon, expected"),
-    ):
-        optimizer.step()
-    assert not found
-    assert not optimizer.state
-    assert torch.equal(param.to_local(), shard(values(layout.shape, 0), layout).to_local())
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> list[torch.Tensor]:

@@ -18,8 +18,7 @@ from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadRankGroup
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
-from shardopt.layout.partition import Cut
-from shardopt.layout.ranges import Ranges, chunk, count, joined, strided_chunk
+from shardopt.layout.partition import Cut, GridPartition, Range
 
 shapes = st.one_of(
     st.tuples(st.integers(1, 6), st.integers(1, 150)),
@@ -88,70 +87,40 @@ def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
 # Indices of each dimension --------------------------------------------------------------------------------------------
 
 
-def listed(ranges: Ranges) -> list[int]:
-    return [index for start, end in ranges for index in range(start, end)]
-
-
-def is_normal(ranges: Ranges) -> bool:
-    """Ascending, none empty, none next to each other."""
-    ends = [end for of_one in ranges for end in of_one]
-    return ends == sorted(set(ends))
-
-
-def chunk_of(indices: torch.Tensor, chunks: int, index: int) -> torch.Tensor:
-    found = torch.chunk(indices, chunks)
-    return found[index] if index < len(found) else indices[:0]
-
-
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_chunks_of_chunks(data: st.DataObject) -> None:
-    """Any sequence of chunks and strided chunks of a dimension, as torch divides it."""
+    """Any sequence of cuts of a dimension, as torch divides it."""
     size = data.draw(st.integers(0, 40))
-    ranges, indices = joined([(0, size)]), torch.arange(size)
+    indices, cuts, offset = torch.arange(size), [], 0
     for _ in range(data.draw(st.integers(1, 3))):
         chunks = data.draw(st.integers(1, 5))
-        index = data.draw(st.integers(0, chunks - 1))
-        factor = data.draw(st.none() | st.integers(1, 4))
-        if factor is None:
-            ranges, indices = chunk(ranges, chunks, index), chunk_of(indices, chunks, index)
-        else:
-            ranges = strided_chunk(ranges, chunks, index, factor)
-            indices = torch.cat([chunk_of(chunk_of(indices, factor, i), chunks, index) for i in range(factor)])
-        assert listed(ranges) == indices.tolist()
-        assert is_normal(ranges)
-        assert count(ranges) == len(indices)
+        index, stride = data.draw(st.integers(0, chunks - 1)), math.prod(cut.ways for cut in cuts)
+        cuts.append(Cut(0, chunks, stride))
+        offset += index * stride
+        found = torch.chunk(indices, chunks)
+        indices = found[index] if index < len(found) else indices[:0]
+        ((start, end),) = GridPartition(tuple(cuts)).indices((size,), offset)
+        assert list(range(start, end)) == indices.tolist()
 
 
 @st.composite
-def parts_of_shapes(draw: st.DrawFn) -> tuple[Shape, list[Ranges]]:
+def parts_of_shapes(draw: st.DrawFn) -> tuple[Shape, list[Range]]:
     """A shape, and some indices of each dimension."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
-    cuts = [sorted(draw(st.sets(st.integers(0, size)))) for size in shape]
     whole = draw(st.sets(st.integers(0, 3)))
-    dims = [
-        ((0, size),) if dim in whole else joined(zip(ends[::2], ends[1::2], strict=False))
-        for dim, (size, ends) in enumerate(zip(shape, cuts, strict=True))
-    ]
-    return shape, dims
-
-
-def elements_of(shape: Shape, dims: list[Ranges]) -> torch.Tensor:
-    """The numbers of the elements at these indices, in the part's shape."""
-    found = torch.arange(math.prod(shape)).view(shape)
-    for dim, ranges in enumerate(dims):
-        found = found.index_select(dim, torch.tensor(listed(ranges), dtype=torch.int64))
-    return found
+    ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return shape, [(0, n) if dim in whole else (a, b) for dim, (n, (a, b)) in enumerate(zip(shape, ends, strict=True))]
 
 
 class Listed(NamedTuple):
     """A cut by which this rank holds any indices of the first dimensions."""
 
-    dims: tuple[Ranges, ...]
+    dims: tuple[Range, ...]
     cuts: tuple[Cut, ...] = (Cut(2, 1, 1),)
 
-    def indices(self, shape: Shape, offset: int) -> tuple[Ranges, ...]:
-        return (*self.dims, *(joined([(0, size)]) for size in shape[len(self.dims) :]))
+    def indices(self, shape: Shape, offset: int) -> tuple[Range, ...]:
+        return (*self.dims, *((0, size) for size in shape[len(self.dims) :]))
 
     def along_rows(self, offset: int) -> tuple[Any, int]:
         return Listed(self.dims[:1]), 0
@@ -159,11 +128,13 @@ class Listed(NamedTuple):
 
 @settings(deadline=None)
 @given(part=parts_of_shapes(), block_size=st.sampled_from([1, 2, 4, 16]))
-def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Ranges]], block_size: int) -> None:
+def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Range]], block_size: int) -> None:
     """And know its place in the parameter, and its block: rows begin where blocks do."""
     shape, dims = part
     shard, grid = Shard(shape, cast(Any, Listed(tuple(dims)))), BlockGrid(shape, block_size)
-    numbers, blocks = elements_of(shape, dims).flatten().tolist(), block_numbers(shape, block_size)
+    inside = tuple(slice(start, end) for start, end in dims)
+    numbers = torch.arange(math.prod(shape)).view(shape)[inside].flatten().tolist()
+    blocks = block_numbers(shape, block_size)
     actual = []
     for rectangle in shard.rectangles(grid):
         inside, first = local_elements(rectangle), rectangle.first

@@ -26,7 +26,6 @@ from shardopt.layout import (
     assign,
     assign_later,
     assigned,
-    boxes,
     shard_of,
 )
 from shardopt.layout.partition import Cut, GridPartition, Partition, RangePartition
@@ -128,8 +127,8 @@ def _partitions_of(shape: Shape, mesh: Shape, placements: tuple[Any, ...]) -> li
         placed = shard.partition
         actual.append(placed is not None)
         if placed is not None:
-            expected = [(low, shard.local_shape) for low, _ in boxes(shard.indices)]
-            assert placed.partition.parts(shape, placed.offset) == expected
+            held = tuple(start for start, _ in shard.indices), shard.local_shape
+            assert placed.partition.parts(shape, placed.offset) == ([] if 0 in shard.local_shape else [held])
     return actual
 
 
@@ -142,13 +141,26 @@ def test_placements(shape: Shape, mesh: Shape) -> None:
         assert all(_partitions_of(shape, mesh, placements))
 
 
-@pytest.mark.parametrize(("rows", "is_rule"), [(6, True), (14, True), (8, True), (7, False)])
-def test_fsdp2_and_tensor_parallel(rows: int, is_rule: bool) -> None:
-    """Where the ranks of tensor parallel have equal parts, which FSDP2 may cut unevenly."""
+@pytest.mark.parametrize("rows", [6, 14, 8, 7, 1, 49, 97])
+def test_fsdp2_and_tensor_parallel(rows: int) -> None:
+    """FSDP2 cuts the parts of tensor parallel, which may differ, into parts that may differ."""
     placements = (_StridedShard(0, split_factor=2), ShardDim(0))
-    assert _partitions_of((rows, 5), (3, 2), placements) == [is_rule] * 6
-    assert _partitions_of((rows, 5), (3, 2), (_StridedShard(0, split_factor=3), ShardDim(0))) == [False] * 6
-    assert _partitions_of((rows, 5), (3,), (_StridedShard(0, split_factor=2),)) == [False] * 3
+    assert _partitions_of((rows, 5), (3, 2), placements) == [True] * 6
+    for coordinate in itertools.product(range(3), range(2)):
+        shard = DTensorShard((rows, 5), _Mesh((3, 2), coordinate), placements)  # type: ignore[arg-type]
+        part = torch.arange(rows)
+        for index, chunks in zip(coordinate[::-1], (2, 3), strict=True):
+            part = (*torch.chunk(part, chunks), *(part[:0],) * chunks)[index]
+        assert list(range(*shard.indices[0])) == part.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((3, 2), (_StridedShard(0, split_factor=3), ShardDim(0))), ((3,), (_StridedShard(0, split_factor=2),))],
+)
+def test_strided_shards_of_no_later_parts(mesh: Shape, placements: tuple[Any, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"got a parameter with placements .*, expected .* split_factor of [12]"):
+        DTensorShard((6, 5), _Mesh(mesh, (0,) * len(mesh)), placements)  # type: ignore[arg-type]
 
 
 # Shards of parameters -------------------------------------------------------------------------------------------------

@@ -99,13 +99,11 @@ class Matrix:
         if isinstance(shard, FlatShard):
             first, end = shard.blocks(grid)
             at = first
-        elif not shard.indices[0]:
-            first = end = at = 0
         elif grid.blocks_per_row == 1:
-            ((first, end),) = shard.indices[0]
+            first, end = shard.indices[0]
             at = first
         else:  # a stack of matrices
-            of_rows, index = shard.scales(grid), row // grid.blocks_per_row - shard.indices[0][0][0]
+            of_rows, index = shard.scales(grid), row // grid.blocks_per_row - shard.indices[0][0]
             first = row + (of_rows.columns[0][0] if of_rows.columns else 0)
             end = first + of_rows.cols if 0 <= index < shard.rows else first
             at = first - index * of_rows.cols

@@ -37,8 +37,6 @@ _WITHOUT_COMMUNICATION = (
 )
 
 COLUMN, ROW, DEEP, WHOLE = Shard(1), Shard(0), Shard(2), Replicate()
-#: Leaves some ranks with several ranges of rows.
-SCATTERED = (_StridedShard(0, split_factor=2), WHOLE)
 
 
 class Layout(NamedTuple):
@@ -60,7 +58,6 @@ def layouts(world_size: int) -> list[Layout]:
     mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
     pairs = [(WHOLE, ROW), (ROW, WHOLE), (WHOLE, COLUMN), (ROW, COLUMN), (COLUMN, ROW), (ROW, ROW)]
     pairs += [(COLUMN, COLUMN), (_StridedShard(0, split_factor=mesh[1]), ROW)]
-    pairs += [SCATTERED]
     ways += [(mesh, pair) for pair in pairs]
     found = []
     for mesh, placements in ways:
@@ -72,14 +69,10 @@ def layouts(world_size: int) -> list[Layout]:
 
 
 def deep_layouts(world_size: int) -> list[Layout]:
-    """Every shape in every way that leaves some rank with several ranges of a row's columns, or of rows."""
+    """Every shape in every way that leaves some rank with several ranges of a row's columns."""
     mesh = {2: (2, 1), 3: (1, 3), 4: (2, 2)}[world_size]
-    ways: list[tuple[Shape, Placements]] = [
-        ((world_size,), (DEEP,)),
-        ((world_size,), (_StridedShard(1, split_factor=2),)),
-    ]
+    ways: list[tuple[Shape, Placements]] = [((world_size,), (DEEP,))]
     pairs = [(ROW, DEEP), (DEEP, ROW), (COLUMN, DEEP), (DEEP, DEEP), (_StridedShard(2, split_factor=mesh[1]), DEEP)]
-    pairs += [(_StridedShard(0, split_factor=2), DEEP), (_StridedShard(0, split_factor=3), WHOLE)]
     ways += [(mesh, pair) for pair in pairs]
     return allowed(
         [
@@ -88,12 +81,6 @@ def deep_layouts(world_size: int) -> list[Layout]:
             for j, shape in enumerate((*DEEP_SHAPES, (5, 3, 4)))
         ]
     )
-
-
-def is_scattered(way: Layout) -> bool:
-    """Whether some rank may hold several ranges of a dim."""
-    strided = [p for p in way.placements if isinstance(p, _StridedShard)]
-    return any(getattr(way.placements[-1], "dim", None) != p.dim or len(way.placements) == 1 for p in strided)
 
 
 def allowed(found: Sequence[Layout]) -> list[Layout]:

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, sigmoid, silu
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks.flat import Change, bare_shapes, is_flat, remember_bare, set_piece_gradients
-from ranks.layouts import Layout, Shape, deep_layouts, distribute, is_scattered, layouts, mesh_of, shard, values
+from ranks.layouts import Layout, Shape, deep_layouts, distribute, layouts, mesh_of, shard, values
 
 TOKENS = 97
 
@@ -258,17 +258,12 @@ FSDP1_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _dtensors(third: int) -> Sequence[Layout]:
-    """Every third of the layouts whose ranks hold one range of each dim, from this one on."""
-    return [way for way in layouts(dist.get_world_size()) if not is_scattered(way)][third::3]
+    """Every third of the layouts, from this one on."""
+    return layouts(dist.get_world_size())[third::3]
 
 
 def _deep_dtensors() -> Sequence[Layout]:
-    return [way for way in deep_layouts(dist.get_world_size()) if not is_scattered(way)]
-
-
-def _scattered_dtensors() -> Sequence[Layout]:
-    size = dist.get_world_size()
-    return [way for way in (*layouts(size), *deep_layouts(size)) if is_scattered(way)]
+    return deep_layouts(dist.get_world_size())
 
 
 def _odds(model: nn.Module, **options: object) -> nn.Module:
@@ -282,7 +277,6 @@ ODDS_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"odds": _odds, "odds f
 MATRICES_WAYS: dict[str, Callable[[], Sequence[Layout]]] = {
     **{f"dtensors {third}": partial(_dtensors, third) for third in range(3)},
     "deep dtensors": _deep_dtensors,
-    "scattered dtensors": _scattered_dtensors,
 }
 
 #: Ways to shard a model, in place.
