@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,19 +49,6 @@ class Region(NamedTuple):
         return part.view(-1, *self.whole[1:])[inside]
 
 
-class Notes(Protocol):
-    """Messages from some ranks to ranks that have no group with them. Messages about one subject are numbered."""
-
-    def write(self, subject: str, message: bytes) -> None:
-        """Sends the ranks' next message, without waiting for a reader. All of the ranks call this."""
-
-    def read(self, subject: str) -> bytes:
-        """Waits for the next message of the ranks, of which this rank is none."""
-
-    def skip(self, subject: str) -> None:
-        """Leaves the next message out."""
-
-
 class Counted(NamedTuple):
     """The ranks that hold a parameter, for sums over several parameters, which count each part once.
 
@@ -70,15 +57,12 @@ class Counted(NamedTuple):
         numbers: their numbers among all ranks of the job.
         before: the numbers of the ranks below this one, among these or not, that hold copies of this rank's part.
         reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
-        notes: messages through the store, for ranks that hold no element of the parameter and are in no group of these
-            ranks. None if there are no such ranks.
     """
 
     ranks: RankGroup | None
     numbers: frozenset[int]
     before: frozenset[int]
     reach: frozenset[int]
-    notes: Notes | None = None
 
 
 class Division(NamedTuple):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import get_world_size
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -26,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardopt.kernels.memory import readable, written
 from shardopt.layout import BlockGrid, Counted, RankGroup, Shard
 from shardopt.layout.partition import Cut, GridPartition, Placed
-from shardopt.sharding.rank_group import StoreNotes, TorchRankGroup, joint_group, moved_to, own_device
+from shardopt.sharding.rank_group import TorchRankGroup, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
 
@@ -93,16 +92,15 @@ class DTensorShard(Shard):
         """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
-        notes = StoreNotes(tuple(sorted(members))) if len(reach) < get_world_size() else None
         if self._coordinate is None:
-            return Counted(None, members, frozenset(), reach, notes)
+            return Counted(None, members, frozenset(), reach)
         at = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
         alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
         ranks = self._along(dims) if len(dims) == 1 else TorchRankGroup((joint_group(sorted(members)),), self._device)
-        return Counted(ranks, members, before, reach, notes)
+        return Counted(ranks, members, before, reach)
 
     def _divided_among(self) -> TorchRankGroup | None:
         if len(self._sharded) < 2 or self._coordinate is None:

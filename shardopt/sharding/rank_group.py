@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from torch.distributed.distributed_c10d import (
     ProcessGroup,
     ReduceOp,
     Work,
-    _get_default_store,
     all_gather,
     all_reduce,
     all_to_all_single,
@@ -114,58 +112,6 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
         joint = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
         _joint_groups[world, tuple(ranks)] = joint
     return joint
-
-
-_noted: dict[str, int] = {}  # counted on if process groups are made again, which may use the same store
-#: Messages of some ranks that wait for their readers at a time.
-_NOTES = 64
-
-
-@dataclass(frozen=True)
-class StoreNotes:
-    """Messages of some ranks to ranks that have no group with them, in the store of the default group.
-
-    Attributes:
-        numbers: of the ranks that write.
-    """
-
-    numbers: tuple[int, ...]
-
-    def write(self, subject: str, message: bytes) -> None:
-        """See :class:`shardopt.layout.Notes`."""
-        number, key = self._next(subject)
-        if get_rank() == min(self.numbers):
-            _get_default_store().set(key, f"{number} {message.hex()}")
-
-    def read(self, subject: str) -> bytes:
-        """See :class:`shardopt.layout.Notes`.
-
-        Raises:
-            RuntimeError: the ranks have not written within the time that the group allows, or have gone on.
-        """
-        number, key = self._next(subject)
-        store = _get_default_store()
-        deadline, found = time.monotonic() + store.timeout.total_seconds(), 0  # type: ignore[attr-defined]
-        while found < number and time.monotonic() < deadline:
-            if store.check([key]):
-                text, _, message = store.get(key).decode().partition(" ")  # a refusal's message is empty
-                found = int(text)
-                if found == number:
-                    return bytes.fromhex(message)
-            time.sleep(0.0005)
-        raise RuntimeError(
-            f"got call {found} of ranks {self.numbers}, expected call {number}: all ranks of parameters that this rank "
-            "has without elements take part, as often as this rank; call it on all of them"
-        )
-
-    def skip(self, subject: str) -> None:
-        """See :class:`shardopt.layout.Notes`."""
-        self._next(subject)
-
-    def _next(self, subject: str) -> tuple[int, str]:
-        key = f"shardopt {self.numbers} {subject}"
-        _noted[key] = number = _noted.get(key, 0) + 1
-        return number, f"{key} {number % _NOTES}"
 
 
 @dataclass(frozen=True)

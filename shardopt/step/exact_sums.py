@@ -52,7 +52,7 @@ class ExactSums:
         for (totals, ranks), by_device in buffers.items():
             (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())
         self._over_all = OverAll(self._of_all)
-        if self._over_all.is_bridge:  # on all ranks: the plan says so, too
+        if self._over_all.is_incomplete:  # on all ranks that exchange a message: the plan says so, too
             raise no_common_mesh()
 
     @property

@@ -113,11 +113,6 @@ class GradientNorm:
                 shares.setdefault(ranks, []).append(share)
         # Parameters that were frozen after their backward pass have kept gradients only.
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
-        if over_all.is_empty:
-            raise RuntimeError(
-                "got only parameters that are on other ranks, expected some of which this rank has a part or a copy, "
-                "through which it gets the norm; call this on the ranks that have a part"
-            )
         nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, nothing, largest=largest)
         norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)

@@ -36,7 +36,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
             line = _line(parameter, slice_, name, groups[parameter.group])
             if groups[parameter.group].rule.totals:
-                line.says["a mesh with all ranks that share parameters"] = not over_all.is_bridge
+                line.says["a mesh with all ranks that share parameters"] = not over_all.is_incomplete
             for ranks, is_joint in _ranks_of(parameter, slice_, groups[parameter.group]).items():
                 members = sets.setdefault(ranks, Members(parameter.device, [], {}))
                 if members.device.type == "cpu" and parameter.device.type != "cpu":
@@ -44,7 +44,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
                 members.lines.append(line)
                 if is_joint:
                     members.joint[parameter.index] = None
-    return StepPlan(sets, stepped, over_all.refuse, single=single)
+    return StepPlan(sets, stepped, single=single)
 
 
 def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:

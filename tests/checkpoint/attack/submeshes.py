@@ -27,6 +27,7 @@ from ranks.runs import SMALL
 
 STEPS = 4
 FOUND = "a difference was found"
+REFUSED = "expected a mesh with all ranks that share parameters"
 SHAPES = ((16, 128), (5, 200), (33, 66), (4, 6, 64), (7,))
 RULES = ("adamw", "adamw", "lamb", "stable_adamw", "prodigy", "muon")
 
@@ -75,7 +76,7 @@ class Attack(NamedTuple):
             empty = frozenset(rank for rank in world if rank not in ranks and (not is_dense or dice.random() < 0.5))
             idle = frozenset(step for step in range(1, STEPS) if dice.random() < 0.3)
             params.append(Param(shape, ranks, placement, empty, idle))
-        if not is_dense or (rule != "muon" and dice.random() < 0.6):  # through which a rank without parts gets the norm
+        if not is_dense or (rule != "muon" and dice.random() < 0.6):
             params.append(Param(SHAPES[0] if rule == "muon" else (7,), (), Replicate(), frozenset(), frozenset()))
         norm_type, by_optimizer = dice.choice((2.0, math.inf)), dice.random() < 0.5
         by_all = dice.random() < 0.6
@@ -86,12 +87,10 @@ class Attack(NamedTuple):
 
 def judged(told: list[str]) -> Outcome:
     """The outcome of what the ranks say."""
-    wrong = {text for text in told if text and text != FOUND}
-    if FOUND in told and not wrong:
-        return ok(FOUND)
-    if all("expected" in text or text == FOUND for text in told):  # ranks that read a note hear only of an error
-        return ok("refused", shown(told[0]))
-    return fault("wrong", shown(sorted(wrong))) if wrong else ok("right bits")
+    wrong = {text for text in told if text and text != FOUND and REFUSED not in text}
+    if wrong:
+        return fault("wrong", shown(sorted(wrong)))
+    return ok(FOUND) if FOUND in told else ok("refused" if any(told) else "right bits")
 
 
 def on_rank(attack: Attack) -> str:
@@ -133,8 +132,7 @@ def on_rank(attack: Attack) -> str:
         if len(attack.changed_by) < attack.world_size and attack.is_told(rank):
             wrong.append(f"rank {rank}: heard of no difference")
     except (RuntimeError, ValueError) as error:
-        heard = "got ranks that differ in", "see the error of those ranks"
-        if any(text in str(error) for text in heard) and len(attack.changed_by) < attack.world_size:
+        if "got ranks that differ in" in str(error) and len(attack.changed_by) < attack.world_size:
             return wrong[0] if wrong else FOUND
         wrong.append(f"rank {rank}: {type(error).__name__}: {error}")
     return wrong[0] if wrong else ""
