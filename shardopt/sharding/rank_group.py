@@ -11,64 +11,21 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
     GroupMember,
-    P2POp,
     ProcessGroup,
     ReduceOp,
-    Work,
     all_gather,
     all_reduce,
     all_to_all_single,
-    batch_isend_irecv,
     broadcast,
     get_backend,
     get_global_rank,
     get_process_group_ranks,
     get_rank,
     get_world_size,
-    irecv,
-    isend,
     new_group,
 )
 
 from shardopt.layout import RankGroup
-
-#: Ranks to which a rank sends at a time in an all-to-all.
-MOST_PEERS = 32
-
-
-def _in_rounds(group: ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Callable[[], object]:
-    """Begins an all-to-all in rounds of :data:`MOST_PEERS`: in each a rank sends to the next ranks in a circle.
-
-    Args:
-        group: the ranks.
-        received: for the bytes from each rank.
-        sent: the bytes for each rank.
-
-    Returns:
-        A function that waits for the first round, and takes the others.
-    """
-    size, rank = get_world_size(group), get_rank(group)
-
-    def begin(first: int) -> list[Work]:
-        ops = []
-        for distance in range(first, min(first + MOST_PEERS, size)):
-            to, source = (rank + distance) % size, (rank - distance) % size
-            for op, part, peer in ((isend, sent[to], to), (irecv, received[source], source)):
-                if part.numel():
-                    ops.append(P2POp(op, part, get_global_rank(group, peer), group))
-        return batch_isend_irecv(ops) if ops else []
-
-    received[rank].copy_(sent[rank])
-    works = begin(1)
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-        for first in range(1 + MOST_PEERS, size, MOST_PEERS):
-            for work in begin(first):
-                work.wait()
-
-    return wait
 
 
 def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
@@ -184,8 +141,6 @@ class TorchRankGroup(RankGroup):
             [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
         )
         received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
-        if get_world_size(only) > MOST_PEERS:
-            return _in_rounds(only, torch.split(received, bytes_received), torch.split(sent, bytes_sent))
         work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=only, async_op=True)
         wait: Callable[[], object] = work.wait
         return wait

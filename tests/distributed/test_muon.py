@@ -25,7 +25,7 @@ from ranks.collectives import counted_collectives
 from ranks.layouts import COLUMN, ROW, WHOLE, Layout, distribute, mesh_of, shard, values
 from ranks.models import fsdp1, make_net, set_gradients
 from ranks.pool import Pool
-from ranks.runs import SMALL, single, snapshot_of, step_with, trained
+from ranks.runs import SMALL, snapshot_of, step_with
 from ranks.snapshot import assert_same, snapshot
 from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.optim import ShardedOptimizer
@@ -223,13 +223,6 @@ def test_each_element_travels_twice(ranks: Pool, way: str, world_size: int, memo
     found = ranks.run(world_size, _second_step, way, memory)
     assert all(sent == expected for sent, _ in found), found
     assert sum(computed for _, computed in found) == 8 * (2 if way == "hsdp" else 1)  # by each replica
-
-
-@pytest.mark.ranks(4)
-def test_messages_to_few_ranks_at_a_time() -> None:
-    with patch.object(shardopt.sharding.rank_group, "MOST_PEERS", 2):
-        for way in ("fsdp", "fsdp1"):
-            assert_same(snapshot_of(*trained(way, 2, "normuon")), single(2, "normuon"))
 
 
 def _most_bytes(way: str, pairs: int, memory: int) -> int:
