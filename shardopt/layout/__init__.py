@@ -1,7 +1,7 @@
 """Where blocks lie and which of them this rank holds."""
 
 from shardopt.layout.block_grid import BlockGrid, is_quantized
-from shardopt.layout.division import Counted, Division, Region, Replicas
+from shardopt.layout.division import Counted, Division, Replicas
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment
 from shardopt.layout.kinds import Engines, Kind, copies_in, engines_of, loading_groups, read_model, register, shard_of
 from shardopt.layout.names import number_of, number_parameters, use_numbers

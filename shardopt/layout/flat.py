@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Region
-from shardopt.layout.partition import WHOLE, Placed, RangePartition, even_steps, rectangles_of_range
+from shardopt.layout.division import Counted
+from shardopt.layout.partition import WHOLE, Part, Placed, RangePartition, even_steps, rectangles_of_range
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -97,10 +97,8 @@ class FlatShard(FlatRange):
     def _offsets(self, ranks: RankGroup) -> Iterable[int]:
         return range(len(ranks.numbers))
 
-    def _region(self, offset: int) -> Region:
-        numel = math.prod(self.global_shape)
-        start, end = self._ranges.ends(offset, numel)
-        return Region((numel,), (start,), (end - start,))
+    def _parts_of(self, offset: int) -> list[Part]:
+        return self._ranges.parts(self.global_shape, offset)
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row, first_block = grid.row_numel, grid.blocks_per_row, self.blocks(grid)[0]

@@ -47,6 +47,10 @@ class GridPartition(NamedTuple):
         """Ways and stride of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
+    def least_offset(self, offset: int) -> int:
+        """The offset of the rank that holds the same part in the first copy of the tensor, if a mesh has several."""
+        return sum(offset // stride % ways * stride for ways, stride in self.strides)
+
     def indices(self, shape: Sequence[int], offset: int) -> tuple[Range, ...]:
         """The indices of each dimension that a rank holds; all of a dimension that is not cut."""
         indices: list[Range] = [(0, size) for size in shape]
@@ -63,7 +67,7 @@ class GridPartition(NamedTuple):
             shape: the tensor's shape.
             offset: the rank's offset; a rank that no part belongs to holds nothing.
         """
-        if offset != sum(offset // stride % ways * stride for ways, stride in self.strides):
+        if offset != self.least_offset(offset):
             return []
         indices = self.indices(shape, offset)
         extents = extents_of(indices)
@@ -71,8 +75,8 @@ class GridPartition(NamedTuple):
 
     def along_rows(self, offset: int) -> tuple[GridPartition, int]:
         """The cuts of rows alone, and the offset in these of the rank at an offset."""
-        cuts = tuple(cut for cut in self.cuts if cut.dim == 0)
-        return GridPartition(cuts), sum(offset // cut.stride % cut.ways * cut.stride for cut in cuts)
+        rows = GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
+        return rows, rows.least_offset(offset)
 
     @property
     def column_offsets(self) -> Iterator[int]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division, Region
-from shardopt.layout.partition import UNCUT, GridPartition, Placed, Range, extents_of, flattened
+from shardopt.layout.division import Counted, Division
+from shardopt.layout.partition import UNCUT, GridPartition, Part, Placed, Range, extents_of, flattened
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 
@@ -227,8 +227,7 @@ class Shard(_OfThisProcess):
         """
         if not hasattr(self, "_division"):
             ranks = self._divided_among()
-            regions = () if ranks is None else tuple(map(self._region, self._offsets(ranks)))
-            self._division = None if ranks is None else Division(ranks, regions)
+            self._division = None if ranks is None else Division(ranks, [*map(self._parts_of, self._offsets(ranks))])
         return self._division
 
     def _divided_among(self) -> RankGroup | None:
@@ -240,10 +239,9 @@ class Shard(_OfThisProcess):
         own = self.offset - ranks.numbers[ranks.rank]
         return [own + number for number in ranks.numbers]
 
-    def _region(self, offset: int) -> Region:
-        """The part of the rank at an offset."""
-        indices = self.cut.indices(self.global_shape, offset)
-        return Region(self.global_shape, tuple(start for start, _ in indices), extents_of(indices))
+    def _parts_of(self, offset: int) -> list[Part]:
+        """The rectangles of the rank at an offset."""
+        return self.cut.parts(self.global_shape, offset)
 
     @cached_property
     def partition(self) -> Placed | None:

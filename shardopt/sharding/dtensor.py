@@ -110,7 +110,7 @@ class DTensorShard(Shard):
 
     def _offsets(self, ranks: RankGroup) -> Iterable[int]:
         offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
-        return [offsets[number] for number in ranks.numbers]
+        return [self.cut.least_offset(offsets[number]) for number in ranks.numbers]
 
     @cached_property
     def partition(self) -> Placed | None:

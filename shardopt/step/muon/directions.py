@@ -37,7 +37,7 @@ class Directions:
         *self.first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave.matrices), initial=0)
         self._ranks = None if division is None else division.ranks
         self._has_parts = division is not None and not division.is_copied
-        self._sent = [0] * len(wave.matrices[0].regions)  # elements for each owner
+        self._sent = [0] * len(wave.matrices[0].held_by)  # elements for each owner
         for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
             self._sent[owner] += matrix.space(matrix.rank)
         # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
@@ -121,20 +121,23 @@ class Directions:
         """Orthogonalizes a matrix whose parts, by rank, begin at these elements of the gathered ones."""
         whole = self._gathered.new_empty(matrix.numel)
         row_moments = whole.new_zeros(0 if matrix.row_decay is None else matrix.rows, dtype=torch.float32)
-        parts = []  # of each rank: elements and second moments of rows, in the whole matrix and gathered
-        for rank, (region, begin) in enumerate(zip(matrix.regions, begins, strict=True)):
-            elements = self._gathered[begin : begin + region.numel].view(region.shape)
-            of_rows = row_moments[slice(*matrix.row_ranges[rank])]
-            parts.append(
-                (region.of(whole, matrix.start), elements, of_rows, matrix.row_moments(self._gathered, begin, rank))
+        parts, moments = [], []  # of each rank: elements, and second moments of rows, in the whole matrix and gathered
+        for rank, begin in enumerate(begins):
+            moments.append(
+                (row_moments[slice(*matrix.row_ranges[rank])], matrix.row_moments(self._gathered, begin, rank))
             )
-        for in_whole, elements, of_rows, gathered in parts:
+            for part in matrix.held_by[rank]:
+                in_whole = matrix.rectangle(whole, part)
+                parts.append((in_whole, self._gathered[begin : begin + in_whole.numel()].view(in_whole.shape)))
+                begin += in_whole.numel()
+        for in_whole, elements in parts:
             in_whole.copy_(elements)
-            # A rank that has never stepped its part of a row has zeros.
-            torch.maximum(of_rows, gathered, out=of_rows)
+        for of_rows, gathered in moments:
+            torch.maximum(of_rows, gathered, out=of_rows)  # a rank that has never stepped its part of a row has zeros
         _orthogonalize(matrix, whole, row_moments)
-        for in_whole, elements, of_rows, gathered in parts:
+        for in_whole, elements in parts:
             elements.copy_(in_whole)
+        for of_rows, gathered in moments:
             gathered.copy_(of_rows)
 
     def receive(self) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.newton_schulz import NewtonSchulz
-from shardopt.layout import Division, FlatShard, Region
+from shardopt.layout import Division, FlatShard
+from shardopt.layout.partition import UNCUT, Part
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
@@ -41,7 +42,8 @@ class Matrix:
         start: index of the matrix's first element in the flattened parameter of the model.
         first: index in the local tensor of the matrix's first element on this rank.
         division: how ranks divide the matrix; None if this rank holds the whole matrix.
-        regions: the matrix's part on each rank; without a division, the whole matrix.
+        held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
+            memory, with the parameter's rows counted from the matrix's first. Without a division, the whole matrix.
         number: the parameter's index among the model's.
         group: index of the param group.
         scale: factor of the learning rate.
@@ -58,7 +60,7 @@ class Matrix:
     start: int
     first: int
     division: Division | None
-    regions: tuple[Region, ...]
+    held_by: tuple[list[Part], ...]
     number: int
     group: int
     scale: float
@@ -76,19 +78,23 @@ class Matrix:
         """This rank's place among those that divide the matrix."""
         return 0 if self.division is None else self.division.ranks.rank
 
-    @property
-    def held(self) -> Region:
-        """The elements of the matrix that this rank holds."""
-        return self.regions[self.rank]
+    def held(self, rank: int) -> int:
+        """How many elements of the matrix a rank holds."""
+        return sum(math.prod(extents) for _, extents in self.held_by[rank])
+
+    def rectangle(self, whole: Tensor, part: Part) -> Tensor:
+        """A rectangle of :attr:`held_by` in the whole matrix: a view."""
+        inside = tuple(slice(start, start + extent) for start, extent in zip(*part, strict=True))
+        return whole.view(-1, *self.spec.shard.global_shape[1:])[inside]
 
     def space(self, rank: int) -> int:
         """Elements of memory for a rank's part of the direction, with second moments of rows behind it, padded."""
         first, end = self.row_ranges[rank]
-        return padded(self.regions[rank].numel) + padded((end - first) * ROW_BYTES // BYTES)
+        return padded(self.held(rank)) + padded((end - first) * ROW_BYTES // BYTES)
 
     def row_moments(self, memory: Tensor, at: int, rank: int) -> Tensor:
         """The second moments of rows in memory in which a rank's part begins at ``at``: float32, a view."""
-        begin, (first, end) = at + padded(self.regions[rank].numel), self.row_ranges[rank]
+        begin, (first, end) = at + padded(self.held(rank)), self.row_ranges[rank]
         return memory[begin : begin + (end - first) * ROW_BYTES // BYTES].view(torch.float32)
 
     def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
@@ -138,11 +144,12 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
         if 0 in shard.global_shape or (division is None and 0 in shard.local_shape):  # nothing, or on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
-        whole = Region(shard.global_shape, (0,) * len(shard.global_shape), shard.global_shape)
+        whole = UNCUT.parts(shard.global_shape, 0)
         if division is None and parameter.copies is not None:
-            division = Division(parameter.copies.ranks, (whole,) * parameter.copies.size)
-        regions = (whole,) if division is None else division.regions
+            division = Division(parameter.copies.ranks, [whole] * parameter.copies.size)
+        parts, width = [whole] if division is None else division.parts, shard.row_numel
         for start, rows, cols in shapes:
+            held_by = [_within(held, start // width, (start + rows * cols) // width) for held in parts]
             matrix = Matrix(
                 tensor=parameter.index,
                 part=place,
@@ -152,34 +159,53 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
                 start=start,
                 first=first,
                 division=division,
-                regions=tuple(region.within(start, start + rows * cols) for region in regions),
+                held_by=tuple(held_by),
                 number=parameter.number if part.number is None else part.number,
                 group=parameter.group,
                 scale=orthogonalized.scale(rows, cols),
                 newton_schulz=orthogonalized.newton_schulz,
                 row_decay=orthogonalized.row_decay,
                 row_ranges=tuple(
-                    (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part, start, rows, cols)
-                    for region in regions
+                    (0, 0) if orthogonalized.row_decay is None else _rows_of(held, of_matrix, part, rows, cols)
+                    for held, of_matrix in zip(parts, held_by, strict=True)
                 ),
             )
             yield matrix
-            first += matrix.held.numel
+            first += matrix.held(matrix.rank)
 
 
-def _rows_of(region: Region, spec: SliceSpec, start: int, rows: int, cols: int) -> tuple[int, int]:
-    """The rows ``[first, end)`` of a matrix, at least those whose second moments the rank with a region keeps."""
-    if not region.numel:  # an empty column shard keeps those of its rows, wherever they are
-        return (0, rows) if region.shape[0] else (0, 0)
-    part = region.within(start, start + rows * cols)
-    if not part.numel:
-        return 0, 0
-    grid = spec.row_grid
+def _within(held: Sequence[Part], first: int, end: int) -> list[Part]:
+    """The rectangles' elements in the rows ``[first, end)`` of the parameter, with rows counted from there."""
+    found = []
+    for (low, *starts), (rows, *extents) in held:
+        begin, stop = max(low, first), min(low + rows, end)
+        if begin < stop:
+            found.append(((begin - first, *starts), (stop - begin, *extents)))
+    return found
+
+
+def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, rows: int, cols: int) -> tuple[int, int]:
+    """The rows ``[first, end)`` of a matrix, at least those whose second moments a rank keeps.
+
+    Args:
+        held: the rectangles of the parameter that the rank holds.
+        of_matrix: those of the matrix.
+        spec: of the parameter.
+        rows: of the matrix.
+        cols: of the matrix.
+    """
+    grid, shard, shape = spec.row_grid, spec.shard, spec.shard.global_shape
     assert grid is not None
-    if grid.blocks_per_row > 1 and spec.shard.block_owners(grid) is not None:
+    if not held and not isinstance(shard, FlatShard) and shard.row_owners is not None:
+        return 0, rows  # an empty column shard keeps those of its rows, wherever they are
+    if not of_matrix:
+        return 0, 0
+    if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
         return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
-    first, end = part.span
-    return (first - start) // cols, -(-(end - start) // cols)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(of_matrix[0][0], strides, strict=True))
+    last = sum((start + n - 1) * stride for start, n, stride in zip(*of_matrix[-1], strides, strict=True))
+    return first // cols, last // cols + 1
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
@@ -250,7 +276,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         for index in owner_of:
             slices.setdefault((some[index].tensor, some[index].part), []).append(index)
         in_waves: list[list[int]] = [[]]
-        taken = np.zeros(len(some[0].regions), np.int64)
+        taken = np.zeros(len(some[0].held_by), np.int64)
         for indices in slices.values():
             more = sum(_memory(some[index], owner_of[index]) for index in indices)
             if in_waves[-1] and (taken + more).max() > limit:
@@ -266,7 +292,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
 
 def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
     """The owners of matrices that the same ranks divide, by index, the costliest matrix first."""
-    ranks = len(matrices[0].regions)
+    ranks = len(matrices[0].held_by)
     loads, owner_of = [0] * ranks, {}
     for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].flops):
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
@@ -278,7 +304,7 @@ def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
 
 def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
     """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
-    taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.regions))])
+    taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.held_by))])
     if matrix.division is not None and not matrix.division.is_copied:
         taken[owner] += taken.sum()
     return taken

@@ -85,7 +85,7 @@ class WaveStep:
         tensors, elements = table["tensor"], table["element"]
         places = np.full(len(table), -1)
         for place, matrix in enumerate(self._wave.matrices):
-            end = matrix.first + matrix.held.numel
+            end = matrix.first + matrix.held(matrix.rank)
             places[(tensors == matrix.tensor) & (elements >= matrix.first) & (elements < end)] = place
         self._rows, self._places = table[places >= 0], places[places >= 0]
 
