@@ -7,14 +7,14 @@ which the range begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted
-from shardopt.layout.partition import WHOLE, Part, Placed, RangePartition, even_steps, rectangles_of_range
+from shardopt.layout.partition import UNCUT, Partition, RangePartition, rectangles_of_range
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
@@ -27,7 +27,8 @@ class FlatRange(Shard):
         global_shape: shape of the whole tensor.
         start: index of the first element that this rank holds.
         end: index after the last element that this rank holds.
-        placed: the rule by which ranks have ranges; None if there is none.
+        rule: the rule by which ranks have ranges.
+        offset: this rank's place among the ranks.
         ranks: those that hold the ranges; None where this rank holds all.
     """
 
@@ -38,11 +39,12 @@ class FlatRange(Shard):
         global_shape: tuple[int, ...],
         start: int,
         end: int,
-        placed: Placed | None = None,
+        rule: Partition = UNCUT,
+        offset: int = 0,
         ranks: RankGroup | None = None,
     ) -> None:
         super().__init__((end - start,), ranks=ranks)
-        self.global_shape, self.partition = tuple(global_shape), placed
+        self.global_shape, self.rule, self.offset = tuple(global_shape), rule, offset
         self.start, self.end, self.numel, self.range_start = start, end, end - start, start
         self.cuts_rows = True
 
@@ -71,18 +73,12 @@ class FlatShard(FlatRange):
         self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, ranks: RankGroup | None = None
     ) -> None:
         numel = math.prod(global_shape)
-        rank, numbers = (0, (0,)) if ranks is None else (ranks.rank, ranks.numbers)
-        #: The rule of the ranges, by the places of the ranks among these.
-        self._ranges = RangePartition(len(numbers), 1, first, numel if size is None else size, len(global_shape))
-        start, end = self._ranges.ends(rank, numel)
-        placed, stride = None, even_steps(numbers)
-        if ranks is None and end - start == numel:
-            placed = WHOLE
-        elif ranks is not None and stride is not None and size:
-            placed = Placed(self._ranges._replace(stride=stride), rank * stride)
-        super().__init__(global_shape, start, end, placed, ranks)
+        rank, count = (0, 1) if ranks is None else (ranks.rank, len(ranks.numbers))
+        rule = RangePartition(count, 1, first, numel if size is None else size, len(global_shape))
+        start, end = rule.ends(rank, numel)
+        super().__init__(global_shape, start, end, rule if ranks is not None and size else UNCUT, rank, ranks)
         #: Index of the first element in this rank's range of the flattened tensor.
-        self.place = start + first - rank * self._ranges.size if end > start else 0
+        self.place = start + first - rank * rule.size if end > start else 0
         self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
         self._cut_blocks: dict[int, list[int]] = {}
 
@@ -94,12 +90,6 @@ class FlatShard(FlatRange):
         reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
         return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
 
-    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
-        return range(len(ranks.numbers))
-
-    def _parts_of(self, offset: int) -> list[Part]:
-        return self._ranges.parts(self.global_shape, offset)
-
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         width, per_row, first_block = grid.row_numel, grid.blocks_per_row, self.blocks(grid)[0]
         rectangles = []
@@ -109,11 +99,10 @@ class FlatShard(FlatRange):
         return rectangles
 
     def _matrix_of_blocks(self, grid: BlockGrid) -> FlatRange:
-        placed = self.partition
-        if placed is not None and isinstance(placed.partition, RangePartition):
-            rule = placed.partition._replace(dims=2, block=(grid.row_numel, grid.block_size))
-            placed = Placed(rule, placed.offset)
-        return FlatRange((grid.rows, grid.blocks_per_row), *self.blocks(grid), placed)
+        rule = self.rule
+        if isinstance(rule, RangePartition):
+            rule = rule._replace(dims=2, block=(grid.row_numel, grid.block_size))
+        return FlatRange((grid.rows, grid.blocks_per_row), *self.blocks(grid), rule, self.offset, self.ranks)
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
         """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""

@@ -47,10 +47,6 @@ class GridPartition(NamedTuple):
         """Ways and stride of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
-    def least_offset(self, offset: int) -> int:
-        """The offset of the rank that holds the same part in the first copy of the tensor, if a mesh has several."""
-        return sum(offset // stride % ways * stride for ways, stride in self.strides)
-
     def indices(self, shape: Sequence[int], offset: int) -> tuple[Range, ...]:
         """The indices of each dimension that a rank holds; all of a dimension that is not cut."""
         indices: list[Range] = [(0, size) for size in shape]
@@ -67,7 +63,7 @@ class GridPartition(NamedTuple):
             shape: the tensor's shape.
             offset: the rank's offset; a rank that no part belongs to holds nothing.
         """
-        if offset != self.least_offset(offset):
+        if offset != least_offset(self, offset):
             return []
         indices = self.indices(shape, offset)
         extents = extents_of(indices)
@@ -76,7 +72,12 @@ class GridPartition(NamedTuple):
     def along_rows(self, offset: int) -> tuple[GridPartition, int]:
         """The cuts of rows alone, and the offset in these of the rank at an offset."""
         rows = GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
-        return rows, rows.least_offset(offset)
+        return rows, least_offset(rows, offset)
+
+    def with_strides(self, strides: Sequence[int]) -> GridPartition:
+        """The same cuts with other strides; those of one part are left out."""
+        cuts = zip(self.cuts, strides, strict=True)
+        return GridPartition(tuple(cut._replace(stride=stride) for cut, stride in cuts if cut.ways > 1))
 
     @property
     def column_offsets(self) -> Iterator[int]:
@@ -120,6 +121,10 @@ class RangePartition(NamedTuple):
     def strides(self) -> tuple[tuple[int, int], ...]:
         """Ways and stride."""
         return ((self.ways, self.stride),)
+
+    def with_strides(self, strides: Sequence[int]) -> RangePartition:
+        """The same ranges with another stride."""
+        return self._replace(stride=strides[0])
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor; see :meth:`GridPartition.parts`."""
@@ -208,11 +213,44 @@ def overlap(one: Part, other: Part) -> bool:
     return all(max(a, b) < min(a + extent_a, b + extent_b) for a, extent_a, b, extent_b in corners)
 
 
+def least_offset(partition: Partition, offset: int) -> int:
+    """The least offset of a rank that holds the same part, where a mesh has copies of the parts."""
+    return sum(offset // stride % ways * stride for ways, stride in partition.strides)
+
+
+def placed_by_number(partition: Partition, offset: int, numbers: tuple[int, ...]) -> Placed | None:
+    """A partition whose offsets are places among some ranks, as one by the ranks' numbers.
+
+    Args:
+        partition: the partition.
+        offset: this rank's place.
+        numbers: of the ranks, by place.
+
+    Returns:
+        None if the ranks are not evenly spaced.
+    """
+    strides, at = [], 0
+    for ways, stride in partition.strides:
+        step = step_between(numbers, ways, stride)
+        if step is None:
+            return None
+        strides.append(step)
+        at += offset // stride % ways * step
+    ends = sorted((step, ways) for step, (ways, _) in zip(strides, partition.strides, strict=True))
+    if any(after % (step * ways) for (step, ways), (after, _) in itertools.pairwise(ends)):
+        return None
+    return Placed(partition.with_strides(strides), at)
+
+
 @lru_cache(maxsize=256)
-def even_steps(numbers: tuple[int, ...]) -> int | None:
-    """The difference between each number and the next, 1 for a single number; None if the differences are unequal."""
-    stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    return stride if stride > 0 and all(b - a == stride for a, b in itertools.pairwise(numbers)) else None
+def step_between(numbers: tuple[int, ...], ways: int, stride: int = 1) -> int | None:
+    """The difference between the numbers of ranks that are ``stride`` places apart, along a dimension of a mesh.
+
+    1 if the dimension has one rank. None if there are several differences, or none above 0.
+    """
+    places = (place for place in range(len(numbers) - stride) if place // stride % ways < ways - 1)
+    found = {numbers[place + stride] - numbers[place] for place in places} if ways > 1 else {1}
+    return min(found) if len(found) == 1 and min(found) > 0 else None
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:

@@ -17,7 +17,17 @@ from torch import Tensor
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
 from shardopt.layout.division import Counted, Division
-from shardopt.layout.partition import UNCUT, GridPartition, Part, Placed, Range, extents_of, flattened
+from shardopt.layout.partition import (
+    UNCUT,
+    GridPartition,
+    Partition,
+    Placed,
+    Range,
+    extents_of,
+    flattened,
+    least_offset,
+    placed_by_number,
+)
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.rectangle import Rectangle
 
@@ -47,9 +57,8 @@ class Shard(_OfThisProcess):
 
     Args:
         global_shape: shape of the whole parameter.
-        cut: how the parameter is cut.
-        offset: this rank's number less that of the rank with the first part. Strides of the cut are differences of
-            the ranks' numbers in the job, too.
+        cut: how the parameter is cut, by the ranks' places among ``ranks``.
+        offset: this rank's place.
         ranks: those that hold the parts, one copy of each; None if this rank holds the whole parameter.
     """
 
@@ -78,8 +87,9 @@ class Shard(_OfThisProcess):
         ranks: RankGroup | None = None,
     ) -> None:
         self.global_shape = tuple(global_shape)
-        self.cut, self.offset = cut, offset
-        self.ranks = ranks
+        self.cut, self.offset, self.ranks = cut, offset, ranks
+        #: How the parameter is cut: ``cut``, or ranges of its elements.
+        self.rule: Partition = cut
         #: The indices of each dimension that this rank holds.
         self.indices: tuple[Range, ...] = cut.indices(self.global_shape, offset)
         self.local_shape = extents_of(self.indices)
@@ -226,30 +236,29 @@ class Shard(_OfThisProcess):
             UnknownShardError: the shard was made without its ranks.
         """
         if not hasattr(self, "_division"):
-            ranks = self._divided_among()
-            self._division = None if ranks is None else Division(ranks, [*map(self._parts_of, self._offsets(ranks))])
+            self._division: Division | None = None
+            if (ranks := self._divided_among()) is not None:
+                places = {number: place for place, number in enumerate(self._numbers)}
+                offsets = [least_offset(self.rule, places[number]) for number in ranks.numbers]
+                self._division = Division(ranks, [self.rule.parts(self.global_shape, offset) for offset in offsets])
         return self._division
 
     def _divided_among(self) -> RankGroup | None:
         """The ranks that hold the parts, as one group."""
         return self.part_owners
 
-    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
-        """The ranks' offsets in the cut."""
-        own = self.offset - ranks.numbers[ranks.rank]
-        return [own + number for number in ranks.numbers]
-
-    def _parts_of(self, offset: int) -> list[Part]:
-        """The rectangles of the rank at an offset."""
-        return self.cut.parts(self.global_shape, offset)
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        """The ranks' numbers in the job, by the places that the cut counts."""
+        return (0,) if self.ranks is None else self.ranks.numbers
 
     @cached_property
     def partition(self) -> Placed | None:
         """The rule that says which ranks hold which parts of the parameter, and this rank's offset in it.
 
-        None if no rule is known: a checkpoint then lists the parts.
+        None if the ranks' numbers follow no rule: a checkpoint then lists the parts.
         """
-        return Placed(self.cut, self.offset)
+        return placed_by_number(self.rule, self.offset, self._numbers) if self.is_here else None
 
     def local(self, tensor: Tensor) -> Tensor:
         """The ordinary tensor with this rank's part of a parameter, codes or scales.

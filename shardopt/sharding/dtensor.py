@@ -8,10 +8,9 @@ DTensor).
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, RankGroup, Shard
-from shardopt.layout.partition import Cut, GridPartition, Placed
+from shardopt.layout import BlockGrid, Counted, Shard
+from shardopt.layout.partition import Cut, GridPartition
 from shardopt.sharding.rank_group import TorchRankGroup, joint_group, moved_to, own_device
 
 _CACHED_SHARDS = 8192
@@ -108,28 +107,9 @@ class DTensorShard(Shard):
         at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))
         return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
 
-    def _offsets(self, ranks: RankGroup) -> Iterable[int]:
-        offsets = {number: offset for offset, number in enumerate(self._mesh.mesh.flatten().tolist())}
-        return [self.cut.least_offset(offsets[number]) for number in ranks.numbers]
-
-    @cached_property
-    def partition(self) -> Placed | None:
-        """By the ranks' numbers; None if the mesh's ranks are not evenly spaced."""
-        if self._coordinate is None:
-            return None
-        steps, offset = _steps(tuple(self._mesh.mesh.flatten().tolist()), tuple(self._mesh.shape)), 0
-        cuts: list[Cut] = []
-        for dim, cut in zip(self._cutting, self.cut.cuts, strict=True):
-            stride = steps[dim]
-            if cut.ways > 1 and stride is None:
-                return None
-            if cut.ways > 1:
-                offset += self._coordinate[dim] * stride
-                cuts.append(cut._replace(stride=stride))
-        ends = sorted((cut.stride, cut.ways) for cut in cuts)
-        if any(next_one % (stride * ways) for (stride, ways), (next_one, _) in itertools.pairwise(ends)):
-            return None
-        return Placed(GridPartition(tuple(cuts)), offset)
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(self._mesh.mesh.flatten().tolist())
 
     def local(self, tensor: Tensor) -> Tensor:
         return written(_local(tensor))
@@ -185,23 +165,6 @@ def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[i
                 "fully_shard gives it; shard the parameter with Shard"
             )
     return [dim for dim in sharded if dim not in strided] + strided[::-1]
-
-
-@lru_cache(256)
-def _steps(numbers: tuple[int, ...], shape: tuple[int, ...]) -> list[int | None]:
-    """Per dimension of a mesh, the difference between neighbours' numbers; None if there are several, or none above 0.
-
-    Args:
-        numbers: of the mesh's ranks, flattened.
-        shape: of the mesh.
-    """
-    steps: list[int | None] = []
-    for dim, size in enumerate(shape):
-        stride = math.prod(shape[dim + 1 :])
-        behind = (at for at in range(len(numbers)) if at // stride % size)
-        found = {numbers[at] - numbers[at - stride] for at in behind}
-        steps.append(min(found) if len(found) == 1 and min(found) > 0 else None)
-    return steps
 
 
 def _slices(mesh: DeviceMesh) -> Tensor:

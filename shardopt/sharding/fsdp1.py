@@ -29,7 +29,7 @@ from shardopt.layout import (
     assign_later,
 )
 from shardopt.layout.names import canonical_modules
-from shardopt.layout.partition import even_steps
+from shardopt.layout.partition import step_between
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.rank_group import TorchRankGroup
 
@@ -146,7 +146,7 @@ def _replicas(unit: Any) -> TorchRankGroup | None:
     if across is None or not handle.uses_sharded_strategy or across.size() == 1:
         return None
     ranks, within = (TorchRankGroup((group,), handle.device) for group in (across, handle.process_group))
-    if even_steps(ranks.numbers) is None or even_steps(within.numbers) is None:
+    if any(step_between(group.numbers, len(group.numbers)) is None for group in (ranks, within)):
         return None
     return ranks
 

@@ -18,14 +18,16 @@ class ThreadRankGroup:
 
     Attributes:
         calls: how many collectives there were.
-        numbers_in_world: of the threads.
+        numbers: of the threads.
+        numbers_in_world: the same, as of one process group.
     """
 
     def __init__(self, threads: int) -> None:
         self._barrier = threading.Barrier(threads, timeout=20)
         self._given: list[Tensor] = []
         self.calls = 0
-        self.numbers_in_world = (tuple(range(threads)),)
+        self.numbers = tuple(range(threads))
+        self.numbers_in_world = (self.numbers,)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, lambda given: given.amax(0))
