@@ -13,9 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted
 from shardopt.layout.partition import UNCUT, Partition, RangePartition, rectangles_of_range
-from shardopt.layout.rank_group import RankGroup
+from shardopt.layout.rank_group import Counted, RankGroup
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout.division import Replicas
 from shardopt.layout.rank_group import RankGroup
 from shardopt.layout.shard import Shard, assigned, keeps_float32_state
 
@@ -42,8 +41,8 @@ class Kind:
     def read_model(self, model: Module) -> None:
         """Assigns shards to a model's parameters that do not say themselves what shard they are."""
 
-    def copies_in(self, model: Module) -> Mapping[Tensor, Replicas]:
-        """The parameters of a model of which other ranks hold copies."""
+    def copies_in(self, model: Module) -> Mapping[Tensor, RankGroup]:
+        """The ranks that hold copies of a model's parameters, by parameter, and may share the work on it."""
         return {}
 
     def engines_of(self, model: Module) -> Engines | None:
@@ -83,8 +82,8 @@ def read_model(model: Module) -> None:
         kind.read_model(model)
 
 
-def copies_in(model: Module) -> dict[Tensor, Replicas]:
-    """The parameters of a model of which other ranks hold copies, as registered kinds find them."""
+def copies_in(model: Module) -> dict[Tensor, RankGroup]:
+    """The ranks that hold copies of a model's parameters, by parameter, as registered kinds find them."""
     return {param: copies for kind in _kinds for param, copies in kind.copies_in(model).items()}
 
 

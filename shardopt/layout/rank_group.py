@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,6 +79,22 @@ class RankGroup(ABC):
     @abstractmethod
     def gathered(self, message: bytes) -> dict[int, bytes]:
         """The ranks' messages by global rank number, in the order of the ranks."""
+
+
+class Counted(NamedTuple):
+    """The ranks that hold a parameter, for sums over several parameters, which count each part once.
+
+    Attributes:
+        ranks: all of them; None on a rank that is none of them.
+        numbers: their numbers among all ranks of the job.
+        before: the numbers of the ranks below this one, among these or not, that hold copies of this rank's part.
+        reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
+    """
+
+    ranks: RankGroup | None
+    numbers: frozenset[int]
+    before: frozenset[int]
+    reach: frozenset[int]
 
 
 def on_any_rank(groups: Sequence[RankGroup], here: bool, rounds: int = 1) -> bool:

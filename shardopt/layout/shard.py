@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardopt.kernels.memory import readable, written
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.division import Counted, Division
 from shardopt.layout.partition import (
     UNCUT,
     GridPartition,
+    Part,
     Partition,
     Placed,
     Range,
@@ -28,7 +28,7 @@ from shardopt.layout.partition import (
     least_offset,
     placed_by_number,
 )
-from shardopt.layout.rank_group import RankGroup
+from shardopt.layout.rank_group import Counted, RankGroup
 from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="_OfThisProcess")
@@ -227,25 +227,21 @@ class Shard(_OfThisProcess):
         numbers = frozenset(number for group in ranks.numbers_in_world for number in group)
         return Counted(ranks, numbers, frozenset(), numbers)
 
-    def division(self) -> Division | None:
-        """How the ranks divide the parameter among them; None if this rank holds the whole parameter.
+    def divided_among(self) -> RankGroup | None:
+        """The ranks that hold the parameter's parts, as one group; None if this rank holds the whole parameter.
 
-        All ranks that hold parts must call this, as it may make a process group.
+        All of these ranks must call this, as it may make a process group.
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
         """
-        if not hasattr(self, "_division"):
-            self._division: Division | None = None
-            if (ranks := self._divided_among()) is not None:
-                places = {number: place for place, number in enumerate(self._numbers)}
-                offsets = [least_offset(self.rule, places[number]) for number in ranks.numbers]
-                self._division = Division(ranks, [self.rule.parts(self.global_shape, offset) for offset in offsets])
-        return self._division
-
-    def _divided_among(self) -> RankGroup | None:
-        """The ranks that hold the parts, as one group."""
         return self.part_owners
+
+    def parts_of(self, ranks: RankGroup) -> list[list[Part]]:
+        """The rectangles of the parameter that each of some ranks holds, in their order."""
+        places = {number: place for place, number in enumerate(self._numbers)}
+        offsets = [least_offset(self.rule, places[number]) for number in ranks.numbers]
+        return [self.rule.parts(self.global_shape, offset) for offset in offsets]
 
     @property
     def _numbers(self) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from shardopt.layout import (
     FlatBuffer,
     FlatShard,
     RankGroup,
-    Replicas,
     Shard,
     assigned,
     number_of,
@@ -96,7 +95,7 @@ class Internals:
         self.skipped = SkippedElements()
         self.model_indices: dict[Tensor, int] = {}
         self.peers: RankGroup | None = None
-        self.copies: dict[Tensor, Replicas] = {}
+        self.copies: dict[Tensor, RankGroup] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
         self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
@@ -296,7 +295,7 @@ class Internals:
             releases.discard(released)
             released.end()
 
-    def share(self, copies: Mapping[Tensor, Replicas]) -> None:
+    def share(self, copies: Mapping[Tensor, RankGroup]) -> None:
         """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
         params = set(self.params)
         self.copies.clear()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout import (
     FlatBuffer,
-    Replicas,
+    RankGroup,
     assigned,
     copies_in,
     keeps_float32_state,
@@ -62,7 +62,7 @@ class ParamGroups(list[dict[str, Any]]):
         self,
         groups: Iterable[dict[str, Any]],
         parameters: Sequence[GroupedParameter],
-        copies: Mapping[Tensor, Replicas],
+        copies: Mapping[Tensor, RankGroup],
     ) -> None:
         super().__init__(groups)
         self.parameters = tuple(parameters)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Module
 
-from shardopt.layout import Engines, Kind, Replicas, Shard, UnknownShardError, register
+from shardopt.layout import Engines, Kind, RankGroup, Shard, UnknownShardError, register
 from shardopt.sharding.hooks import hooked_packages, install_hooks
 
 
@@ -43,17 +43,17 @@ class _FSDP1(Kind):
 
 
 class _DDP(Kind):
-    def copies_in(self, model: Module) -> Mapping[Tensor, Replicas]:
+    def copies_in(self, model: Module) -> Mapping[Tensor, RankGroup]:
         from torch.nn.parallel import DistributedDataParallel
 
         from shardopt.sharding.rank_group import TorchRankGroup
 
-        copies: dict[Tensor, Replicas] = {}
+        copies: dict[Tensor, RankGroup] = {}
         for module in model.modules():
-            if isinstance(module, DistributedDataParallel) and (size := module.process_group.size()) > 1:
+            if isinstance(module, DistributedDataParallel) and module.process_group.size() > 1:
                 for name, param in module.module.named_parameters():
                     if name not in module.parameters_to_ignore:
-                        copies[param] = Replicas(TorchRankGroup((module.process_group,), param.device), size)
+                        copies[param] = TorchRankGroup((module.process_group,), param.device)
         return copies
 
 

@@ -101,7 +101,7 @@ class DTensorShard(Shard):
         ranks = self._along(dims) if len(dims) == 1 else TorchRankGroup((joint_group(sorted(members)),), self._device)
         return Counted(ranks, members, before, reach)
 
-    def _divided_among(self) -> TorchRankGroup | None:
+    def divided_among(self) -> TorchRankGroup | None:
         if len(self._sharded) < 2 or self._coordinate is None:
             return self.part_owners
         at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))

@@ -15,7 +15,6 @@ from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
 from shardopt.layout import (
     FlatBuffer,
     RankGroup,
-    Replicas,
     Shard,
     UnknownShardError,
     assigned,
@@ -63,7 +62,7 @@ class Input:
     device: torch.device
     spec: TensorState | None
     number: int
-    copies: Replicas | None
+    copies: RankGroup | None
     gradient_on_host: bool
     sums: dict[int, int] = field(default_factory=dict)
     begins: dict[int, list[int]] = field(default_factory=dict)
@@ -87,7 +86,7 @@ def describe(
     param_groups: ParamGroups,
     groups: Sequence[Group],
     numbers: Mapping[Tensor, int],
-    copies: Mapping[Tensor, Replicas],
+    copies: Mapping[Tensor, RankGroup],
     first: int,
     name: str | None,
     gradient_on_host: bool,

@@ -61,8 +61,7 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
     elif rule.sums:
         found[shard.part_owners] = True
     if rule.orthogonalized is not None:
-        division = shard.division() or parameter.copies
-        found[division.ranks if division else None] = True
+        found[shard.divided_among() or parameter.copies] = True
     return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
 
 

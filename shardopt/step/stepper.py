@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
-from shardopt.layout import Replicas
+from shardopt.layout import RankGroup
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.step.agreement import Agreement
 from shardopt.step.batch import StepContext
@@ -45,7 +45,7 @@ class Stepper:
         self,
         context: StepContext,
         numbers: Mapping[Tensor, int],
-        copies: Mapping[Tensor, Replicas],
+        copies: Mapping[Tensor, RankGroup],
         first: int = 0,
         name: str | None = None,
     ) -> None:

@@ -33,11 +33,10 @@ class Directions:
     """
 
     def __init__(self, wave: Wave, device: torch.device) -> None:
-        self._wave, self._device, division = wave, device, wave.division
+        self._wave, self._device, first = wave, device, wave.matrices[0]
         *self.first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave.matrices), initial=0)
-        self._ranks = None if division is None else division.ranks
-        self._has_parts = division is not None and not division.is_copied
-        self._sent = [0] * len(wave.matrices[0].held_by)  # elements for each owner
+        self._ranks, self._has_parts = first.ranks, not first.is_copied
+        self._sent = [0] * len(first.held_by)  # elements for each owner
         for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
             self._sent[owner] += matrix.space(matrix.rank)
         # Of the matrices that this rank owns, where each rank's part is among the gathered elements.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.newton_schulz import NewtonSchulz
-from shardopt.layout import Division, FlatShard
+from shardopt.layout import FlatShard, RankGroup
 from shardopt.layout.partition import UNCUT, Part
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
@@ -41,9 +41,9 @@ class Matrix:
         cols: the matrix's columns.
         start: index of the matrix's first element in the flattened parameter of the model.
         first: index in the local tensor of the matrix's first element on this rank.
-        division: how ranks divide the matrix; None if this rank holds the whole matrix.
+        ranks: the ranks that hold parts of the matrix, or share its copies; None for a matrix of this rank alone.
         held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
-            memory, with the parameter's rows counted from the matrix's first. Without a division, the whole matrix.
+            memory, with the parameter's rows counted from the matrix's first.
         number: the parameter's index among the model's.
         group: index of the param group.
         scale: factor of the learning rate.
@@ -59,7 +59,7 @@ class Matrix:
     cols: int
     start: int
     first: int
-    division: Division | None
+    ranks: RankGroup | None
     held_by: tuple[list[Part], ...]
     number: int
     group: int
@@ -75,8 +75,13 @@ class Matrix:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that divide the matrix."""
-        return 0 if self.division is None else self.division.ranks.rank
+        """This rank's place among the ranks."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each rank holds the whole matrix."""
+        return all(held == self.held_by[0] for held in self.held_by)
 
     def held(self, rank: int) -> int:
         """How many elements of the matrix a rank holds."""
@@ -140,16 +145,18 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
     for place, part in enumerate(parameter.slices):
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        division = shard.division()
-        if 0 in shard.global_shape or (division is None and 0 in shard.local_shape):  # nothing, or on other ranks
+        ranks = shard.divided_among()
+        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # nothing, or on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
-        whole = UNCUT.parts(shard.global_shape, 0)
-        if division is None and parameter.copies is not None:
-            division = Division(parameter.copies.ranks, [whole] * parameter.copies.size)
-        parts, width = [whole] if division is None else division.parts, shard.row_numel
+        if ranks is not None:
+            parts = shard.parts_of(ranks)
+        else:
+            ranks = parameter.copies
+            parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.numbers))
         for start, rows, cols in shapes:
-            held_by = [_within(held, start // width, (start + rows * cols) // width) for held in parts]
+            first_row, end_row = start // shard.row_numel, (start + rows * cols) // shard.row_numel
+            held_by = [_within(held, first_row, end_row) for held in parts]
             matrix = Matrix(
                 tensor=parameter.index,
                 part=place,
@@ -158,7 +165,7 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
                 cols=cols,
                 start=start,
                 first=first,
-                division=division,
+                ranks=ranks,
                 held_by=tuple(held_by),
                 number=parameter.number if part.number is None else part.number,
                 group=parameter.group,
@@ -239,17 +246,13 @@ class Wave(NamedTuple):
     """Matrices whose directions travel together.
 
     Attributes:
-        matrices: in the order of their directions in memory: by owner.
+        matrices: in the order of their directions in memory: by owner. All have the same ranks, and all are copied or
+            none is.
         owners: the rank that computes each matrix.
     """
 
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
-
-    @property
-    def division(self) -> Division | None:
-        """The division of the first matrix. All matrices have the same ranks, and all are copied or none is."""
-        return self.matrices[0].division
 
 
 def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool = True) -> list[Wave]:
@@ -266,8 +269,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     """
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
-        division = matrix.division
-        alike.setdefault(division and (division.ranks, division.is_copied), []).append(matrix)
+        alike.setdefault((matrix.ranks, matrix.is_copied), []).append(matrix)
     waves: list[Wave] = []
     for some in alike.values():
         owner_of = _owners(some, by_number)
@@ -305,7 +307,7 @@ def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
 def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
     """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
     taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.held_by))])
-    if matrix.division is not None and not matrix.division.is_copied:
+    if not matrix.is_copied:
         taken[owner] += taken.sum()
     return taken
 

@@ -69,7 +69,7 @@ class WaveStep:
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
         self._wave, self._device, self._context = wave, device, context
-        self.ranks = None if wave.division is None else wave.division.ranks
+        self.ranks = wave.matrices[0].ranks
         self.tensors = {matrix.tensor for matrix in wave.matrices}
         self.cuts = CutBlocks({(m.tensor, m.part): m.spec for m in wave.matrices}.values(), device)
         self.passes: list[Passes] = []
