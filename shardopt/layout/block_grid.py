@@ -51,8 +51,3 @@ class BlockGrid:
         """The number of the block that an element of the flattened parameter is in; blocks are counted row by row."""
         row, col = divmod(element, self.row_numel)
         return row * self.blocks_per_row + col // self.block_size
-
-    def first_element(self, block: int) -> int:
-        """The index in the flattened parameter of the first element of a block."""
-        row, index = divmod(block, self.blocks_per_row)
-        return row * self.row_numel + index * self.block_size

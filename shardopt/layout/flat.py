@@ -47,6 +47,13 @@ class FlatRange(Shard):
         self.start, self.end, self.numel, self.range_start = start, end, end - start, start
         self.cuts_rows = True
 
+    @property
+    def written_start(self) -> int:
+        """Index of the first element that this rank saves: a cut block's scales are saved with its first element."""
+        if not isinstance(self.rule, RangePartition) or not self.numel:
+            return self.start
+        return self.rule.ends(self.offset, math.prod(self.global_shape))[0]
+
     def part(self, whole: Tensor) -> Tensor:
         behind = whole.shape[len(self.global_shape) :]
         return whole.reshape(math.prod(self.global_shape), *behind)[self.start : self.end]
@@ -109,11 +116,6 @@ class FlatShard(FlatRange):
             inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
             self._cut_blocks[grid.block_size] = sorted({grid.block_of(cut) for cut in inside})
         return self._cut_blocks[grid.block_size]
-
-    def first_written_block(self, grid: BlockGrid) -> int:
-        """The first block whose first element is on this rank: the holder of a cut block's first element writes it."""
-        first = self.blocks(grid)[0]
-        return first if self.start == self.end or grid.first_element(first) == self.start else first + 1
 
     def blocks(self, grid: BlockGrid) -> tuple[int, int]:
         """The blocks of which this rank holds elements: their numbers in the grid are ``[first, end)``."""

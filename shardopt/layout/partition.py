@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -142,23 +143,16 @@ class RangePartition(NamedTuple):
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
         """The offsets of the ranks that hold elements of a rectangle; see :meth:`GridPartition.holders`."""
         counted, low, extents = tuple(shape[: self.dims]), part[0][: self.dims], part[1][: self.dims]
-        steps = [math.prod(counted[dim + 1 :]) for dim in range(self.dims)]
+        steps, numel = [math.prod(counted[dim + 1 :]) for dim in range(self.dims)], math.prod(counted)
         first = sum(start * step for start, step in zip(low, steps, strict=True))
         last = first + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
-        offsets = [index * self.stride for index in range(self._range_of(first), self._range_of(last) + 1)]
-        row, block = (math.prod(counted[1:]), 1) if self.block is None else self.block
-        if self.size >= (block if extents[1:] == counted[1:] else row):
-            return offsets
-        # A shorter range may hold elements between two rows of the rectangle only, or lie within one block.
-        return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
 
-    def _range_of(self, element: int) -> int:
-        """The index of the range that an element of the tensor is in."""
-        if self.block is not None:
-            row_numel, block_size = self.block
-            row, block = divmod(element, -(-row_numel // block_size))
-            element = row * row_numel + block * block_size
-        return min((element + self.first) // self.size, self.ways - 1)
+        def range_of(element: int) -> int:
+            return bisect_right(range(self.ways), element, key=lambda index: self.ends(index, numel)[0]) - 1
+
+        offsets = [index * self.stride for index in range(range_of(first), range_of(last) + 1)]
+        # A short range may hold elements between two rows of the rectangle only, or lie within one block.
+        return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
 
     def ends(self, index: int, numel: int) -> tuple[int, int]:
         """The elements ``[start, end)`` in a range, of the flattened tensor of ``numel`` elements."""

@@ -18,6 +18,7 @@ from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadRankGroup
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
+from shardopt.layout.flat import FlatRange
 from shardopt.layout.partition import Cut, GridPartition, Range
 
 shapes = st.one_of(
@@ -78,7 +79,6 @@ def test_what_is_quantized(shape: Shape, min_quantized_numel: int, expected: boo
 def test_grid_counts_blocks_as_they_lie(shape: Shape, block_size: int) -> None:
     grid, numbers = BlockGrid(shape, block_size), block_numbers(shape, block_size)
     assert [grid.block_of(element) for element in range(len(numbers))] == numbers
-    assert [grid.first_element(number) for number in range(numbers[-1] + 1)] == list(map(numbers.index, {*numbers}))
     assert Shard(shape).scales(grid).global_shape == (shape[0], (numbers[-1] + 1) // shape[0])
     row = [-1, *numbers[: grid.row_numel], -1]
     assert [grid.is_boundary(col) for col in range(grid.row_numel + 1)] == [a != b for a, b in itertools.pairwise(row)]
@@ -186,7 +186,9 @@ def test_cut_blocks_are_those_with_several_owners(drawn: Split) -> None:
     for rank, shard in enumerate(shards):
         assert shard.cut_blocks(grid) == shard.cut_blocks(grid) == shared
         firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
-        written = list(range(shard.first_written_block(grid), shard.blocks(grid)[1]))
+        scales = shard.scales(grid)
+        assert isinstance(scales, FlatRange)
+        written = list(range(scales.written_start, scales.end))
         assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
 
 
