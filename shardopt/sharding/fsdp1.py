@@ -19,15 +19,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from shardopt.layout import (
-    FlatBuffer,
-    FlatShard,
-    Segment,
-    Shard,
-    UnknownShardError,
-    assign,
-    assign_later,
-)
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign, assign_later
 from shardopt.layout.names import canonical_modules
 from shardopt.layout.partition import step_between
 from shardopt.optim.stable_embedding import StableEmbedding

@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardopt.layout import (
-    FlatBuffer,
-    FlatShard,
-    Segment,
-    assign,
-    keep_float32_state,
-    keeps_float32_state,
-)
+from shardopt.layout import FlatBuffer, FlatShard, Segment, assign, keep_float32_state, keeps_float32_state
 from shardopt.layout.names import name_children, parameter_names
 from shardopt.sharding.rank_group import rank_group_of
 
