@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import StoredWeights, WeightFormat
-from shardopt.layout import WHOLE, BlockGrid, Placed, RangePartition, Shard
-from shardopt.layout.flat import FlatRange
+from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
@@ -140,11 +139,11 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chu
     of = shard if grid is None else shard.scales(grid)
     local = local.detach()
     shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
-    if not isinstance(of, FlatRange):
+    if not isinstance(of, FlatShard):
         behind = (0,) * (local.dim() - len(of.indices))
         held = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
         return Chunks(shape, local.dtype, held, held, of.partition)
-    written = of.written_start
+    written = of.saved_from
     held = _rectangles(of.global_shape, of.start, of.end, local)
     own = held if written == of.start else _rectangles(of.global_shape, written, of.end, local[written - of.start :])
     return Chunks(shape, local.dtype, held, own, of.partition)

@@ -13,80 +13,62 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid
-from shardopt.layout.partition import UNCUT, Partition, RangePartition, rectangles_of_range
+from shardopt.layout.partition import UNCUT, RangePartition, rectangles_of_range
 from shardopt.layout.rank_group import Counted, RankGroup
 from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 
 
-class FlatRange(Shard):
-    """The elements ``[start, end)`` of a flattened tensor, as a 1-D tensor.
-
-    Args:
-        global_shape: shape of the whole tensor.
-        start: index of the first element that this rank holds.
-        end: index after the last element that this rank holds.
-        rule: the rule by which ranks have ranges.
-        offset: this rank's place among the ranks.
-        ranks: those that hold the ranges; None where this rank holds all.
-    """
-
-    layout_attribute = ASSIGNED
-
-    def __init__(
-        self,
-        global_shape: tuple[int, ...],
-        start: int,
-        end: int,
-        rule: Partition = UNCUT,
-        offset: int = 0,
-        ranks: RankGroup | None = None,
-    ) -> None:
-        super().__init__((end - start,), ranks=ranks)
-        self.global_shape, self.rule, self.offset = tuple(global_shape), rule, offset
-        self.start, self.end, self.numel, self.range_start = start, end, end - start, start
-        self.cuts_rows = True
-
-    @property
-    def written_start(self) -> int:
-        """Index of the first element that this rank saves: a cut block's scales are saved with its first element."""
-        if not isinstance(self.rule, RangePartition) or not self.numel:
-            return self.start
-        return self.rule.ends(self.offset, math.prod(self.global_shape))[0]
-
-    def part(self, whole: Tensor) -> Tensor:
-        behind = whole.shape[len(self.global_shape) :]
-        return whole.reshape(math.prod(self.global_shape), *behind)[self.start : self.end]
-
-
-class FlatShard(FlatRange):
-    """This rank's range of a parameter, where parameters are flattened into one tensor and ranks have equal ranges.
+class FlatShard(Shard):
+    """This rank's range of a tensor, 1-D, where parameters are flattened into one tensor and ranks have equal ranges.
 
     Args:
         global_shape: shape of the whole parameter.
         first: offset of the parameter in the flattened tensor.
         size: elements of the flattened tensor per rank; None: this rank holds the whole parameter.
         ranks: in the order of their ranges; None where this rank holds all.
+        block: for a matrix of blocks, the elements of a row of the parameter and of a block.
+        held: the elements ``[start, end)`` of a matrix of blocks on this rank, which share cut blocks with others.
 
     Attributes:
+        start: index of the first element that this rank holds.
+        end: index after the last element that this rank holds.
+        saved_from: index of the first element that this rank saves: a cut block is saved with its first element.
+        place: index of the first element in this rank's range of the flattened tensor.
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
         replicas: the ranks that hold the same range; None if no other is known.
     """
 
+    layout_attribute = ASSIGNED
     replicas: RankGroup | None = None
 
     def __init__(
-        self, global_shape: tuple[int, ...], first: int = 0, size: int | None = None, ranks: RankGroup | None = None
+        self,
+        global_shape: tuple[int, ...],
+        first: int = 0,
+        size: int | None = None,
+        ranks: RankGroup | None = None,
+        *,
+        block: tuple[int, int] | None = None,
+        held: tuple[int, int] | None = None,
     ) -> None:
         numel = math.prod(global_shape)
         rank, count = (0, 1) if ranks is None else (ranks.rank, len(ranks.numbers))
-        rule = RangePartition(count, 1, first, numel if size is None else size, len(global_shape))
-        start, end = rule.ends(rank, numel)
-        super().__init__(global_shape, start, end, rule if ranks is not None and size else UNCUT, rank, ranks)
-        #: Index of the first element in this rank's range of the flattened tensor.
-        self.place = start + first - rank * rule.size if end > start else 0
+        self._ranges = RangePartition(count, 1, first, numel if size is None else size, len(global_shape), block)
+        self.saved_from, end = self._ranges.ends(rank, numel)
+        self.start, self.end = held or (self.saved_from, end)
+        self.numel = self.end - self.start
+        super().__init__((self.numel,), ranks=ranks)
+        self.global_shape, self.offset = tuple(global_shape), rank
+        self.rule = UNCUT if ranks is None or not size else self._ranges
+        self.cuts_rows, self.range_start = True, self.start
+        self.place = self.start + first - rank * self._ranges.size if self.numel else 0
         self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
         self._cut_blocks: dict[int, list[int]] = {}
+
+    def part(self, whole: Tensor) -> Tensor:
+        behind = whole.shape[len(self.global_shape) :]
+        return whole.reshape(math.prod(self.global_shape), *behind)[self.start : self.end]
 
     def counted(self) -> Counted | None:
         counted = super().counted()
@@ -104,11 +86,10 @@ class FlatShard(FlatRange):
             rectangles.append(Rectangle(first - self.start, first, rows, cols, cols, width, block, per_row))
         return rectangles
 
-    def _matrix_of_blocks(self, grid: BlockGrid) -> FlatRange:
-        rule = self.rule
-        if isinstance(rule, RangePartition):
-            rule = rule._replace(dims=2, block=(grid.row_numel, grid.block_size))
-        return FlatRange((grid.rows, grid.blocks_per_row), *self.blocks(grid), rule, self.offset, self.ranks)
+    def _matrix_of_blocks(self, grid: BlockGrid) -> FlatShard:
+        shape, block = (grid.rows, grid.blocks_per_row), (grid.row_numel, grid.block_size)
+        first, size = self._ranges.first, self._ranges.size
+        return FlatShard(shape, first, size, self.ranks, block=block, held=self.blocks(grid))
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
         """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""

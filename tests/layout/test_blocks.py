@@ -18,7 +18,6 @@ from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadRankGroup
 from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
-from shardopt.layout.flat import FlatRange
 from shardopt.layout.partition import Cut, GridPartition, Range
 
 shapes = st.one_of(
@@ -187,8 +186,8 @@ def test_cut_blocks_are_those_with_several_owners(drawn: Split) -> None:
         assert shard.cut_blocks(grid) == shard.cut_blocks(grid) == shared
         firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
         scales = shard.scales(grid)
-        assert isinstance(scales, FlatRange)
-        written = list(range(scales.written_start, scales.end))
+        assert isinstance(scales, FlatShard)
+        written = list(range(scales.saved_from, scales.end))
         assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
 
 

@@ -25,9 +25,16 @@ class ThreadRankGroup:
     def __init__(self, threads: int) -> None:
         self._barrier = threading.Barrier(threads, timeout=20)
         self._given: list[Tensor] = []
+        self._own = threading.local()
         self.calls = 0
         self.numbers = tuple(range(threads))
         self.numbers_in_world = (self.numbers,)
+
+    @property
+    def rank(self) -> int:
+        """The place of the thread that asks."""
+        rank: int = self._own.rank
+        return rank
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         self._all_reduce(tensor, lambda given: given.amax(0))
@@ -49,6 +56,7 @@ class ThreadRankGroup:
         """Calls ``function(rank)`` for every rank at the same time; returns the results by rank."""
 
         def call(rank: int) -> T:
+            self._own.rank = rank
             try:
                 return function(rank)
             except BaseException:
