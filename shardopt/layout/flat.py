@@ -7,7 +7,7 @@ which the range begins and the one in which it ends may be cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -113,12 +113,14 @@ class Segment(NamedTuple):
         number: the parameter's number among those of the model.
         shard: the range of its elements.
         offset: index in the buffer of the range's first element.
+        aliases: the other names of a shared parameter.
     """
 
     name: str
     number: int
     shard: FlatShard
     offset: int
+    aliases: tuple[str, ...] = ()
 
     def of(self, buffer: Tensor) -> Tensor:
         """The segment's elements in a tensor laid out like the buffer: a view."""
@@ -132,23 +134,14 @@ class FlatBuffer(Shard):
         numel: the buffer's length on this rank.
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
         known_params: number of parameters that the segments' numbers count, if the model may have more; else None.
-        aliases: the other names of shared parameters, by the names in their segments.
     """
 
     layout_attribute = ASSIGNED
 
-    def __init__(
-        self,
-        numel: int,
-        segments: Sequence[Segment],
-        known_params: int | None = None,
-        aliases: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
+    def __init__(self, numel: int, segments: Sequence[Segment], known_params: int | None = None) -> None:
         super().__init__((numel,))
         self.cuts_rows = True
-        self.segments = tuple(segments)
-        self.known_params = known_params
-        self.aliases = dict(aliases or {})
+        self.segments, self.known_params = tuple(segments), known_params
 
     @property
     def holders(self) -> RankGroup | None:

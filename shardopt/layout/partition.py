@@ -70,15 +70,10 @@ class GridPartition(NamedTuple):
         extents = extents_of(indices)
         return [] if 0 in extents else [(tuple(start for start, _ in indices), extents)]
 
-    def along_rows(self, offset: int) -> tuple[GridPartition, int]:
-        """The cuts of rows alone, and the offset in these of the rank at an offset."""
-        rows = GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
-        return rows, least_offset(rows, offset)
-
-    def with_strides(self, strides: Sequence[int]) -> GridPartition:
-        """The same cuts with other strides; those of one part are left out."""
-        cuts = zip(self.cuts, strides, strict=True)
-        return GridPartition(tuple(cut._replace(stride=stride) for cut, stride in cuts if cut.ways > 1))
+    @property
+    def along_rows(self) -> GridPartition:
+        """The cuts of rows alone."""
+        return GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
 
     @property
     def column_offsets(self) -> Iterator[int]:
@@ -122,10 +117,6 @@ class RangePartition(NamedTuple):
     def strides(self) -> tuple[tuple[int, int], ...]:
         """Ways and stride."""
         return ((self.ways, self.stride),)
-
-    def with_strides(self, strides: Sequence[int]) -> RangePartition:
-        """The same ranges with another stride."""
-        return self._replace(stride=strides[0])
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor; see :meth:`GridPartition.parts`."""
@@ -233,7 +224,10 @@ def placed_by_number(partition: Partition, offset: int, numbers: tuple[int, ...]
     ends = sorted((step, ways) for step, (ways, _) in zip(strides, partition.strides, strict=True))
     if any(after % (step * ways) for (step, ways), (after, _) in itertools.pairwise(ends)):
         return None
-    return Placed(partition.with_strides(strides), at)
+    if isinstance(partition, RangePartition):
+        return Placed(partition._replace(stride=strides[0]), at)
+    cuts = zip(partition.cuts, strides, strict=True)
+    return Placed(GridPartition(tuple(cut._replace(stride=step) for cut, step in cuts if cut.ways > 1)), at)
 
 
 @lru_cache(maxsize=256)

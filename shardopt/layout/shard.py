@@ -151,8 +151,8 @@ class Shard(_OfThisProcess):
 
     def _matrix_of_blocks(self, grid: BlockGrid) -> Shard:
         """A matrix of the grid's blocks that is cut alike, or whose rows alone are."""
-        cut, offset = (self.cut, self.offset) if self._is_aligned(grid) else self.cut.along_rows(self.offset)
-        return Shard((grid.rows, grid.blocks_per_row), cut, offset, self.ranks)
+        cut = self.cut if self._is_aligned(grid) else self.cut.along_rows
+        return Shard((grid.rows, grid.blocks_per_row), cut, self.offset, self.ranks)
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
         """Whether no block is cut, and a matrix of the blocks that is cut alike gives each rank its own blocks."""
@@ -324,10 +324,9 @@ def assigned(param: Tensor) -> Shard | None:
         RuntimeError: raised by the function given to :func:`assign_later`.
     """
     shard = getattr(param, ASSIGNED, None)
-    if shard is None or isinstance(shard, Shard):
-        return shard
-    shard.read()
-    shard = getattr(param, ASSIGNED, None)
+    if isinstance(shard, _Unread):
+        shard.read()
+        shard = getattr(param, ASSIGNED, None)
     return shard if isinstance(shard, Shard) else None
 
 

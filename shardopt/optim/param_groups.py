@@ -202,8 +202,8 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     shard = assigned(param)
     if isinstance(shard, FlatBuffer):
         return [
-            _Part((name, *shard.aliases.get(name, ())), part.global_shape, part.float32_state)
-            for name, _, part, _ in shard.segments
+            _Part((part.name, *part.aliases), part.shard.global_shape, part.shard.float32_state)
+            for part in shard.segments
         ]
     # Parameters that ZeRO 3 has partitioned are empty, with their shapes in an attribute.
     shape = tuple(getattr(param, "ds_shape", param.shape)) if shard is None else shard.global_shape

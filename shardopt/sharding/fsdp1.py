@@ -112,14 +112,13 @@ def _assign_unit(
     places = _places(flat)
     stable = [any(isinstance(m, StableEmbedding) and key == "weight" for m, key in of_param) for of_param in places]
     shards = [shard.with_float32_state() if is_so else shard for shard, is_so in zip(shards, stable, strict=True)]
-    aliases = {
-        name: [prefix + key for module, key in places_of for prefix in prefixes[id(module)] if prefix + key != name]
-        for (_, name), places_of in zip(known, places, strict=True)
-    }
+    segments = []
+    for (number, name), shard, of_param in zip(known, shards, places, strict=True):
+        names_of = (prefix + key for module, key in of_param for prefix in prefixes[id(module)])
+        aliases = tuple(other for other in names_of if other != name)
+        segments.append(Segment(name, number, shard, shard.place, aliases))
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-    parts = zip(known, shards, strict=True)
-    segments = [Segment(name, number, shard, shard.place) for (number, name), shard in parts]
-    assign(flat, FlatBuffer(size, segments, known_params, aliases))
+    assign(flat, FlatBuffer(size, segments, known_params))
 
 
 def _places(flat: Any) -> list[list[tuple[Module, str]]]:

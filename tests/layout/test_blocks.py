@@ -121,8 +121,9 @@ class Listed(NamedTuple):
     def indices(self, shape: Shape, offset: int) -> tuple[Range, ...]:
         return (*self.dims, *((0, size) for size in shape[len(self.dims) :]))
 
-    def along_rows(self, offset: int) -> tuple[Any, int]:
-        return Listed(self.dims[:1]), 0
+    @property
+    def along_rows(self) -> Listed:
+        return Listed(self.dims[:1])
 
 
 @settings(deadline=None)
