@@ -264,7 +264,7 @@ class ShardedOptimizer(OptimizerInterface):
         if left:
             self.begin_step(self.param_groups)
             stepper = internals.stepper
-            stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
                 internals.untrained.look(changed=stepper.gradients_changed)
         if take_held is not None:

@@ -36,7 +36,6 @@ from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
-from shardopt.step.batch import StepContext
 from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
 
@@ -86,6 +85,7 @@ class Internals:
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        captured: objects that CUDA graphs keep using: the list grows.
         pauses: while it is not 0, ``step()`` does nothing.
         may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
@@ -104,7 +104,7 @@ class Internals:
         self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self.is_numbered = False  # whether some of the parameters had numbers in the model
-        self._captured: list[object] = []  # objects that CUDA graphs keep using
+        self.captured: list[object] = []
         self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
 
@@ -174,12 +174,10 @@ class Internals:
         if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
             return stepper
         self.update_numbering()
-        context = StepContext(self.residency, self.skipped, self._take_totals)
-        stepper = Stepper(context, self.model_indices, self.copies)
+        stepper = Stepper(self)
         if first is not None and isinstance(assigned(first), FlatBuffer):
             self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
         else:  # another parameter was put in the place of the first one
-            self._captured += [old.context.captured for _, old in self._steppers.values()]
             self._steppers.clear()
         self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
@@ -206,7 +204,8 @@ class Internals:
                 )
         self.is_numbered = is_numbered
 
-    def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
+    def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
+        """Takes the sums over all parameters; see :class:`shardopt.step.context.StepContext`."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
@@ -265,7 +264,7 @@ class Internals:
         if is_plain and only_makes_state(groups, has_begun, self.peers):
             params = self.params
             if self.released is None or any(param.grad is not None for param in params):
-                self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
+                self.stepper.prepare(groups, state, scaling)  # and does not run the step
             for param in params:
                 shard = shard_of(param)
                 if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state

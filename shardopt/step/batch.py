@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,13 +14,12 @@ from shardopt import _C
 from shardopt.codec import CODECS
 from shardopt.kernels.devices import make_call
 from shardopt.kernels.dispatch import Call, LossScaling, Tables
-from shardopt.kernels.skipped import SkippedElements
 from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies
-from shardopt.state.residency import Offload, StateResidency
+from shardopt.state.residency import Offload
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks
-from shardopt.step.exact_sums import TakeTotals
 from shardopt.step.inputs import Input
 
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
@@ -33,23 +31,6 @@ _CPU = torch.device("cpu")
 Alike = tuple[Offload, int | None]
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """Objects of an optimizer that the steps of all its parameters use.
-
-    Attributes:
-        residency: where the state of each parameter lives.
-        skipped: the counter of skipped elements.
-        take_totals: takes the sums over all parameters; not needed by a stepper of a single parameter.
-        captured: objects that CUDA graphs keep using: the list grows.
-    """
-
-    residency: StateResidency
-    skipped: SkippedElements
-    take_totals: TakeTotals = lambda totals: ()
-    captured: list[object] = field(default_factory=list)
-
-
 class Batch:
     """The rows that one call of the kernels steps.
 
@@ -58,7 +39,7 @@ class Batch:
         alike: what they have in common.
         rows: of :data:`shardopt.step.rows.ROW`.
         counted: the parameters whose step counts the call counts up.
-        context: where state lives, and the counter of skipped elements.
+        context: the optimizer.
     """
 
     def __init__(

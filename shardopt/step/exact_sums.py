@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,10 +13,6 @@ from shardopt.layout import Counted, RankGroup
 from shardopt.state.rule import Rule
 from shardopt.step.inputs import Input
 from shardopt.step.over_all import OverAll, no_common_mesh
-
-#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
-#: the hyper-parameters that follow from the sums.
-TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
 
 
 class ExactSums:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutColumns
 from shardopt.step.groups import Group
 
@@ -86,8 +87,7 @@ class Input:
 def describe(
     param_groups: ParamGroups,
     groups: Sequence[Group],
-    numbers: Mapping[Tensor, int],
-    copies: Mapping[Tensor, Replicas],
+    context: StepContext,
     first: int,
     name: str | None,
     gradient_on_host: bool,
@@ -97,8 +97,7 @@ def describe(
     Args:
         param_groups: the optimizer's param groups, or similar ones of some of its parameters.
         groups: one per param group.
-        numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
-        copies: the parameters of which other ranks hold copies and whose work the ranks share.
+        context: the optimizer.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
         gradient_on_host: whether the gradient of a single parameter is in the host's memory.
@@ -128,7 +127,7 @@ def describe(
                 known_as = f"{known_as} {spec.shard.global_shape}"
             number = number_of(param)
             if number is None:
-                number = numbers.get(param, first + len(inputs))
+                number = context.model_indices.get(param, first + len(inputs))
                 is_random = spec is not None and any(x.is_random for x in spec.slices)
                 if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
                     warn_user(
@@ -136,7 +135,7 @@ def describe(
                         "random, so that its noise depends on its place in the optimizer; call optimizer.attach(model)",
                         RuntimeWarning,
                     )
-            shared = copies.get(param)
+            shared = context.copies.get(param)
             inputs.append(
                 Input(len(inputs), known_as, index, position, param.device, spec, number, shared, gradient_on_host)
             )
@@ -255,31 +254,24 @@ def ready_states(
     return ready
 
 
-def raising(groups: Sequence[Group]) -> frozenset[int]:
-    """The indices of the param groups with ``nonfinite="raise"``."""
-    return frozenset(index for index, group in enumerate(groups) if group.nonfinite == "raise")
-
-
-def demand_finite(
-    inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group], looked_at: Set[int]
-) -> None:
+def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
     """Looks for NaN and Inf in gradients; raises on all ranks that share parameters, directly or by way of others.
 
     Args:
         inputs: the parameters. Ranks that share parameters pass the same parameters.
         gradients: this rank's parts of the gradients.
         groups: one per param group.
-        looked_at: the indices of the param groups whose gradients are looked at, equal on all ranks.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
     """
-    if not looked_at:
+    raising = {index for index, group in enumerate(groups) if group.nonfinite == "raise"}
+    if not raising:
         return
     flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[Input, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
         is_shared = parameter.spec is not None and parameter.shard.holders is not None
-        if parameter.group not in looked_at or (gradient is None and not is_shared):
+        if parameter.group not in raising or (gradient is None and not is_shared):
             continue  # a shared parameter may have a gradient on another rank
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
@@ -296,7 +288,7 @@ def demand_finite(
             if flags[-1]:
                 linked[holders] = None
         nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags[:-1].tolist(), strict=True) if flag)
-        bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
+        bad += [parameter.name for parameter in nonfinite]
     if on_any_rank(list(linked), bool(bad), rounds=2):
         names = ", ".join(bad) or "a parameter of other ranks"
         raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")

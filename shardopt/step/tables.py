@@ -18,11 +18,12 @@ from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import StepPlan
-from shardopt.step.batch import Alike, Batch, StepContext, kernels_of, run_phases
+from shardopt.step.batch import Alike, Batch, kernels_of, run_phases
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks, CutColumns
 from shardopt.step.exact_sums import ExactSums
 from shardopt.step.groups import Group, GroupTables
-from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
+from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, unless_idle
 from shardopt.step.muon.waves import run_waves, wave_steps
 from shardopt.step.rows import ROW, Row, rows_of
 
@@ -40,7 +41,7 @@ class StepTables:
         ready: the parameters whose state is ready.
         gradients: this rank's parts, checked; None for a parameter without gradient.
         plan: the description that ranks compare.
-        context: what all steps use.
+        context: the optimizer.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -63,7 +64,6 @@ class StepTables:
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        self._raising = raising(groups)
         self._sums: ExactSums | None = None
         if any(group.rule.sums for group in groups):
             self._sums = ExactSums(
@@ -145,8 +145,7 @@ class StepTables:
 
     def demand_finite(self) -> None:
         """Raises FloatingPointError if a gradient is NaN or Inf and ``nonfinite="raise"``."""
-        if self._raising:
-            demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
+        demand_finite(self._inputs, self._gradients, self._groups.groups)
 
     def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
         """Fills in this step's gradients, options and loss scale.
@@ -237,7 +236,7 @@ class StepTables:
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
         has_gradient = kinds != _C.Inputs.no_gradient
-        self.plan.set_stepped(frozenset(np.flatnonzero(has_gradient).tolist()))
+        self.plan = self.plan.with_gradients(frozenset(np.flatnonzero(has_gradient).tolist()))
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         self._batches = {}
         for device, cuts in self._cuts.items():

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.step.batch import Alike, Batch, StepContext
+from shardopt.step.batch import Alike, Batch
+from shardopt.step.context import StepContext
 from shardopt.step.groups import GroupTables
 from shardopt.step.muon.directions import Directions
 from shardopt.step.muon.matrices import BYTES, Wave
@@ -34,7 +35,7 @@ class Passes:
         alike: what the rows' parameters have in common.
         rows: rows of :data:`shardopt.step.rows.ROW`.
         matrices: the place in the wave of each row's matrix.
-        context: of the step.
+        context: the optimizer.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
-from shardopt.step.batch import Alike, StepContext, run_phases
+from shardopt.step.batch import Alike, run_phases
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks
 from shardopt.step.groups import Group, GroupTables
 from shardopt.step.inputs import Input
@@ -32,7 +33,7 @@ def wave_steps(
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
-        context: of the step.
+        context: the optimizer.
         by_number: whether the matrices' owners depend on the parameters' numbers; see :func:`waves_of`.
     """
     by_device: dict[torch.device, list[Matrix]] = {}
@@ -58,7 +59,7 @@ class WaveStep:
     Args:
         wave: the matrices, including those of parameters without a gradient.
         device: the parameters' device.
-        context: of the step.
+        context: the optimizer.
 
     Attributes:
         tensors: the indices of the parameters.
