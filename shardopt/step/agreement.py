@@ -82,6 +82,7 @@ class StepPlan:
         self.devices = {ranks: _device_of(lines) for ranks, lines in self._sets.items()}
         self.digests: dict[RankGroup, bytes] = {}
         self.single = single
+        self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
         self._take(stepped)
 
     def with_gradients(self, stepped: Container[int]) -> StepPlan:
@@ -115,7 +116,84 @@ class StepPlan:
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
+    def agree(self, agreed: StepPlan | None) -> None:
+        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
+
+        Args:
+            agreed: the last plan that the ranks agreed on; None in the first step.
+
+        Raises:
+            RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
+                changed.
+        """
+        now, before, changed = self.digests, {} if agreed is None else agreed.digests, set[RankGroup]()
+        if now is not before:
+            changed = {ranks for ranks in {*before, *now} if before.get(ranks) != now.get(ranks)}
+        if agreed is not None:
+            self._on_gpus = agreed._on_gpus
+        sets = list(self.checks)
+        if changed:
+            sets = [x for x in sorted(dict.fromkeys([*now, *before]), key=order_of) if x in changed or x in self.checks]
+        differing: list[RankGroup] = []
+        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
+        otherwise = _HELD_ELSEWHERE
+        for ranks in sets:
+            plan = self if agreed is None or ranks in now else agreed
+            device, answers = plan.devices[ranks], self.checks.get(ranks)
+            if ranks in changed:  # says only that, in a message of the length last agreed on, which other ranks expect
+                answers = None if agreed is None else agreed.checks.get(ranks)
+                if answers is not None:
+                    answers = np.zeros_like(answers)
+                    answers[_CHANGED] = 1
+            found = None if answers is None else self._reduced(ranks, answers, device)
+            if found is not None and _differ(found):
+                if device.type == "cuda":
+                    otherwise = _READ_HERE_ONLY
+                else:
+                    differing.append(ranks)
+                continue
+            if found is None or found[_CHANGED]:
+                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
+                    differing.append(ranks)
+                    continue
+                if ranks not in self.checks:
+                    continue
+                found = self._reduced(ranks, self.checks[ranks], device)
+                if _differ(found):
+                    differing.append(ranks)
+            if found[_SEVERAL]:
+                joined.append(ranks)
+        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
+            self._on_gpus.clear()  # the next check is read, too
+            self._refuse(differing, otherwise)
+
+    def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
+        """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.
+
+        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
+        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
+        """
+        if device.type != "cuda":
+            message = torch.from_numpy(answers.copy())
+            ranks.all_reduce_max(message)
+            return message.numpy()
+        found = np.zeros_like(answers)
+        if torch.cuda.is_current_stream_capturing():  # replays of the graph could tell nobody
+            return found
+        said, there = self._on_gpus.get(ranks, (None, None))
+        is_new = said is None or not np.array_equal(said, answers)
+        if there is None or is_new:
+            there = torch.from_numpy(answers.copy()).to(device)
+            self._on_gpus[ranks] = answers, there
+        use_in_current_stream(device, (there,))
+        message = there.clone()
+        ranks.all_reduce_max(message)
+        if is_new:
+            found = np.asarray(message.cpu().numpy())
+            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
+        return found
+
+    def _refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
         """Raises the error that names the first difference.
 
         Args:
@@ -167,93 +245,6 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
         if counts[0] != counts[1]:
             return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
     return None
-
-
-class Agreement:
-    """The plan that the ranks agreed on last, and the checks of later plans against it."""
-
-    def __init__(self) -> None:
-        self._agreed: StepPlan | None = None
-        self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
-
-    @property
-    def was_made(self) -> bool:
-        """Whether the ranks have agreed before."""
-        return self._agreed is not None
-
-    def agree(self, plan: StepPlan) -> None:
-        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
-
-        Raises:
-            RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
-                changed.
-        """
-        agreed = self._agreed or StepPlan({}, (), single=plan.single)
-        now, before, changed = plan.digests, agreed.digests, set[RankGroup]()
-        if plan is not agreed:
-            changed = {ranks for ranks in {*before, *now} if before.get(ranks) != now.get(ranks)}
-        differing: list[RankGroup] = []
-        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
-        otherwise = _HELD_ELSEWHERE
-        sets = list(plan.checks)
-        if changed:
-            sets = [x for x in sorted(dict.fromkeys([*now, *before]), key=order_of) if x in changed or x in plan.checks]
-        for ranks in sets:
-            device = (plan if ranks in now else agreed).devices[ranks]
-            answers = plan.checks.get(ranks)
-            if ranks in changed:  # says only that, in a message of the length last agreed on, which other ranks expect
-                answers = agreed.checks.get(ranks)
-                if answers is not None:
-                    answers = np.zeros_like(answers)
-                    answers[_CHANGED] = 1
-            found = None if answers is None else self._reduced(ranks, answers, device)
-            if found is not None and _differ(found):
-                if device.type == "cuda":
-                    otherwise = _READ_HERE_ONLY
-                else:
-                    differing.append(ranks)
-                continue
-            if found is None or found[_CHANGED]:
-                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
-                    differing.append(ranks)
-                    continue
-                if ranks not in plan.checks:
-                    continue
-                found = self._reduced(ranks, plan.checks[ranks], device)
-                if _differ(found):
-                    differing.append(ranks)
-            if found[_SEVERAL]:
-                joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
-            self._on_gpus.clear()  # the next check is read, too
-            plan.refuse(differing, otherwise)
-        self._agreed = plan
-
-    def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
-        """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.
-
-        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
-        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
-        """
-        if device.type != "cuda":
-            message = torch.from_numpy(answers.copy())
-            ranks.all_reduce_max(message)
-            return message.numpy()
-        found = np.zeros_like(answers)
-        if torch.cuda.is_current_stream_capturing():  # replays of the graph could tell nobody
-            return found
-        said, there = self._on_gpus.get(ranks, (None, None))
-        is_new = said is None or not np.array_equal(said, answers)
-        if there is None or is_new:
-            there = torch.from_numpy(answers.copy()).to(device)
-            self._on_gpus[ranks] = answers, there
-        use_in_current_stream(device, (there,))
-        message = there.clone()
-        ranks.all_reduce_max(message)
-        if is_new:
-            found = np.asarray(message.cpu().numpy())
-            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
-        return found
 
 
 def _differ(found: Answers) -> bool:

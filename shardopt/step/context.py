@@ -20,6 +20,7 @@ class StepContext(Protocol):
         residency: where the state of each parameter lives.
         skipped: the counter of skipped elements.
         model_indices: indices of the parameters among all of the model's, if the optimizer has only some of them.
+        is_numbered: whether some of the parameters have, or had, numbers in the model.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         captured: objects that CUDA graphs keep using: the list grows.
     """
@@ -27,6 +28,7 @@ class StepContext(Protocol):
     residency: StateResidency
     skipped: SkippedElements
     model_indices: dict[Tensor, int]
+    is_numbered: bool
     copies: dict[Tensor, Replicas]
     captured: list[object]
 

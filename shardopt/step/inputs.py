@@ -108,9 +108,10 @@ def describe(
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
     inputs: list[Input] = []
+    unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
-    are_numbered = any(number_of(param) is not None for param in params)
-    if are_numbered:  # some may have come into the groups by assignment
+    context.is_numbered |= any(number_of(param) is not None for param in params)
+    if context.is_numbered:  # some may have come into the groups by assignment
         use_numbers(param for param in params if number_of(param) is None)
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
@@ -129,16 +130,19 @@ def describe(
             if number is None:
                 number = context.model_indices.get(param, first + len(inputs))
                 is_random = spec is not None and any(x.is_random for x in spec.slices)
-                if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
-                    warn_user(
-                        f"{known_as}: got a parameter without a number in the model, unlike others, to be rounded at "
-                        "random, so that its noise depends on its place in the optimizer; call optimizer.attach(model)",
-                        RuntimeWarning,
-                    )
+                if is_random and not isinstance(assigned(param), FlatBuffer):
+                    unnumbered.append(known_as)
             shared = context.copies.get(param)
             inputs.append(
                 Input(len(inputs), known_as, index, position, param.device, spec, number, shared, gradient_on_host)
             )
+    if context.is_numbered and unnumbered:
+        warn_user(
+            f"{', '.join(unnumbered[:5])}: got {len(unnumbered)} parameters without a number in the model, unlike "
+            "other or earlier ones, to be rounded at random, so that their noise depends on their places in the "
+            "optimizer; call optimizer.attach(model)",
+            RuntimeWarning,
+        )
     params_known = sum(1 if parameter.spec is None else len(parameter.slices) for parameter in inputs)
     for parameter in inputs:
         shard = None if parameter.spec is None else parameter.spec.shard

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
-from shardopt.step.agreement import Agreement
+from shardopt.step.agreement import StepPlan
 from shardopt.step.context import StepContext
 from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, ready_states
 from shardopt.step.plan import plan_of
@@ -35,7 +35,7 @@ class Stepper:
         self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
         self._context, self._first, self._name = context, first, name
         self._tables: StepTables | None = None  # of the last step
-        self._agreement = Agreement()
+        self._agreed: StepPlan | None = None  # the last plan that the ranks agreed on
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
     def prepare(
@@ -74,7 +74,7 @@ class Stepper:
         parts = None if on_host is None else {0: on_host}
         if tables is not None and tables.read(param_groups, state, parts):
             self.gradients_changed = tables.update(param_groups, state, scaling)
-            self._agreement.agree(tables.plan)
+            self._agree(tables.plan)
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
@@ -94,17 +94,21 @@ class Stepper:
         groups = [self._context.group_of(group) for group in param_groups]
         inputs = describe(param_groups, groups, self._context, self._first, self._name, on_host is not None)
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
-        is_first = not self._agreement.was_made
+        is_first = self._agreed is None
         if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
-            self._agreement.agree(plan)
+            self._agree(plan)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, inputs, on_host)
         if not is_first:
-            self._agreement.agree(plan)
+            self._agree(plan)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups)
         ready = ready_states(params, state, inputs, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self._context)
+
+    def _agree(self, plan: StepPlan) -> None:
+        plan.agree(self._agreed)
+        self._agreed = plan
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

@@ -179,9 +179,9 @@ def test_assigned_parameters_are_rounded_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("all_of_them", "steps_before", "message"),
     [
-        (False, 1, r"parameter 2 of .* \(64, 33\): got a parameter without a number"),
-        (True, 0, "got 2 parameters without numbers in the model in place of some"),
-        (True, 1, "got 2 parameters without numbers in the model in place of some"),
+        (False, 1, "parameter 2 of .*: got 1"),
+        (True, 0, "parameter 0 of .*: got 2"),
+        (True, 1, "parameter 0 of .*: got 2"),
     ],
 )
 def test_new_parameters_in_place_of_numbered_ones_warn(all_of_them: bool, steps_before: int, message: str) -> None:
@@ -194,7 +194,7 @@ def test_new_parameters_in_place_of_numbered_ones_warn(all_of_them: bool, steps_
     for name in ("weight", "bias") if all_of_them else ("weight",):
         setattr(model[1], name, Parameter(getattr(model[1], name).detach().clone()))
     optimizer.param_groups[0]["params"] = [*kept, *model[1].parameters()]
-    with pytest.warns(RuntimeWarning, match=message):
+    with pytest.warns(RuntimeWarning, match=f"parameter {message} parameters without a number in the model"):
         _step(model, optimizer, 1)
     optimizer.attach(model)
     with warnings.catch_warnings():
