@@ -179,9 +179,9 @@ def test_assigned_parameters_are_rounded_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("all_of_them", "steps_before", "message"),
     [
-        (False, 1, "parameter 2 of .*: got 1"),
-        (True, 0, "parameter 0 of .*: got 2"),
-        (True, 1, "parameter 0 of .*: got 2"),
+        (False, 1, "2 of .*: got 1"),
+        (True, 0, "0 of .*: got 2"),
+        (True, 1, "0 of .*: got 2"),
     ],
 )
 def test_new_parameters_in_place_of_numbered_ones_warn(all_of_them: bool, steps_before: int, message: str) -> None:
