@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.layout import Division, FlatShard, Region
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
@@ -33,38 +32,43 @@ class Matrix:
     """A matrix that is orthogonalized by itself.
 
     Attributes:
-        tensor: index of the optimizer's parameter in the step.
+        parameter: the optimizer's parameter.
         part: index of the parameter's slice.
-        spec: describes the slice's state.
+        options: how the matrix is orthogonalized.
         rows: the matrix's rows.
         cols: the matrix's columns.
         start: index of the matrix's first element in the flattened parameter of the model.
         first: index in the local tensor of the matrix's first element on this rank.
         division: how ranks divide the matrix; None if this rank holds the whole matrix.
         regions: the matrix's part on each rank; without a division, the whole matrix.
-        number: the parameter's index among the model's.
-        group: index of the param group.
-        scale: factor of the learning rate.
-        newton_schulz: orthogonalizes the matrix.
-        row_decay: decay rate of the second moments of the rows; None if rows are not normalized.
         row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
     """
 
-    tensor: int
+    parameter: Input
     part: int
-    spec: SliceSpec
+    options: Orthogonalized
     rows: int
     cols: int
     start: int
     first: int
     division: Division | None
     regions: tuple[Region, ...]
-    number: int
-    group: int
-    scale: float
-    newton_schulz: NewtonSchulz
-    row_decay: float | None
     row_ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def slice(self) -> SliceSpec:
+        """The slice of a model parameter that the matrix is a part of."""
+        return self.parameter.slices[self.part]
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the rows of the result are divided by the roots of their second moments."""
+        return self.options.row_decay is not None
+
+    @property
+    def number(self) -> int:
+        """The parameter's index among the model's."""
+        return self.parameter.number if self.slice.number is None else self.slice.number
 
     @property
     def numel(self) -> int:
@@ -93,7 +97,7 @@ class Matrix:
 
     def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
         """The rows of the matrix whose second moments this rank keeps, and these: a view of the local state entry."""
-        grid, shard = self.spec.row_grid, self.spec.shard
+        grid, shard = self.slice.row_grid, self.slice.shard
         assert grid is not None
         row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
@@ -115,11 +119,11 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Multiplications of the orthogonalization."""
-        return self.newton_schulz.flops(self.rows, self.cols)
+        return self.options.newton_schulz.flops(self.rows, self.cols)
 
     def workspace(self, device_type: str) -> int:
         """Bytes that the orthogonalization takes on the owner, on a device of this type."""
-        return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols, device_type)
+        return BYTES * self.numel + self.options.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
 def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
@@ -145,26 +149,11 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
             division = Division(parameter.copies.ranks, (whole,) * parameter.copies.size)
         regions = (whole,) if division is None else division.regions
         for start, rows, cols in shapes:
-            matrix = Matrix(
-                tensor=parameter.index,
-                part=place,
-                spec=part,
-                rows=rows,
-                cols=cols,
-                start=start,
-                first=first,
-                division=division,
-                regions=tuple(region.within(start, start + rows * cols) for region in regions),
-                number=parameter.number if part.number is None else part.number,
-                group=parameter.group,
-                scale=orthogonalized.scale(rows, cols),
-                newton_schulz=orthogonalized.newton_schulz,
-                row_decay=orthogonalized.row_decay,
-                row_ranges=tuple(
-                    (0, 0) if orthogonalized.row_decay is None else _rows_of(region, part, start, rows, cols)
-                    for region in regions
-                ),
-            )
+            of_rows = ((0, 0),) * len(regions)
+            if orthogonalized.row_decay is not None:
+                of_rows = tuple(_rows_of(region, part, start, rows, cols) for region in regions)
+            in_matrix = tuple(region.within(start, start + rows * cols) for region in regions)
+            matrix = Matrix(parameter, place, orthogonalized, rows, cols, start, first, division, in_matrix, of_rows)
             yield matrix
             first += matrix.held.numel
 
@@ -228,7 +217,7 @@ class Wave(NamedTuple):
         return self.matrices[0].division
 
 
-def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool = True) -> list[Wave]:
+def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool) -> list[Wave]:
     """Divides the matrices of one device among the ranks, by cost, and into waves.
 
     The result depends on the parameters and their sharding alone, so that it is equal on all ranks.
@@ -250,7 +239,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         limit = (memory - max(matrix.workspace(device_type) for matrix in some)) // LIVE_WAVES
         slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
         for index in owner_of:
-            slices.setdefault((some[index].tensor, some[index].part), []).append(index)
+            slices.setdefault((some[index].parameter.index, some[index].part), []).append(index)
         in_waves: list[list[int]] = [[]]
         taken = np.zeros(len(some[0].regions), np.int64)
         for indices in slices.values():
@@ -272,7 +261,8 @@ def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
     loads, owner_of = [0] * ranks, {}
     for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].flops):
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        first = ((matrices[index].number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
+        number = matrices[index].number if by_number else index
+        first = (number * _SCATTER % 2**32) * ranks >> 32
         owner_of[index] = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
         loads[owner_of[index]] += matrices[index].flops
     return owner_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,6 @@ from shardopt.kernels.weights import WeightFormat
 from shardopt.step.batch import Alike, Batch
 from shardopt.step.context import StepContext
 from shardopt.step.groups import GroupTables
-from shardopt.step.muon.directions import Directions
 from shardopt.step.muon.matrices import BYTES, Wave
 
 _DIRECTION = WeightFormat(torch.bfloat16)
@@ -30,7 +29,7 @@ class Passes:
 
     Args:
         wave: the matrices.
-        directions: the wave's directions.
+        first: offset of each matrix's direction in memory.
         device: the parameters' device.
         alike: what the rows' parameters have in common.
         rows: rows of :data:`shardopt.step.rows.ROW`.
@@ -41,7 +40,7 @@ class Passes:
     def __init__(
         self,
         wave: Wave,
-        directions: Directions,
+        first: Sequence[int],
         device: torch.device,
         alike: Alike,
         rows: npt.NDArray[np.void],
@@ -49,9 +48,10 @@ class Passes:
         context: StepContext,
     ) -> None:
         offload, self._strided = alike
-        moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
+        moved = np.array([at - matrix.first for at, matrix in zip(first, wave.matrices, strict=True)])
         self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
-        scaled = [(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
+        scales = [(m.parameter.group, m.options.scale(m.rows, m.cols)) for m in wave.matrices]
+        scaled = [scales[index] for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()
         momentum["kernel_row"]["low_bits"] = momentum["extent"]["low_bits"] = 0
