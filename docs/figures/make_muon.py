@@ -40,11 +40,11 @@ class _Ranks:
 def owners() -> dict[str, int]:
     """The rank that computes each matrix."""
     options = Orthogonalized(NewtonSchulz((QUINTIC,) * 5, 1e-7), None, lambda rows, cols: 1.0, "muon_apply")
-    matrices = []
+    ranks, matrices = cast(Any, _Ranks()), []
     for number, (rows, cols) in enumerate(SHAPES.values()):
         part = rows // RANKS
         regions = tuple(Region((rows, cols), (part * rank, 0), (part, cols)) for rank in range(RANKS))
-        of_rows, division = ((0, 0),) * RANKS, Division(cast(Any, _Ranks()), regions)
+        of_rows, division = ((0, 0),) * RANKS, Division(ranks, regions)
         parameter = Input(number, "", 0, number, torch.device("cpu"), None, number, None, False)
         matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, division, regions, of_rows))
     (wave,) = waves_of(matrices, 1 << 30, "cpu", by_number=False)

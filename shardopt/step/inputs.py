@@ -173,11 +173,6 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
         if gradient is None:
             parts.append(None)
             continue
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
-                "nn.Embedding(sparse=False))"
-            )
         with named(parameter.name):
             local = parameter.shard.local(param)
         part = gradient if gradient is on_host else local_gradient(inputs, parameter.index, gradient)
@@ -306,28 +301,41 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
             or its gradient.
     """
     check_device(name, param.device)
-    supported = ", ".join(str(dtype) for dtype in DTYPES)
-    for role, tensor in (("parameter", param), ("gradient", gradient)):
-        if tensor.dtype not in DTYPES:
-            remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
-            raise RuntimeError(f"{name}: got a {role} of {tensor.dtype}, expected {supported}; {remedy}")
-        check_storage(name, role, tensor)
+    if param.dtype not in DTYPES:
+        supported = ", ".join(map(str, DTYPES))
+        remedy = "step real and imaginary parts apart" if param.is_complex() else "cast it"
+        raise RuntimeError(f"{name}: got a parameter of {param.dtype}, expected {supported}; {remedy}")
+    check_storage(name, "parameter", param)
     check_sign(name, "parameter", param)
     if _may_overlap(param):
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"
         )
+    check_gradient(name, gradient, param.dtype)
     if gradient.device != device or gradient.shape != param.shape:
         raise RuntimeError(
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
             f"expected {tuple(param.shape)} on {device}"
         )
-    if gradient.dtype not in (param.dtype, torch.float32):
+
+
+def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
+    """Checks that the kernels can read a gradient of a parameter of this dtype.
+
+    Raises:
+        RuntimeError: the gradient is sparse, of another dtype, or not in memory.
+    """
+    if gradient.layout != torch.strided:
         raise RuntimeError(
-            f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
-            "expected the same dtype or float32; cast the gradient"
+            f"{name}: got a sparse gradient, expected a dense one; make it dense (e.g. nn.Embedding(sparse=False))"
         )
+    if gradient.dtype not in DTYPES or gradient.dtype not in (dtype, torch.float32):
+        raise RuntimeError(
+            f"{name}: got a gradient of {gradient.dtype} for a parameter of {dtype}, expected the same dtype or "
+            f"float32, and one of {', '.join(map(str, DTYPES))}; cast the gradient"
+        )
+    check_storage(name, "gradient", gradient)
 
 
 def _may_overlap(tensor: Tensor) -> bool:

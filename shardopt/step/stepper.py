@@ -67,9 +67,9 @@ class Stepper:
         if not self._context.residency.settled:
             self._context.residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
-        if tables is None or tables.options_changed(param_groups):
+        if tables is None or tables.watched.options_changed(param_groups):
             self._check(param_groups, state)
-            if tables is not None and not tables.set_groups([self._context.group_of(group) for group in param_groups]):
+            if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
                 tables = None
         parts = None if on_host is None else {0: on_host}
         if tables is not None and tables.read(param_groups, state, parts):
@@ -91,7 +91,7 @@ class Stepper:
         self, param_groups: ParamGroups, state: Any, scaling: LossScaling, on_host: Tensor | None
     ) -> StepTables:
         """Makes tables. Collectives have the order of a step with cached tables: gradients, plans, finiteness."""
-        groups = [self._context.group_of(group) for group in param_groups]
+        groups = list(map(self._context.group_of, param_groups))
         inputs = describe(param_groups, groups, self._context, self._first, self._name, on_host is not None)
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
         is_first = self._agreed is None
