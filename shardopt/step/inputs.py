@@ -267,30 +267,31 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
     raising = {index for index, group in enumerate(groups) if group.nonfinite == "raise"}
     if not raising:
         return
-    flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[Input, Tensor]]] = {}
+    flagged: dict[tuple[RankGroup | None, torch.device], list[tuple[str, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
-        is_shared = parameter.spec is not None and parameter.shard.holders is not None
-        if parameter.group not in raising or (gradient is None and not is_shared):
+        holders = None if parameter.spec is None else parameter.shard.holders
+        if parameter.group not in raising or (gradient is None and holders is None):
             continue  # a shared parameter may have a gradient on another rank
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)
             flag = torch.isfinite(low + high * 0).logical_not().int()
-        flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter, flag))
-    sets = {holders for holders, _ in flags_of if holders is not None}
+        flagged.setdefault((holders, parameter.device), []).append((parameter.name, flag))
+    is_in_several = len({holders for holders, _ in flagged if holders is not None}) > 1
     bad: list[str] = []
     linked: dict[RankGroup, None] = {}  # the sets of ranks of which a rank is in another set, too
-    for (holders, _), flagged in flags_of.items():
-        flags = torch.stack([flag for _, flag in flagged] + [torch.full_like(flagged[0][1], len(sets) > 1)])
+    for (holders, _), named_flags in flagged.items():
+        names, flags = zip(*named_flags, strict=True)
+        found = torch.stack([*flags, torch.full_like(flags[0], is_in_several)])
         if holders is not None:
-            holders.all_reduce_max(flags)
-            if flags[-1]:
+            holders.all_reduce_max(found)
+            if found[-1]:
                 linked[holders] = None
-        nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags[:-1].tolist(), strict=True) if flag)
-        bad += [parameter.name for parameter in nonfinite]
+        bad += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
     if on_any_rank(list(linked), bool(bad), rounds=2):
-        names = ", ".join(bad) or "a parameter of other ranks"
-        raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
+        raise FloatingPointError(
+            f"{', '.join(bad) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was changed"
+        )
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardopt.layout import FlatBuffer, FlatShard, RankGroup
+from shardopt.layout import FlatShard, RankGroup
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.slice_spec import SliceSpec
@@ -57,7 +57,6 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
 
 def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, is_joint: bool) -> Line:
     shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
-    is_flat = isinstance(shard, FlatShard)
     says: dict[str, Any] = {
         "name": slice_.name or name,
         "shape": list(shard.global_shape),
@@ -73,8 +72,7 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-    is_sized = not is_flat and slice_.exchanges_columns
-    is_buffer = isinstance(parameter.shard, FlatBuffer)
-    is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)
+    is_sized = slice_.exchanges_columns
+    is_held = is_sized or 0 not in parameter.shard.local_shape
     known_as = slice_.name or parameter.name
     return Line(parameter.index, parameter.device, known_as, says, is_sized, is_held, is_joint)

@@ -56,8 +56,8 @@ class Matrix:
     row_ranges: tuple[tuple[int, int], ...]
 
     @property
-    def slice(self) -> SliceSpec:
-        """The slice of a model parameter that the matrix is a part of."""
+    def spec(self) -> SliceSpec:
+        """The slice of a model parameter that the matrix is in."""
         return self.parameter.slices[self.part]
 
     @property
@@ -68,7 +68,7 @@ class Matrix:
     @property
     def number(self) -> int:
         """The parameter's index among the model's."""
-        return self.parameter.number if self.slice.number is None else self.slice.number
+        return self.parameter.number if self.spec.number is None else self.spec.number
 
     @property
     def numel(self) -> int:
@@ -97,7 +97,7 @@ class Matrix:
 
     def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
         """The rows of the matrix whose second moments this rank keeps, and these: a view of the local state entry."""
-        grid, shard = self.slice.row_grid, self.slice.shard
+        grid, shard = self.spec.row_grid, self.spec.shard
         assert grid is not None
         row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):

@@ -53,7 +53,7 @@ def wave_steps(
     waves: dict[torch.device, list[WaveStep]] = {}
     for device, matrices in by_device.items():
         for matrix in matrices:
-            matrix.parameter.begins.setdefault(matrix.part, []).append(matrix.first - matrix.slice.offset)
+            matrix.parameter.begins.setdefault(matrix.part, []).append(matrix.first - matrix.spec.offset)
         divided = waves_of(matrices, min(memory), device.type, by_number=by_number)
         waves[device] = [WaveStep(wave, device, context) for wave in divided]
     return waves
@@ -82,7 +82,7 @@ class WaveStep:
         self.ranks = None if division is None else division.ranks
         self._has_parts = division is not None and not division.is_copied
         self.tensors = {matrix.parameter.index for matrix in wave.matrices}
-        self.cuts = CutBlocks({(m.parameter.index, m.part): m.slice for m in wave.matrices}.values(), device)
+        self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave.matrices}.values(), device)
         self.passes: list[Passes] = []
         self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # and each row's matrix
         self._with_gradient: frozenset[int] = frozenset()
