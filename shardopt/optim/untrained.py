@@ -16,7 +16,6 @@ from shardopt.state.warn import warn_user
 #: which a parameter is named that was never stepped, and one that was stepped in most steps before. Experts and layers
 #: that are skipped at random get a gradient in between.
 NONE_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
-_MOST_NAMES = 5
 
 
 class Untrained:
@@ -94,11 +93,10 @@ class Untrained:
             ]
             if names:
                 self._named.update(dict.fromkeys(found, True))
-                more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-                told = (
-                    f"{', '.join(names[:_MOST_NAMES])}{more}: got no gradient in {limit} steps in which others had one"
+                listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
+                _warn(
+                    f"{listed}: got no gradient in {limit} steps in which others had one", f"{_CUT_OFF}; or {_REPLACED}"
                 )
-                _warn(told, f"{_CUT_OFF}; or {_REPLACED}")
 
 
 _CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"
