@@ -116,11 +116,14 @@ class StepPlan:
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def agree(self, agreed: StepPlan | None) -> None:
+    def agree(self, agreed: StepPlan | None) -> StepPlan:
         """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
 
         Args:
             agreed: the last plan that the ranks agreed on; None in the first step.
+
+        Returns:
+            This plan, on which the ranks have now agreed.
 
         Raises:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
@@ -166,6 +169,7 @@ class StepPlan:
         if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
             self._on_gpus.clear()  # the next check is read, too
             self._refuse(differing, otherwise)
+        return self
 
     def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
         """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.

@@ -55,44 +55,37 @@ class Batch:
         self.tables = Tables(rows["kernel_row"].copy(), steps, _CODEC_TABLES)
         self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
         self.kernels = kernels_of(device, offload)
-        self.call: Call | None = None
-        self._device, self._offload, self._rows, self._context = device, offload, rows, context
-        is_on_host = any(parameter.gradient_on_host for parameter in counted)  # where offload="step" needs gradients
-        self._moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload or "state"]
+        self.is_new = True  # until the first update
+        make = partial(make_call, self.kernels, skipped=context.skipped)
+        if offload is None:
+            call: Call = make(self.tables)
+        else:
+            new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
+            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # where offload="step" needs it
+            moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload]
+            transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
+            call = StreamedCall(self.tables, rows["extent"], np.cumsum(new_unit), moves, transfers, size, make)
+        self.call: Call = call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Fills in the gradients' addresses; returns whether one is new."""
         return watched.fill(self.tables.kernel_rows, self.tensors, self.elements)
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; makes the call in the first one.
+        """Prepares a step.
 
         Args:
             rows_changed: whether the tables' kernel rows were changed.
             groups: rows of ``_C.group_row``.
             scaling: the loss scale.
         """
-        if self.call is None:
-            self.call = self._make_call()
-            rows_changed = True
-        self.call.update(rows_changed, groups, scaling)
+        self.call.update(rows_changed or self.is_new, groups, scaling)
+        self.is_new = False
 
     @property
     def copied_bytes(self) -> int:
         """Bytes that the step takes for contiguous copies."""
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
-
-    def _make_call(self) -> Call:
-        make = partial(make_call, self.kernels, skipped=self._context.skipped)
-        if self._offload is None:
-            call: Call = make(self.tables)
-        else:
-            new_unit = np.diff(self.tensors, prepend=-1) != 0
-            new_unit |= np.diff(self._rows["unit"], prepend=-1) != 0
-            extents, units = self._rows["extent"], np.cumsum(new_unit)
-            transfers = self._context.residency.transfers(self._device, self._offload)
-            call = StreamedCall(self.tables, extents, units, self._moves, transfers, residencies.CHUNK_BYTES, make)
-        return call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
 
 def kernels_of(device: torch.device, offload: Offload) -> torch.device:

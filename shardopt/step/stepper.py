@@ -74,7 +74,7 @@ class Stepper:
         parts = None if on_host is None else {0: on_host}
         if tables is not None and tables.read(param_groups, state, parts):
             self.gradients_changed = tables.update(param_groups, state, scaling)
-            self._agree(tables.plan)
+            self._agreed = tables.plan.agree(self._agreed)
             if scaling.found_inf is None:
                 tables.demand_finite()
         else:
@@ -96,19 +96,15 @@ class Stepper:
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
         is_first = self._agreed is None
         if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
-            self._agree(plan)
+            self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, inputs, on_host)
         if not is_first:
-            self._agree(plan)
+            self._agreed = plan.agree(self._agreed)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups)
         ready = ready_states(params, state, inputs, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self._context)
-
-    def _agree(self, plan: StepPlan) -> None:
-        plan.agree(self._agreed)
-        self._agreed = plan
 
     def _run(self, tables: StepTables) -> None:
         tables.run()

@@ -79,7 +79,6 @@ class StepTables:
             if parameter.index not in self._in_waves:
                 specs[parameter.device] += parameter.slices
         self._cuts = {device: CutBlocks(of_device, device) for device, of_device in specs.items()}
-        self._members: list[Input] = []  # the parameters whose steps this rank counts, perhaps without rows
         cuts = (*self._cuts.values(), *(wave.cuts for wave in waves))
         extremes_of = {block: addresses for each in cuts for block, addresses in each.flat.items()}
         rows: list[Row] = []
@@ -115,7 +114,6 @@ class StepTables:
             parameter.columns = CutColumns.of(spec.slices[0], of_slice, parameter.device)
         rows = list(rows_of(parameter, spec.shard.local(param), state, where, seed, extremes_of))
         parameter.step = state["step"].data_ptr()
-        self._members.append(parameter)
         return rows
 
     def read(
@@ -199,21 +197,20 @@ class StepTables:
         """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
         sums.clear()
         batches = [batch for of_device in self._batches.values() for batch in of_device]
-        calls = [(batch.call, batch) for batch in batches if batch.call is not None]
         for cuts in self._cuts.values():
             cuts.keep_scales()
-        for call, _ in calls:
-            call.run(_C.Phase.sums)
+        for batch in batches:
+            batch.call.run(_C.Phase.sums)
         sums.exchange()
         if any(group.rule.totals for group in self.groups.groups):
             self.groups.follow_totals(self._context.take_totals(sums.total()))
-            for call, batch in calls:
-                call.update(False, self.groups.on(batch.kernels), self._scaling)
+            for batch in batches:
+                batch.update(False, self.groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, even if only other ranks have something to step."""
         cuts, waves = self._cuts[device], self._waves.get(device, [])
-        calls = [batch.call for batch in self._batches[device] if batch.call is not None]
+        calls = [batch.call for batch in self._batches[device]]
         if device.type == "cuda":
             used = (self.groups, self._sums, cuts, *(wave.cuts for wave in waves))
             memory = [tensor for each in used if each is not None for tensor in each.memory]
@@ -231,7 +228,7 @@ class StepTables:
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         self._batches = {}
         for device, cuts in self._cuts.items():
-            stepped = [p for p in self._members if p.device == device and has_gradient[p.index]]
+            stepped = [p for p in self._inputs if p.step and p.device == device and has_gradient[p.index]]
             alike: dict[Alike, list[Input]] = {}
             for parameter in stepped:
                 key = parameter.offload, parameter.index if strided[parameter.index] else None
