@@ -10,9 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from drawing import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.layout import Division, Region
+from shardopt.state.rule import Orthogonalized
+from shardopt.step.inputs import Input
 from shardopt.step.muon.matrices import Matrix, waves_of
 
 TARGET = Path(__file__).with_name("muon-step.svg")
@@ -35,21 +39,17 @@ class _Ranks:
 
 def owners() -> dict[str, int]:
     """The rank that computes each matrix."""
-    newton_schulz, ranks = NewtonSchulz((QUINTIC,) * 5, 1e-7), cast(Any, _Ranks())
-    matrices = []
+    options = Orthogonalized(NewtonSchulz((QUINTIC,) * 5, 1e-7), None, lambda rows, cols: 1.0, "muon_apply")
+    ranks, matrices = cast(Any, _Ranks()), []
     for number, (rows, cols) in enumerate(SHAPES.values()):
         part = rows // RANKS
         regions = tuple(Region((rows, cols), (part * rank, 0), (part, cols)) for rank in range(RANKS))
-        of_rows = ((0, 0),) * RANKS
-        matrices.append(
-            Matrix(
-                number, 0, cast(Any, None), rows, cols, 0, 0, Division(ranks, regions), regions, number, 0, 1.0,
-                newton_schulz, None, of_rows,
-            )
-        )  # fmt: skip
-    (wave,) = waves_of(matrices, 1 << 30, "cpu")
+        of_rows, division = ((0, 0),) * RANKS, Division(ranks, regions)
+        parameter = Input(number, "", 0, number, torch.device("cpu"), None, number, None, False)
+        matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, division, regions, of_rows))
+    (wave,) = waves_of(matrices, 1 << 30, "cpu", by_number=False)
     names = list(SHAPES)
-    return {names[m.number]: owner for m, owner in zip(wave.matrices, wave.owners, strict=True)}
+    return {names[m.parameter.index]: owner for m, owner in zip(wave.matrices, wave.owners, strict=True)}
 
 
 def rows_of_a_rank(drawing: Drawing, x: float, y: float, rank: int) -> None:

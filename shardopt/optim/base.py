@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import assigned, copies_in, number_parameters, read_model, use_numbers
+from shardopt.layout import assigned, copies_in, number_parameters, read_model
 from shardopt.layout.names import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
@@ -120,8 +120,7 @@ class ShardedOptimizer(OptimizerInterface):
         except Exception:  # after any error the optimizer stays as it was
             self.param_groups.pop()
             raise
-        use_numbers(self.param_groups[-1]["params"])
-        self._internals.is_numbered |= any(number_of(param) is not None for param in self.param_groups[-1]["params"])
+        self._internals.use_numbers(self.param_groups[-1]["params"])
 
     @without_autograd
     def attach(self, model: Module) -> None:
@@ -142,8 +141,7 @@ class ShardedOptimizer(OptimizerInterface):
         """
         read_model(model)
         number_parameters(model)
-        use_numbers(self._internals.params)
-        self._internals.update_numbering()
+        self._internals.use_numbers(self._internals.params)
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
         self._internals.residency.check()
@@ -264,7 +262,7 @@ class ShardedOptimizer(OptimizerInterface):
         if left:
             self.begin_step(self.param_groups)
             stepper = internals.stepper
-            stepper.prepare(self.param_groups, self.state, internals.group_of, scaling)()
+            stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
                 internals.untrained.look(changed=stepper.gradients_changed)
         if take_held is not None:
@@ -390,7 +388,6 @@ class ShardedOptimizer(OptimizerInterface):
         if numbers is not None:  # of a copy, whose parameters have lost theirs
             give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
-        self._internals.update_numbering()
         if asleep is not None:
             self._internals.residency.asleep = asleep
         self._internals.forget_tables(anew=True)

@@ -146,8 +146,6 @@ def _check_parameters(
     if len(stepped) == len(params) and all(map(is_, stepped, params)):
         return
     given, known = set(map(id, params)), set(map(id, stepped))
-    if given == known:
-        return
     missing = sum(id(param) not in known for param in with_gradient)
     more = sum(id(param) not in given and (param.grad is not None or param in on_host) for param in stepped)
     if missing or more:

@@ -17,10 +17,15 @@ class OptimizerInterface(Optimizer):
     """Base class of ``ShardedOptimizer``: subclasses must say what their rule is, and may define the rest."""
 
     #: The rule of all param groups, unless :meth:`rule` says otherwise.
-    only_rule: Rule
+    only_rule: Rule | None = None
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule for a param group."""
+        if self.only_rule is None:
+            raise TypeError(
+                f"got an optimizer {type(self).__name__} without a rule, expected one; set only_rule in the class, or "
+                "define rule(group)"
+            )
         return self.only_rule
 
     #: The codec where the options name none; ``class Toy8bit(Toy, codec="log8")`` sets it.

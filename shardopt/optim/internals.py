@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.codec import get_codec
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import (
@@ -35,7 +34,6 @@ from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
-from shardopt.step.batch import StepContext
 from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
 
@@ -81,10 +79,12 @@ class Internals:
         skipped: counts the gradient elements that steps skip.
         model_indices: indices of the parameters among all of the model's, if the optimizer has only some of them;
             others are counted in order.
+        is_numbered: whether some of the parameters have, or had, numbers in the model.
         peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
         copies: the parameters of which other ranks hold copies and whose work the ranks share.
         released: the parameters that are stepped during the backward pass, if any.
         coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
+        captured: objects that CUDA graphs keep using: the list grows.
         pauses: while it is not 0, ``step()`` does nothing.
         may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
     """
@@ -102,8 +102,8 @@ class Internals:
         self.may_make_state = True
         self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
-        self.is_numbered = False  # whether some of the parameters had numbers in the model
-        self._captured: list[object] = []  # objects that CUDA graphs keep using
+        self.is_numbered = False
+        self.captured: list[object] = []
         self.untrained = Untrained(optimizer)
         self._skipped_reported = 0
 
@@ -172,40 +172,21 @@ class Internals:
         reference, stepper = self._steppers.get(id(first), (None, None))
         if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
             return stepper
-        self.update_numbering()
-        context = StepContext(self.residency, self.skipped, self._take_totals)
-        stepper = Stepper(context, self.model_indices, self.copies)
+        stepper = Stepper(self)
         if first is not None and isinstance(assigned(first), FlatBuffer):
             self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
         else:  # another parameter was put in the place of the first one
-            self._captured += [old.context.captured for _, old in self._steppers.values()]
             self._steppers.clear()
         self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
 
-    def update_numbering(self) -> None:
-        """Updates :attr:`is_numbered`.
+    def use_numbers(self, params: Sequence[Tensor]) -> None:
+        """Has steps use the numbers in the model that were stored with parameters last."""
+        use_numbers(params)
+        self.is_numbered |= any(number_of(param) is not None for param in params)
 
-        If all numbered parameters were replaced in the param groups, uses the model numbers stored with the new ones;
-        warns if there are none and values are rounded at random.
-        """
-        groups, params = self.optimizer.param_groups, self.params
-        is_numbered = any(number_of(param) is not None for param in params)
-        if self.is_numbered and not is_numbered:
-            params = [param for param in params if not isinstance(assigned(param), FlatBuffer)]
-            use_numbers(params)
-            is_numbered = any(number_of(param) is not None for param in params)
-            are_random = (group["stochastic_rounding"] or get_codec(group["codec"]).random for group in groups)
-            if params and not is_numbered and any(are_random):
-                warn_user(
-                    f"got {len(params)} parameters without numbers in the model in place of some with numbers, to be "
-                    "rounded at random, so that their noise depends on their places in the optimizer; call "
-                    "optimizer.attach(model)",
-                    RuntimeWarning,
-                )
-        self.is_numbered = is_numbered
-
-    def _take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
+    def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
+        """Takes the sums over all parameters; see :class:`shardopt.step.context.StepContext`."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
@@ -264,7 +245,7 @@ class Internals:
         if is_plain and only_makes_state(groups, has_begun, self.peers):
             params = self.params
             if self.released is None or any(param.grad is not None for param in params):
-                self.stepper.prepare(groups, state, self.group_of, scaling)  # and does not run the step
+                self.stepper.prepare(groups, state, scaling)  # and does not run the step
             for param in params:
                 shard = shard_of(param)
                 if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state

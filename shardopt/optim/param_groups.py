@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -269,12 +269,10 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            text, likeness = pattern.strip("*."), dict.fromkeys(names, 0.0)
-            for name in names:  # as wholes or in one of their dotted parts
-                parts = (name, *name.split("."))
-                likeness[name] = max(SequenceMatcher(None, text, part).ratio() for part in parts)
-            best = sorted(names, key=lambda name: likeness[name], reverse=True)[:3]
-            near = ", ".join([name for name in best if likeness[name] >= 0.6] or names[:3])
+            # Names that are alike as wholes or in one of their dotted parts.
+            by_part = {part: name for name in reversed(names) for part in (name, *name.split("."))}
+            close = dict.fromkeys(by_part[part] for part in get_close_matches(pattern.strip("*."), by_part))
+            near = ", ".join(close or names[:3])
             raise ValueError(
                 f"got pattern {pattern!r}, which matches no parameter, expected one for names such as "
                 f"{near or 'those of a model that has parameters'}; correct the pattern or leave it out"

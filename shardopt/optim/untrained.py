@@ -1,23 +1,21 @@
-"""Warns of parameters that nobody trains: frozen by mistake, or no longer the model's."""
+"""Warns of parameters that nobody trains: frozen by mistake, cut off from the loss, or no longer the model's."""
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
 from torch import Tensor
-from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 
-#: Consecutive steps without a gradient after which a parameter of no module is named, one that was never stepped, and
-#: one that was stepped in most steps before. Experts and layers that are skipped at random get a gradient in between.
-REPLACED_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
-_MOST_NAMES = 5
+#: Consecutive steps without any gradient after which this is told; and consecutive steps in which others have one after
+#: which a parameter is named that was never stepped, and one that was stepped in most steps before. Experts and layers
+#: that are skipped at random get a gradient in between.
+NONE_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
 
 
 class Untrained:
@@ -37,8 +35,7 @@ class Untrained:
         self._without: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self._steps = 0  # since the last look
         self._due = math.inf  # steps after a look until one of them reaches a limit
-        #: Parameters that had no gradient for a while, and whether a module has them; False for those that were named.
-        self._settled: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._named: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
     def skip(self) -> None:
         """Forgets what was seen: steps are taken in backward passes."""
@@ -65,46 +62,41 @@ class Untrained:
         self._without = WeakIdKeyDictionary(without)  # type: ignore[no-untyped-call]
         self._is_first, self._steps = False, 0
         self._due = min((limit - n for limit in _LIMITS for n in without.values() if n < limit), default=math.inf)
-        other = next((param for param in params if param.grad is not None and param.requires_grad), None)
-        if other is None:
-            never = not self._found_none and set(without.values()) == {REPLACED_AFTER}
-            if without and (is_first or never):
+        if any(param.grad is not None and param.requires_grad for param in params):
+            self._name(without)
+        elif without:
+            if is_first or (not self._found_none and set(without.values()) == {NONE_AFTER}):
                 self._found_none = True
-                when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
+                when = "the first step" if is_first else f"each of {NONE_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(without)} parameters and changed nothing", _REPLACED)
-            elif is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
-                _warn(
-                    f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()"
-                )
-            return
-        if new := [param for param, n in without.items() if n >= REPLACED_AFTER and param not in self._settled]:
-            owned = _in_modules([other, *new])
-            knows = id(other) in owned  # otherwise the optimizer's parameters are in no modules at all
-            self._settled.update((param, not knows or id(param) in owned) for param in new)
-            replaced = [param for param in new if not self._settled[param]]
-            self._name(replaced, ": got no gradient, and no module has the parameter", _REPLACED)
-        for steps in (NEVER_AFTER, LATER_AFTER):
-            if suspects := [param for param, n in without.items() if n == steps and self._settled.get(param)]:
-                taken = {p: float(state["step"].max()) for p, state in self._optimizer.state.items() if "step" in state}
-                most = max(taken.values(), default=0.0) - steps
-                cut_off = [
-                    p for p in suspects if (taken.get(p, 0) > most / 2 if steps == LATER_AFTER else p not in taken)
-                ]
-                self._name(cut_off, f": got no gradient in {steps} steps in which others had one", _CUT_OFF)
+        elif is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
+            _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
 
-    def _name(self, params: Sequence[Tensor], found: str, remedy: str) -> None:
-        """Warns of parameters, once."""
-        if not params:
-            return
-        self._settled.update((param, False) for param in params)
-        names = {
-            id(param): listed_name(group, index, position)
-            for index, group in enumerate(self._optimizer.param_groups)
-            for position, param in enumerate(group["params"])
-        }
-        listed = ", ".join(f"{names[id(param)]} {tuple(param.shape)}" for param in params[:_MOST_NAMES])
-        more = len(params) - _MOST_NAMES
-        _warn(f"{listed}{f' and {more} more' if more > 0 else ''}{found}", remedy)
+    def _name(self, without: dict[Tensor, int]) -> None:
+        """Warns of the parameters that have just reached a limit, once of each."""
+        state = self._optimizer.state
+        for limit in (NEVER_AFTER, LATER_AFTER):
+            suspects = [param for param, n in without.items() if n == limit and param not in self._named]
+            if not suspects:
+                continue
+            taken = {param: float(entries["step"].max()) for param, entries in state.items() if "step" in entries}
+            most = max(taken.values(), default=0.0) - limit
+            if limit == NEVER_AFTER:
+                found = {param for param in suspects if param not in taken}
+            else:
+                found = {param for param in suspects if taken.get(param, 0.0) > most / 2}
+            names = [
+                f"{listed_name(group, index, position)} {tuple(param.shape)}"
+                for index, group in enumerate(self._optimizer.param_groups)
+                for position, param in enumerate(group["params"])
+                if param in found
+            ]
+            if names:
+                self._named.update(dict.fromkeys(found, True))
+                listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
+                _warn(
+                    f"{listed}: got no gradient in {limit} steps in which others had one", f"{_CUT_OFF}; or {_REPLACED}"
+                )
 
 
 _CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"
@@ -116,13 +108,3 @@ _REPLACED = (
 
 def _warn(found: str, remedy: str) -> None:
     warn_user(f"{found}; expected gradients of backward(): {remedy}", RuntimeWarning)
-
-
-def _in_modules(params: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters that modules have. Looks through all objects of the process."""
-    wanted = {id(param) for param in params}
-    found: set[int] = set()
-    for holder in gc.get_objects():
-        if issubclass(type(holder), Module):
-            found.update(id(param) for param in vars(holder).get("_parameters", {}).values() if id(param) in wanted)
-    return found

@@ -19,7 +19,6 @@ from shardopt.release.deferred import DeferredStep, DeferredSteps
 from shardopt.release.parts import GradientParts
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
-from shardopt.step.batch import StepContext
 from shardopt.step.stepper import Stepper
 
 
@@ -86,9 +85,8 @@ class ReleasedParameters:
                 if param in wanted:
                     demand_no_raise(group)
                     demand_no_totals(optimizer, group)
-                    context = StepContext(internals.residency, internals.skipped)
                     name = listed_name(group, index, position)
-                    stepper = Stepper(context, internals.model_indices, internals.copies, index_in_model, name)
+                    stepper = Stepper(internals, index_in_model, name)
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
 
@@ -142,7 +140,7 @@ class ReleasedParameters:
         entries: dict[str, Any] = {} if known is None else known
         optimizer.begin_step([group])
         view = {**group, "params": [param]}
-        step = parameter.stepper.prepare([view], {param: entries}, optimizer._internals.group_of, scaling, on_host)
+        step = parameter.stepper.prepare([view], {param: entries}, scaling, on_host)
         if known is None:
             optimizer.state[param] = entries
         return step

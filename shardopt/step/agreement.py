@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -40,90 +41,71 @@ Answers = npt.NDArray[np.int32]
 
 
 class Line(NamedTuple):
-    """A parameter in a description.
+    """A parameter in the description of a set of ranks that step it together.
 
     Attributes:
         tensor: the index of the optimizer's parameter in the step.
+        device: the parameter's device.
         known_as: the parameter's name in errors, which may differ on other ranks.
         says: the properties that must be equal on all ranks.
         is_sized: whether messages are longer if the parameter has a gradient.
         is_held: whether this rank has elements of the parameter, and so may have a gradient.
+        is_joint: whether all ranks of the set or none must have a gradient of the parameter.
     """
 
     tensor: int
+    device: torch.device
     known_as: str
     says: dict[str, Any]
     is_sized: bool
     is_held: bool
-
-
-class Members(NamedTuple):
-    """The parameters that a set of ranks steps together.
-
-    Attributes:
-        device: of the parameters.
-        lines: the set's description, in an order that is equal on all of its ranks.
-        joint: the indices of the parameters that all of the ranks or none must have a gradient of.
-    """
-
-    device: torch.device
-    lines: list[Line]
-    joint: dict[int, None]
+    is_joint: bool
 
 
 class StepPlan:
-    """The description of a step's parameters of which other ranks have parts.
+    """The description of a step's parameters of which other ranks have parts, and which of them have a gradient.
 
     Args:
-        sets: by the ranks that must agree.
+        sets: the descriptions by the ranks that must agree, each in an order that is equal on all of these ranks.
         stepped: the indices of the parameters that have a gradient on this rank.
-        on_difference: called before an error is raised.
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
 
     Attributes:
-        digests: by the ranks that must agree. Another dict if a digest has changed.
+        digests: by the ranks that must agree.
         checks: this rank's answers in the checks of a step as agreed, in an order that is equal on all ranks.
         devices: of the messages, by the ranks that must agree.
         single: see above.
     """
 
-    def __init__(
-        self,
-        sets: Mapping[RankGroup, Members],
-        stepped: Container[int],
-        on_difference: Callable[[], object] = lambda: None,
-        *,
-        single: bool = False,
-    ) -> None:
+    def __init__(self, sets: Mapping[RankGroup, list[Line]], stepped: Container[int], *, single: bool) -> None:
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
-        self.devices = {ranks: members.device for ranks, members in self._sets.items()}
-        self._on_difference, self.single = on_difference, single
+        self.devices = {ranks: _device_of(lines) for ranks, lines in self._sets.items()}
         self.digests: dict[RankGroup, bytes] = {}
-        self.set_stepped(stepped)
+        self.single = single
+        self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
+        self._take(stepped)
 
-    def set_stepped(self, stepped: Container[int]) -> None:
-        """Sets which parameters, by their indices, have a gradient on this rank in this step.
+    def with_gradients(self, stepped: Container[int]) -> StepPlan:
+        """The plan of a step in which these parameters, by their indices, have a gradient on this rank."""
+        plan = copy(self)
+        plan._take(stepped)
+        return plan
 
-        Computes the digests again if they depend on gradients (:attr:`Line.is_sized`).
-        """
+    def _take(self, stepped: Container[int]) -> None:
         self._stepped = stepped
-        if not self.digests or any(line.is_sized for members in self._sets.values() for line in members.lines):
-            digests = {ranks: self._digest(members.lines) for ranks, members in self._sets.items()}
-            if digests != self.digests:
-                self.digests = digests
-        self.checks = {
-            ranks: self._answers(members) for ranks, members in self._sets.items() if self._is_checked(members)
-        }
+        if not self.digests or any(line.is_sized for lines in self._sets.values() for line in lines):
+            self.digests = {ranks: self._digest(lines) for ranks, lines in self._sets.items()}
+        self.checks = {ranks: self._answers(lines) for ranks, lines in self._sets.items() if self._is_checked(lines)}
 
-    def _is_checked(self, members: Members) -> bool:
-        if members.joint or (members.device.type == "cpu" and not self.single):
+    def _is_checked(self, lines: Sequence[Line]) -> bool:
+        if not self.single and _device_of(lines).type == "cpu":
             return True
-        return any(line.is_sized and line.tensor in self._stepped for line in members.lines)
+        return any(line.is_joint or (line.is_sized and line.tensor in self._stepped) for line in lines)
 
-    def _answers(self, members: Members) -> Answers:
-        is_held = {line.tensor: line.is_held for line in members.lines}
-        has = [is_held[index] and index in self._stepped for index in members.joint]
-        lacks = [is_held[index] and index not in self._stepped for index in members.joint]
+    def _answers(self, lines: Sequence[Line]) -> Answers:
+        is_held = {line.tensor: line.is_held for line in lines if line.is_joint}
+        has = [here and index in self._stepped for index, here in is_held.items()]
+        lacks = [here and index not in self._stepped for index, here in is_held.items()]
         return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
 
     def _digest(self, lines: Sequence[Line]) -> bytes:
@@ -134,14 +116,94 @@ class StepPlan:
             return line.says
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
-    def refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
+    def agree(self, agreed: StepPlan | None) -> StepPlan:
+        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
+
+        Args:
+            agreed: the last plan that the ranks agreed on; None in the first step.
+
+        Returns:
+            This plan, on which the ranks have now agreed.
+
+        Raises:
+            RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
+                changed.
+        """
+        now, before, changed = self.digests, {} if agreed is None else agreed.digests, set[RankGroup]()
+        if now is not before:
+            changed = {ranks for ranks in {*before, *now} if before.get(ranks) != now.get(ranks)}
+        if agreed is not None:
+            self._on_gpus = agreed._on_gpus
+        sets = list(self.checks)
+        if changed:
+            sets = [x for x in sorted(dict.fromkeys([*now, *before]), key=order_of) if x in changed or x in self.checks]
+        differing: list[RankGroup] = []
+        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
+        otherwise = _HELD_ELSEWHERE
+        for ranks in sets:
+            plan = self if agreed is None or ranks in now else agreed
+            device, answers = plan.devices[ranks], self.checks.get(ranks)
+            if ranks in changed:  # says only that, in a message of the length last agreed on, which other ranks expect
+                answers = None if agreed is None else agreed.checks.get(ranks)
+                if answers is not None:
+                    answers = np.zeros_like(answers)
+                    answers[_CHANGED] = 1
+            found = None if answers is None else self._reduced(ranks, answers, device)
+            if found is not None and _differ(found):
+                if device.type == "cuda":
+                    otherwise = _READ_HERE_ONLY
+                else:
+                    differing.append(ranks)
+                continue
+            if found is None or found[_CHANGED]:
+                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
+                    differing.append(ranks)
+                    continue
+                if ranks not in self.checks:
+                    continue
+                found = self._reduced(ranks, self.checks[ranks], device)
+                if _differ(found):
+                    differing.append(ranks)
+            if found[_SEVERAL]:
+                joined.append(ranks)
+        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
+            self._on_gpus.clear()  # the next check is read, too
+            self._refuse(differing, otherwise)
+        return self
+
+    def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
+        """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.
+
+        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
+        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
+        """
+        if device.type != "cuda":
+            message = torch.from_numpy(answers.copy())
+            ranks.all_reduce_max(message)
+            return message.numpy()
+        found = np.zeros_like(answers)
+        if torch.cuda.is_current_stream_capturing():  # replays of the graph could tell nobody
+            return found
+        said, there = self._on_gpus.get(ranks, (None, None))
+        is_new = said is None or not np.array_equal(said, answers)
+        if there is None or is_new:
+            there = torch.from_numpy(answers.copy()).to(device)
+            self._on_gpus[ranks] = answers, there
+        use_in_current_stream(device, (there,))
+        message = there.clone()
+        ranks.all_reduce_max(message)
+        if is_new:
+            found = np.asarray(message.cpu().numpy())
+            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
+        return found
+
+    def _refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
         """Raises the error that names the first difference.
 
         Args:
             differing: the sets of ranks that have found a difference, all of which call this.
             otherwise: what differs if this rank is in none of these sets.
         """
-        self._on_difference()
         found = [self._first_difference(ranks) for ranks in sorted(differing, key=order_of)]
         difference = next(filter(None, found), otherwise)
         raise RuntimeError(
@@ -151,10 +213,14 @@ class StepPlan:
         )
 
     def _first_difference(self, ranks: RankGroup) -> str | None:
-        lines = self._sets[ranks].lines if ranks in self._sets else ()
-        description = [[line.known_as, self._said(line, always=True)] for line in lines]
+        description = [[line.known_as, self._said(line, always=True)] for line in self._sets.get(ranks, ())]
         of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
         return _difference(of_ranks)
+
+
+def _device_of(lines: Sequence[Line]) -> torch.device:
+    """The device of the messages about some parameters: a GPU if one of the parameters is on it."""
+    return next((line.device for line in lines if line.device.type != "cpu"), torch.device("cpu"))
 
 
 def digest_of(text: str) -> bytes:
@@ -183,121 +249,6 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
         if counts[0] != counts[1]:
             return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
     return None
-
-
-class _OnGpu(NamedTuple):
-    """A set's check on a GPU.
-
-    Attributes:
-        said: this rank's answers.
-        own: these answers on the device.
-        message: memory for the all-reduce.
-    """
-
-    said: Answers
-    own: Tensor
-    message: Tensor
-
-
-class Agreement:
-    """The descriptions that the ranks agreed on last, and the checks that follow from them.
-
-    Args:
-        captured: objects that CUDA graphs keep using: the list grows.
-    """
-
-    def __init__(self, captured: list[object]) -> None:
-        self._digests: dict[RankGroup, bytes] | None = None
-        self._checks: dict[RankGroup, Answers] = {}
-        self._devices: dict[RankGroup, torch.device] = {}
-        self._on_gpus: dict[RankGroup, _OnGpu] = {}
-        self._captured = captured
-
-    @property
-    def was_made(self) -> bool:
-        """Whether the ranks have agreed before."""
-        return self._digests is not None
-
-    def agree(self, plan: StepPlan) -> None:
-        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
-
-        Raises:
-            RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
-                changed.
-        """
-        agreed, now = self._digests or {}, plan.digests
-        sets, changed = list(plan.checks), set[RankGroup]()
-        if now is not self._digests:
-            changed = {ranks for ranks in {*agreed, *now} if agreed.get(ranks) != now.get(ranks)}
-            sets = [x for x in sorted(dict.fromkeys([*now, *agreed]), key=order_of) if x in plan.checks or x in changed]
-        differing: list[RankGroup] = []
-        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
-        otherwise = _HELD_ELSEWHERE
-        for ranks in sets:
-            before = self._checks.get(ranks) if ranks in changed else plan.checks[ranks]
-            found = None if before is None else self._reduced_answers(plan, ranks, before, changed=ranks in changed)
-            if found is not None and _differ(found):
-                if self._device_of(plan, ranks).type == "cuda":
-                    otherwise = _READ_HERE_ONLY
-                else:
-                    differing.append(ranks)
-                continue
-            if found is None or found[_CHANGED]:
-                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
-                    differing.append(ranks)
-                    continue
-                if ranks not in plan.checks:
-                    continue
-                found = self._reduced_answers(plan, ranks, plan.checks[ranks], changed=False)
-                if _differ(found):
-                    differing.append(ranks)
-            if found[_SEVERAL]:
-                joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
-            self._on_gpus.clear()  # the next check is read, too
-            plan.refuse(differing, otherwise)
-        self._digests, self._checks, self._devices = now, plan.checks, plan.devices
-
-    def _device_of(self, plan: StepPlan, ranks: RankGroup) -> torch.device:
-        """The device of the messages of a set of ranks, which may have left the plan."""
-        return plan.devices[ranks] if ranks in plan.devices else self._devices[ranks]
-
-    def _reduced_answers(self, plan: StepPlan, ranks: RankGroup, answers: Answers, *, changed: bool) -> Answers:
-        """All-reduces (maximum) the answers of a set of ranks.
-
-        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
-        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
-
-        Args:
-            plan: of this step.
-            ranks: the set.
-            answers: this rank's.
-            changed: whether this rank's description changed: the rank then sends only that, in a message of the length
-                last agreed on, which ranks without a change still use.
-        """
-        if changed:
-            answers = np.zeros_like(answers)
-            answers[_CHANGED] = 1
-        device = self._device_of(plan, ranks)
-        if device.type != "cuda":
-            message = torch.from_numpy(answers.copy())
-            ranks.all_reduce_max(message)
-            return message.numpy()
-        kept = self._on_gpus.get(ranks)
-        is_new = kept is None or not np.array_equal(kept.said, answers)
-        if kept is None or is_new:
-            own = torch.from_numpy(answers.copy()).to(device)
-            kept = self._on_gpus[ranks] = _OnGpu(answers, own, torch.empty_like(own))
-        use_in_current_stream(device, (kept.own, kept.message))
-        kept.message.copy_(kept.own)
-        ranks.all_reduce_max(kept.message)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured.append(kept)
-        found = np.zeros_like(answers)
-        if is_new and not torch.cuda.is_current_stream_capturing():
-            found = np.asarray(kept.message.cpu().numpy())
-            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
-        return found
 
 
 def _differ(found: Answers) -> bool:

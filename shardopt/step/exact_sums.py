@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,11 +12,7 @@ from shardopt import _C
 from shardopt.layout import Counted, RankGroup
 from shardopt.state.rule import Rule
 from shardopt.step.inputs import Input
-from shardopt.step.over_all import OverAll, no_common_mesh
-
-#: Takes the sums over all parameters: int64, (sums, words), or None without any on this rank. Returns, per param group,
-#: the hyper-parameters that follow from the sums.
-TakeTotals = Callable[[Tensor | None], Sequence[Mapping[str, float]]]
+from shardopt.step.over_all import OverAll
 
 
 class ExactSums:
@@ -52,8 +48,6 @@ class ExactSums:
         for (totals, ranks), by_device in buffers.items():
             (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())
         self._over_all = OverAll(self._of_all)
-        if self._over_all.is_incomplete:  # on all ranks that exchange a message: the plan says so, too
-            raise no_common_mesh()
 
     @property
     def memory(self) -> list[Tensor]:
@@ -84,7 +78,7 @@ class ExactSums:
         """The sums over all parameters and ranks: int64, (sums, words), on the host; None without any.
 
         Raises:
-            RuntimeError: a CUDA graph captures the step.
+            RuntimeError: a CUDA graph captures the step, or no mesh has all ranks that share parameters.
         """
         shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._of_all.items()}
         for first, *_ in shares.values():

@@ -13,10 +13,10 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, check_device
-from shardopt.kernels.memory import check_storage
 from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Counted, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
+from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
 
 #: Exact sums of squares, or magnitudes, by the ranks whose parts are to be joined: int64, on the CPU.
@@ -66,7 +66,12 @@ class GradientNorm:
         self._selected: tuple[bytes, list[int]] | None = None
         self._batches: list[_NormBatch] = []
         if not self.read(params):
-            raise _unreadable(params)
+            for index, param in enumerate(params):
+                if param.grad is not None:
+                    check_gradient(f"parameter {index} of shape {tuple(param.shape)}", param.grad, param.dtype)
+            raise RuntimeError(
+                "got a gradient that is not in memory as a dense tensor, expected a dense one; make it dense"
+            )
 
     def read(self, params: list[Tensor]) -> bool:
         """Reads the gradients, to be called before each of the other methods.
@@ -215,21 +220,3 @@ def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
     if isinstance(shard, FlatBuffer):
         return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
     return [(0, shard.rows * shard.cols, shard.counted())]
-
-
-def _unreadable(params: Sequence[Tensor]) -> RuntimeError:
-    """The error for the first gradient that the kernels cannot read."""
-    for index, param in enumerate(params):
-        name, gradient = f"parameter {index} of shape {tuple(param.shape)}", param.grad
-        if gradient is None:
-            continue
-        if gradient.layout != torch.strided:
-            return RuntimeError(f"{name}: got a sparse gradient, expected a dense one; make it dense")
-        if gradient.dtype not in DTYPES or gradient.dtype not in (param.dtype, torch.float32):
-            supported = ", ".join(map(str, DTYPES))
-            return RuntimeError(
-                f"{name}: got a gradient of {gradient.dtype} for {param.dtype}, expected {supported}, and the "
-                "parameter's dtype or float32; cast it, or clip with torch.nn.utils.clip_grad_norm_"
-            )
-        check_storage(name, "gradient", gradient, RuntimeError)
-    return RuntimeError("got a gradient that is not in memory as a dense tensor, expected a dense one; make it dense")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_state import TensorState, tensor_state_of
 from shardopt.state.warn import warn_user
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutColumns
 from shardopt.step.groups import Group
 
@@ -85,8 +86,7 @@ class Input:
 def describe(
     param_groups: ParamGroups,
     groups: Sequence[Group],
-    numbers: Mapping[Tensor, int],
-    copies: Mapping[Tensor, RankGroup],
+    context: StepContext,
     first: int,
     name: str | None,
     gradient_on_host: bool,
@@ -96,8 +96,7 @@ def describe(
     Args:
         param_groups: the optimizer's param groups, or similar ones of some of its parameters.
         groups: one per param group.
-        numbers: indices of the parameters among all of the model's, if the optimizer has only some of them.
-        copies: the parameters of which other ranks hold copies and whose work the ranks share.
+        context: the optimizer.
         first: index of the first parameter among all of the optimizer's.
         name: the name in errors of a single parameter that is not the param group's first.
         gradient_on_host: whether the gradient of a single parameter is in the host's memory.
@@ -108,9 +107,10 @@ def describe(
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
     inputs: list[Input] = []
+    unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
-    are_numbered = any(number_of(param) is not None for param in params)
-    if are_numbered:  # some may have come into the groups by assignment
+    context.is_numbered |= any(number_of(param) is not None for param in params)
+    if context.is_numbered:  # some may have come into the groups by assignment
         use_numbers(param for param in params if number_of(param) is None)
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
@@ -127,18 +127,21 @@ def describe(
                 known_as = f"{known_as} {spec.shard.global_shape}"
             number = number_of(param)
             if number is None:
-                number = numbers.get(param, first + len(inputs))
+                number = context.model_indices.get(param, first + len(inputs))
                 is_random = spec is not None and any(x.is_random for x in spec.slices)
-                if are_numbered and is_random and not isinstance(assigned(param), FlatBuffer):
-                    warn_user(
-                        f"{known_as}: got a parameter without a number in the model, unlike others, to be rounded at "
-                        "random, so that its noise depends on its place in the optimizer; call optimizer.attach(model)",
-                        RuntimeWarning,
-                    )
-            shared = copies.get(param)
+                if is_random and not isinstance(assigned(param), FlatBuffer):
+                    unnumbered.append(known_as)
+            shared = context.copies.get(param)
             inputs.append(
                 Input(len(inputs), known_as, index, position, param.device, spec, number, shared, gradient_on_host)
             )
+    if context.is_numbered and unnumbered:
+        warn_user(
+            f"{', '.join(unnumbered[:5])}: got {len(unnumbered)} parameters without a number in the model, unlike "
+            "other or earlier ones, to be rounded at random, so that their noise depends on their places in the "
+            "optimizer; call optimizer.attach(model)",
+            RuntimeWarning,
+        )
     params_known = sum(1 if parameter.spec is None else len(parameter.slices) for parameter in inputs)
     for parameter in inputs:
         shard = None if parameter.spec is None else parameter.spec.shard
@@ -169,11 +172,6 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
         if gradient is None:
             parts.append(None)
             continue
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{parameter.name}: got a sparse gradient, expected a dense one; make it dense (e.g. "
-                "nn.Embedding(sparse=False))"
-            )
         with named(parameter.name):
             local = parameter.shard.local(param)
         part = gradient if gradient is on_host else local_gradient(inputs, parameter.index, gradient)
@@ -254,51 +252,45 @@ def ready_states(
     return ready
 
 
-def raising(groups: Sequence[Group]) -> frozenset[int]:
-    """The indices of the param groups with ``nonfinite="raise"``."""
-    return frozenset(index for index, group in enumerate(groups) if group.nonfinite == "raise")
-
-
-def demand_finite(
-    inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group], looked_at: Set[int]
-) -> None:
+def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
     """Looks for NaN and Inf in gradients; raises on all ranks that share parameters, directly or by way of others.
 
     Args:
         inputs: the parameters. Ranks that share parameters pass the same parameters.
         gradients: this rank's parts of the gradients.
         groups: one per param group.
-        looked_at: the indices of the param groups whose gradients are looked at, equal on all ranks.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
     """
-    if not looked_at:
+    raising = {index for index, group in enumerate(groups) if group.nonfinite == "raise"}
+    if not raising:
         return
-    flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[Input, Tensor]]] = {}
+    flagged: dict[tuple[RankGroup | None, torch.device], list[tuple[str, Tensor]]] = {}
     for parameter, gradient in zip(inputs, gradients, strict=True):
-        is_shared = parameter.spec is not None and parameter.shard.holders is not None
-        if parameter.group not in looked_at or (gradient is None and not is_shared):
+        holders = None if parameter.spec is None else parameter.shard.holders
+        if parameter.group not in raising or (gradient is None and holders is None):
             continue  # a shared parameter may have a gradient on another rank
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)
             flag = torch.isfinite(low + high * 0).logical_not().int()
-        flags_of.setdefault((parameter.shard.holders, parameter.device), []).append((parameter, flag))
-    sets = {holders for holders, _ in flags_of if holders is not None}
+        flagged.setdefault((holders, parameter.device), []).append((parameter.name, flag))
+    is_in_several = len({holders for holders, _ in flagged if holders is not None}) > 1
     bad: list[str] = []
     linked: dict[RankGroup, None] = {}  # the sets of ranks of which a rank is in another set, too
-    for (holders, _), flagged in flags_of.items():
-        flags = torch.stack([flag for _, flag in flagged] + [torch.full_like(flagged[0][1], len(sets) > 1)])
+    for (holders, _), named_flags in flagged.items():
+        names, flags = zip(*named_flags, strict=True)
+        found = torch.stack([*flags, torch.full_like(flags[0], is_in_several)])
         if holders is not None:
-            holders.all_reduce_max(flags)
-            if flags[-1]:
+            holders.all_reduce_max(found)
+            if found[-1]:
                 linked[holders] = None
-        nonfinite = (parameter for (parameter, _), flag in zip(flagged, flags[:-1].tolist(), strict=True) if flag)
-        bad += [parameter.name for parameter in nonfinite if groups[parameter.group].nonfinite == "raise"]
+        bad += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
     if on_any_rank(list(linked), bool(bad), rounds=2):
-        names = ", ".join(bad) or "a parameter of other ranks"
-        raise FloatingPointError(f"{names}: got a gradient with NaN or Inf; nothing was changed")
+        raise FloatingPointError(
+            f"{', '.join(bad) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was changed"
+        )
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:
@@ -309,28 +301,41 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
             or its gradient.
     """
     check_device(name, param.device)
-    supported = ", ".join(str(dtype) for dtype in DTYPES)
-    for role, tensor in (("parameter", param), ("gradient", gradient)):
-        if tensor.dtype not in DTYPES:
-            remedy = "step real and imaginary parts apart" if tensor.is_complex() else "cast it"
-            raise RuntimeError(f"{name}: got a {role} of {tensor.dtype}, expected {supported}; {remedy}")
-        check_storage(name, role, tensor)
+    if param.dtype not in DTYPES:
+        supported = ", ".join(map(str, DTYPES))
+        remedy = "step real and imaginary parts apart" if param.is_complex() else "cast it"
+        raise RuntimeError(f"{name}: got a parameter of {param.dtype}, expected {supported}; {remedy}")
+    check_storage(name, "parameter", param)
     check_sign(name, "parameter", param)
     if _may_overlap(param):
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"
         )
+    check_gradient(name, gradient, param.dtype)
     if gradient.device != device or gradient.shape != param.shape:
         raise RuntimeError(
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
             f"expected {tuple(param.shape)} on {device}"
         )
-    if gradient.dtype not in (param.dtype, torch.float32):
+
+
+def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
+    """Checks that the kernels can read a gradient of a parameter of this dtype.
+
+    Raises:
+        RuntimeError: the gradient is sparse, of another dtype, or not in memory.
+    """
+    if gradient.layout != torch.strided:
         raise RuntimeError(
-            f"{name}: got a gradient of {gradient.dtype} for a parameter of {param.dtype}, "
-            "expected the same dtype or float32; cast the gradient"
+            f"{name}: got a sparse gradient, expected a dense one; make it dense (e.g. nn.Embedding(sparse=False))"
         )
+    if gradient.dtype not in DTYPES or gradient.dtype not in (dtype, torch.float32):
+        raise RuntimeError(
+            f"{name}: got a gradient of {gradient.dtype} for a parameter of {dtype}, expected the same dtype or "
+            f"float32, and one of {', '.join(map(str, DTYPES))}; cast the gradient"
+        )
+    check_storage(name, "gradient", gradient)
 
 
 def _may_overlap(tensor: Tensor) -> bool:

@@ -34,8 +34,8 @@ class OverAll:
         self.messages = [counted for counted in largest if not any(counted.numbers < other for other in sets)]
         everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
         takes_several = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
-        #: Whether other ranks hold something of which this rank's messages do not reach all, or tell it nothing.
-        self.is_incomplete = takes_several or not all(counted.numbers <= everyone for counted in known)
+        # Whether other ranks hold something of which this rank's messages do not reach all, or tell it nothing.
+        self._is_incomplete = takes_several or not all(counted.numbers <= everyone for counted in known)
         self._home: dict[Counted | None, Counted] = {
             counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own
         }
@@ -53,13 +53,13 @@ class OverAll:
             RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2.
         """
         totals = [words for held, of_held in shares.items() if held not in self._home for words in of_held]
-        refused = self.is_incomplete
+        refused = self._is_incomplete
         for message in self.messages:
             joins = [of_held for held, of_held in shares.items() if self._joins(held, message)]
             words = _joined([like, *chain.from_iterable(joins)], largest)
             if len(message.numbers) > 1:
                 words[-1:].clamp_(max=_MOST_LOST)
-                if self.is_incomplete:
+                if self._is_incomplete:
                     words[-1] = _REFUSAL
                 assert message.ranks is not None
                 (message.ranks.all_reduce_max if largest else message.ranks.all_reduce_sum)(words)
@@ -68,21 +68,16 @@ class OverAll:
             totals.append(words)
         self._is_new = False
         if refused:
-            raise no_common_mesh()
+            raise RuntimeError(
+                "got parameters on meshes of some ranks and none on a mesh with all of these ranks, such as ranks 0, 1 "
+                "and ranks 1, 2, expected a mesh with all ranks that share parameters, as each rank needs the sum over "
+                "all of them; put one of the parameters on such a mesh (distribute_tensor with Replicate())"
+            )
         return _joined([like, *totals], largest)
 
     def _joins(self, counted: Counted | None, message: Counted) -> bool:
         """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
         return counted is not None and self._home.get(counted) is message and not counted.before & message.numbers
-
-
-def no_common_mesh() -> RuntimeError:
-    """The error of ranks that cannot add up what their sets of ranks hold."""
-    return RuntimeError(
-        "got parameters on meshes of some ranks and none on a mesh with all of these ranks, such as ranks 0, 1 and "
-        "ranks 1, 2, expected a mesh with all ranks that share parameters, as each rank needs the sum over all of "
-        "them; put one of the parameters on such a mesh (distribute_tensor with Replicate())"
-    )
 
 
 def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:

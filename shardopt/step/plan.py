@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardopt.layout import FlatBuffer, FlatShard, RankGroup
+from shardopt.layout import FlatShard, RankGroup
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Line, Members, StepPlan
+from shardopt.step.agreement import Line, StepPlan
 from shardopt.step.groups import Group
 from shardopt.step.inputs import Input, ParamGroups
-from shardopt.step.over_all import OverAll
 
 
 def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> StepPlan:
@@ -24,26 +23,16 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         inputs: one per parameter.
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
-    sets: dict[RankGroup, Members] = {}
-    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
-    over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
+    sets: dict[RankGroup, list[Line]] = {}
     stepped = set()
     for parameter in inputs:
-        options = param_groups[parameter.group]
+        options, group = param_groups[parameter.group], groups[parameter.group]
         if parameter.gradient_on_host or options["params"][parameter.position].grad is not None:
             stepped.add(parameter.index)
         for slice_ in parameter.slices:
-            name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
-            line = _line(parameter, slice_, name, groups[parameter.group])
-            if groups[parameter.group].rule.totals:
-                line.says["a mesh with all ranks that share parameters"] = not over_all.is_incomplete
-            for ranks, is_joint in _ranks_of(parameter, slice_, groups[parameter.group]).items():
-                members = sets.setdefault(ranks, Members(parameter.device, [], {}))
-                if members.device.type == "cpu" and parameter.device.type != "cpu":
-                    members = sets[ranks] = members._replace(device=parameter.device)
-                members.lines.append(line)
-                if is_joint:
-                    members.joint[parameter.index] = None
+            for ranks, is_joint in _ranks_of(parameter, slice_, group).items():
+                name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
+                sets.setdefault(ranks, []).append(_line(parameter, slice_, name, group, is_joint))
     return StepPlan(sets, stepped, single=single)
 
 
@@ -65,9 +54,8 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
     return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
 
 
-def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group) -> Line:
+def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, is_joint: bool) -> Line:
     shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
-    is_flat = isinstance(shard, FlatShard)
     says: dict[str, Any] = {
         "name": slice_.name or name,
         "shape": list(shard.global_shape),
@@ -83,7 +71,7 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group) -
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-    is_sized = not is_flat and slice_.exchanges_columns
-    is_buffer = isinstance(parameter.shard, FlatBuffer)
-    is_held = is_sized or (0 not in (parameter.shard if is_buffer else shard).local_shape)
-    return Line(parameter.index, slice_.name or parameter.name, says, is_sized, is_held)
+    is_sized = slice_.exchanges_columns
+    is_held = is_sized or 0 not in parameter.shard.local_shape
+    known_as = slice_.name or parameter.name
+    return Line(parameter.index, parameter.device, known_as, says, is_sized, is_held, is_joint)

@@ -18,11 +18,12 @@ from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import StepPlan
-from shardopt.step.batch import Alike, Batch, StepContext, kernels_of, run_phases
+from shardopt.step.batch import Alike, Batch, kernels_of, run_phases
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks, CutColumns
 from shardopt.step.exact_sums import ExactSums
 from shardopt.step.groups import Group, GroupTables
-from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, raising, unless_idle
+from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, unless_idle
 from shardopt.step.muon.waves import run_waves, wave_steps
 from shardopt.step.rows import ROW, Row, rows_of
 
@@ -40,7 +41,7 @@ class StepTables:
         ready: the parameters whose state is ready.
         gradients: this rank's parts, checked; None for a parameter without gradient.
         plan: the description that ranks compare.
-        context: what all steps use.
+        context: the optimizer.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -57,13 +58,12 @@ class StepTables:
         plan: StepPlan,
         context: StepContext,
     ) -> None:
-        self._groups = GroupTables(groups)
+        self.groups = GroupTables(groups)
         self.plan, self._context, self._inputs = plan, context, inputs
         self._scaling = LossScaling(None, None)
         params = [param for group in param_groups for param in group["params"]]
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
-        self._raising = raising(groups)
         self._sums: ExactSums | None = None
         if any(group.rule.sums for group in groups):
             self._sums = ExactSums(
@@ -79,7 +79,6 @@ class StepTables:
             if parameter.index not in self._in_waves:
                 specs[parameter.device] += parameter.slices
         self._cuts = {device: CutBlocks(of_device, device) for device, of_device in specs.items()}
-        self._members: list[Input] = []  # the parameters whose steps this rank counts, perhaps without rows
         cuts = (*self._cuts.values(), *(wave.cuts for wave in waves))
         extremes_of = {block: addresses for each in cuts for block, addresses in each.flat.items()}
         rows: list[Row] = []
@@ -93,10 +92,9 @@ class StepTables:
         shards = [None if p.spec is None else p.shard for p in inputs]
         names = [p.spec.state_names if p.spec and p.step else None for p in inputs]
         read_gradient = partial(local_gradient, inputs)
-        self._watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
+        self.watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step
         self._batches: dict[torch.device, list[Batch]] = {}
-        self._stepped_cuts: dict[torch.device, CutBlocks | None] = {}  # None for a step without cut blocks
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
@@ -109,23 +107,14 @@ class StepTables:
         """The rows of a parameter whose state is ready."""
         spec, where = parameter.spec, self._context.residency.of(param)
         assert spec is not None
-        seed = self._groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
+        seed = self.groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
         parameter.offload = where.offload
         if spec.exchanges_columns:
             (of_slice,) = spec.split(state)
             parameter.columns = CutColumns.of(spec.slices[0], of_slice, parameter.device)
         rows = list(rows_of(parameter, spec.shard.local(param), state, where, seed, extremes_of))
         parameter.step = state["step"].data_ptr()
-        self._members.append(parameter)
         return rows
-
-    def options_changed(self, param_groups: ParamGroups) -> bool:
-        """Whether an option of a param group may have changed since the last call."""
-        return self._watched.options_changed(param_groups)
-
-    def set_groups(self, groups: list[Group]) -> bool:
-        """Takes new options; False if they call for other tables."""
-        return self._groups.replace(groups)
 
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
@@ -138,15 +127,14 @@ class StepTables:
             parts: this rank's parts of gradients, by the parameters' indices, if they are known; gradients that are
                 kept in the host's memory among them.
         """
-        result = self._watched.read(param_groups, state, parts)
+        result = self.watched.read(param_groups, state, parts)
         if result is not None:
             self._gradients, self._stepped = result
         return result is not None
 
     def demand_finite(self) -> None:
         """Raises FloatingPointError if a gradient is NaN or Inf and ``nonfinite="raise"``."""
-        if self._raising:
-            demand_finite(self._inputs, self._gradients, self._groups.groups, self._raising)
+        demand_finite(self._inputs, self._gradients, self.groups.groups)
 
     def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
         """Fills in this step's gradients, options and loss scale.
@@ -154,16 +142,16 @@ class StepTables:
         Returns:
             Whether other parameters may have a gradient, or gradients of another kind, than in the step before.
         """
-        kinds = self._watched.gradient_kinds()
+        kinds = self.watched.gradient_kinds()
         if changed := kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
-        self._groups.follow_totals(None)
+        self.groups.follow_totals(None)
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
-                groups = self._groups.on(batch.kernels)
-                batch.update(batch.fill(self._watched), groups, scaling)
+                groups = self.groups.on(batch.kernels)
+                batch.update(batch.fill(self.watched), groups, scaling)
                 if isinstance(batch.call, StridedCall):
                     assert batch.strided is not None
                     batch.call.operands = self._operands(batch.strided, param_groups)
@@ -171,7 +159,7 @@ class StepTables:
                 operands = partial(self._operands, param_groups=param_groups)
                 states = cache(partial(self._states, param_groups=param_groups, state=state))
                 for wave in self._waves[device]:
-                    wave.update(self._watched, self._groups, scaling, operands, states)
+                    wave.update(self.watched, self.groups, scaling, operands, states)
             # Largest copies first: if memory is too short for them, nothing was changed.
             batches.sort(key=lambda batch: -batch.copied_bytes)
         return changed
@@ -181,7 +169,7 @@ class StepTables:
         """Whether the step takes collectives."""
         waves = (wave for of_device in self._waves.values() for wave in of_device)
         has_sums = self._sums is not None and self._sums.communicates
-        return has_sums or any(self._stepped_cuts.values()) or any(wave.communicates for wave in waves)
+        return has_sums or any(self._cuts.values()) or any(wave.communicates for wave in waves)
 
     def run(self) -> None:
         """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
@@ -209,23 +197,22 @@ class StepTables:
         """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
         sums.clear()
         batches = [batch for of_device in self._batches.values() for batch in of_device]
-        calls = [(batch.call, batch) for batch in batches if batch.call is not None]
-        for cuts in filter(None, self._stepped_cuts.values()):
+        for cuts in self._cuts.values():
             cuts.keep_scales()
-        for call, _ in calls:
-            call.run(_C.Phase.sums)
+        for batch in batches:
+            batch.call.run(_C.Phase.sums)
         sums.exchange()
-        if any(group.rule.totals for group in self._groups.groups):
-            self._groups.follow_totals(self._context.take_totals(sums.total()))
-            for call, batch in calls:
-                call.update(False, self._groups.on(batch.kernels), self._scaling)
+        if any(group.rule.totals for group in self.groups.groups):
+            self.groups.follow_totals(self._context.take_totals(sums.total()))
+            for batch in batches:
+                batch.update(False, self.groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
         """Runs the step itself on a device, even if only other ranks have something to step."""
-        cuts, waves = self._stepped_cuts[device], self._waves.get(device, [])
-        calls = [batch.call for batch in self._batches[device] if batch.call is not None]
+        cuts, waves = self._cuts[device], self._waves.get(device, [])
+        calls = [batch.call for batch in self._batches[device]]
         if device.type == "cuda":
-            used = (self._groups, self._sums, cuts, *(wave.cuts for wave in waves))
+            used = (self.groups, self._sums, cuts, *(wave.cuts for wave in waves))
             memory = [tensor for each in used if each is not None for tensor in each.memory]
             use_in_current_stream(device, memory)
             if torch.cuda.is_current_stream_capturing():
@@ -237,11 +224,11 @@ class StepTables:
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Divides the rows of parameters that have a gradient into batches."""
         has_gradient = kinds != _C.Inputs.no_gradient
-        self.plan.set_stepped(frozenset(np.flatnonzero(has_gradient).tolist()))
+        self.plan = self.plan.with_gradients(frozenset(np.flatnonzero(has_gradient).tolist()))
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         self._batches = {}
         for device, cuts in self._cuts.items():
-            stepped = [p for p in self._members if p.device == device and has_gradient[p.index]]
+            stepped = [p for p in self._inputs if p.step and p.device == device and has_gradient[p.index]]
             alike: dict[Alike, list[Input]] = {}
             for parameter in stepped:
                 key = parameter.offload, parameter.index if strided[parameter.index] else None
@@ -254,7 +241,6 @@ class StepTables:
                 wave.select(alike)
                 wave.cuts.select(p.columns for p in stepped if p.columns is not None and p.index in wave.tensors)
             cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
-            self._stepped_cuts[device] = cuts if cuts else None
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -26,8 +26,8 @@ from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, SliceSpec
 from shardopt.state.tensor_state import tensor_state_of
-from shardopt.step.muon.directions import normalized
 from shardopt.step.muon.matrices import matrix_shapes
+from shardopt.step.muon.waves import normalized
 
 Shape = tuple[int, ...]
 Named = dict[str, Tensor]

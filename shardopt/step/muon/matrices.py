@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt.kernels.newton_schulz import NewtonSchulz
 from shardopt.layout import FlatShard, RankGroup
 from shardopt.layout.partition import UNCUT, Part
 from shardopt.state.rule import Orthogonalized, Split
@@ -34,9 +33,9 @@ class Matrix:
     """A matrix that is orthogonalized by itself.
 
     Attributes:
-        tensor: index of the optimizer's parameter in the step.
+        parameter: the optimizer's parameter.
         part: index of the parameter's slice.
-        spec: describes the slice's state.
+        options: how the matrix is orthogonalized.
         rows: the matrix's rows.
         cols: the matrix's columns.
         start: index of the matrix's first element in the flattened parameter of the model.
@@ -44,29 +43,34 @@ class Matrix:
         ranks: the ranks that hold parts of the matrix, or share its copies; None for a matrix of this rank alone.
         held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
             memory, with the parameter's rows counted from the matrix's first.
-        number: the parameter's index among the model's.
-        group: index of the param group.
-        scale: factor of the learning rate.
-        newton_schulz: orthogonalizes the matrix.
-        row_decay: decay rate of the second moments of the rows; None if rows are not normalized.
         row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
     """
 
-    tensor: int
+    parameter: Input
     part: int
-    spec: SliceSpec
+    options: Orthogonalized
     rows: int
     cols: int
     start: int
     first: int
     ranks: RankGroup | None
     held_by: tuple[list[Part], ...]
-    number: int
-    group: int
-    scale: float
-    newton_schulz: NewtonSchulz
-    row_decay: float | None
     row_ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def spec(self) -> SliceSpec:
+        """The slice of a model parameter that the matrix is in."""
+        return self.parameter.slices[self.part]
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the rows of the result are divided by the roots of their second moments."""
+        return self.options.row_decay is not None
+
+    @property
+    def number(self) -> int:
+        """The parameter's index among the model's."""
+        return self.parameter.number if self.spec.number is None else self.spec.number
 
     @property
     def numel(self) -> int:
@@ -124,11 +128,11 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Multiplications of the orthogonalization."""
-        return self.newton_schulz.flops(self.rows, self.cols)
+        return self.options.newton_schulz.flops(self.rows, self.cols)
 
     def workspace(self, device_type: str) -> int:
         """Bytes that the orthogonalization takes on the owner, on a device of this type."""
-        return BYTES * self.numel + self.newton_schulz.workspace(self.rows, self.cols, device_type)
+        return BYTES * self.numel + self.options.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
 def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
@@ -156,27 +160,12 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
             parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.numbers))
         for start, rows, cols in shapes:
             first_row, end_row = start // shard.row_numel, (start + rows * cols) // shard.row_numel
-            held_by = [_within(held, first_row, end_row) for held in parts]
-            matrix = Matrix(
-                tensor=parameter.index,
-                part=place,
-                spec=part,
-                rows=rows,
-                cols=cols,
-                start=start,
-                first=first,
-                ranks=ranks,
-                held_by=tuple(held_by),
-                number=parameter.number if part.number is None else part.number,
-                group=parameter.group,
-                scale=orthogonalized.scale(rows, cols),
-                newton_schulz=orthogonalized.newton_schulz,
-                row_decay=orthogonalized.row_decay,
-                row_ranges=tuple(
-                    (0, 0) if orthogonalized.row_decay is None else _rows_of(held, of_matrix, part, rows, cols)
-                    for held, of_matrix in zip(parts, held_by, strict=True)
-                ),
-            )
+            held_by = tuple(_within(held, first_row, end_row) for held in parts)
+            of_rows = ((0, 0),) * len(parts)
+            if orthogonalized.row_decay is not None:
+                both = zip(parts, held_by, strict=True)
+                of_rows = tuple(_rows_of(held, of_matrix, part, rows, cols) for held, of_matrix in both)
+            matrix = Matrix(parameter, place, orthogonalized, rows, cols, start, first, ranks, held_by, of_rows)
             yield matrix
             first += matrix.held(matrix.rank)
 
@@ -255,7 +244,7 @@ class Wave(NamedTuple):
     owners: tuple[int, ...]
 
 
-def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool = True) -> list[Wave]:
+def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool) -> list[Wave]:
     """Divides the matrices of one device among the ranks, by cost, and into waves.
 
     The result depends on the parameters and their sharding alone, so that it is equal on all ranks.
@@ -276,7 +265,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         limit = (memory - max(matrix.workspace(device_type) for matrix in some)) // LIVE_WAVES
         slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
         for index in owner_of:
-            slices.setdefault((some[index].tensor, some[index].part), []).append(index)
+            slices.setdefault((some[index].parameter.index, some[index].part), []).append(index)
         in_waves: list[list[int]] = [[]]
         taken = np.zeros(len(some[0].held_by), np.int64)
         for indices in slices.values():
@@ -298,7 +287,8 @@ def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
     loads, owner_of = [0] * ranks, {}
     for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].flops):
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        first = ((matrices[index].number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
+        number = matrices[index].number if by_number else index
+        first = (number * _SCATTER % 2**32) * ranks >> 32
         owner_of[index] = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
         loads[owner_of[index]] += matrices[index].flops
     return owner_of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,9 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling
 from shardopt.kernels.weights import WeightFormat
-from shardopt.step.batch import Alike, Batch, StepContext
+from shardopt.step.batch import Alike, Batch
+from shardopt.step.context import StepContext
 from shardopt.step.groups import GroupTables
-from shardopt.step.muon.directions import Directions
 from shardopt.step.muon.matrices import BYTES, Wave
 
 _DIRECTION = WeightFormat(torch.bfloat16)
@@ -29,18 +28,18 @@ class Passes:
 
     Args:
         wave: the matrices.
-        directions: the wave's directions.
+        first: offset of each matrix's direction in memory.
         device: the parameters' device.
         alike: what the rows' parameters have in common.
         rows: rows of :data:`shardopt.step.rows.ROW`.
         matrices: the place in the wave of each row's matrix.
-        context: of the step.
+        context: the optimizer.
     """
 
     def __init__(
         self,
         wave: Wave,
-        directions: Directions,
+        first: Sequence[int],
         device: torch.device,
         alike: Alike,
         rows: npt.NDArray[np.void],
@@ -48,9 +47,10 @@ class Passes:
         context: StepContext,
     ) -> None:
         offload, self._strided = alike
-        moved = np.array([first - m.first for first, m in zip(directions.first, wave.matrices, strict=True)])
+        moved = np.array([at - matrix.first for at, matrix in zip(first, wave.matrices, strict=True)])
         self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
-        scaled = [(wave.matrices[index].group, wave.matrices[index].scale) for index in matrices.tolist()]
+        scales = [(m.parameter.group, m.options.scale(m.rows, m.cols)) for m in wave.matrices]
+        scaled = [scales[index] for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()
         momentum["kernel_row"]["low_bits"] = momentum["extent"]["low_bits"] = 0
@@ -68,16 +68,14 @@ class Passes:
 
     def update(self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, operands: Operands) -> None:
         """Takes the gradients and options of a step. The first call allocates the memory that the kernels need."""
-        of_momentum = groups.on(self._momentum.kernels)
-        of_apply = groups.on(self._apply.kernels, self._scaled)
-        self._prepare_momentum = partial(self._momentum.update, groups=of_momentum, scaling=scaling)
+        self._of_momentum = groups.on(self._momentum.kernels), scaling
         unscaled = scaling._replace(grad_scale=None, coefficient=None)
-        self._prepare_apply = partial(self._apply.update, groups=of_apply, scaling=unscaled)
+        self._of_apply = groups.on(self._apply.kernels, self._scaled), unscaled
         self._operands = None if self._strided is None else operands(self._strided)
         self._new_gradients = self._momentum.fill(watched)
-        if self._momentum.call is None:
-            self._prepare_momentum(True)
-            self._prepare_apply(True)
+        if self._momentum.is_new:
+            self._momentum.update(True, *self._of_momentum)
+            self._apply.update(True, *self._of_apply)
 
     def momentum_into(self, memory: Tensor) -> Call:
         """The call of the momentum's pass, which writes its directions to memory."""
@@ -88,8 +86,7 @@ class Passes:
             self._gradient = gradient.resolve_neg().contiguous()
             in_gradient = (self._momentum.elements * gradient.itemsize).astype(np.uint64)
             changed |= _point(kernel_rows["gradient"], self._gradient, in_gradient)
-        self._prepare_momentum(changed)
-        assert self._momentum.call is not None
+        self._momentum.update(changed, *self._of_momentum)
         return self._momentum.call
 
     def apply(self, directions: Tensor) -> None:
@@ -100,8 +97,7 @@ class Passes:
             param = self._operands[0].detach()
             copy = param.contiguous()
             changed |= _point(kernel_rows["param"], copy, (self._apply.elements * copy.itemsize).astype(np.uint64))
-        self._prepare_apply(changed)
-        assert self._apply.call is not None
+        self._apply.update(changed, *self._of_apply)
         self._apply.call.run(_C.Phase.step)
         if self._operands is not None and copy is not param:
             param.copy_(copy)

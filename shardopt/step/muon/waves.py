@@ -1,9 +1,14 @@
-"""The part of a step that moves parameters by orthogonalized directions: its passes, wave by wave."""
+"""The part of a step that moves parameters by orthogonalized directions, wave by wave.
+
+The kernels write directions, which travel from this rank to the matrices' owners, are orthogonalized there, come back,
+and are read by the kernels' second pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +19,17 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
-from shardopt.step.batch import Alike, StepContext, run_phases
+from shardopt.step.batch import Alike, run_phases
+from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks
 from shardopt.step.groups import Group, GroupTables
 from shardopt.step.inputs import Input
-from shardopt.step.muon.directions import Directions, RowMoments
 from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
 from shardopt.step.muon.passes import Operands, Passes
 from shardopt.step.rows import ROW
+
+_NONE = torch.empty(0, device="cpu")
+_TINY = 1e-10  # by the authors of NorMuon: zeros stay zeros
 
 
 def wave_steps(
@@ -32,7 +40,7 @@ def wave_steps(
     Args:
         inputs: all parameters of the step.
         groups: one per param group.
-        context: of the step.
+        context: the optimizer.
         by_number: whether the matrices' owners depend on the parameters' numbers; see :func:`waves_of`.
     """
     by_device: dict[torch.device, list[Matrix]] = {}
@@ -45,8 +53,7 @@ def wave_steps(
     waves: dict[torch.device, list[WaveStep]] = {}
     for device, matrices in by_device.items():
         for matrix in matrices:
-            parameter = inputs[matrix.tensor]
-            parameter.begins.setdefault(matrix.part, []).append(matrix.first - parameter.slices[matrix.part].offset)
+            matrix.parameter.begins.setdefault(matrix.part, []).append(matrix.first - matrix.spec.offset)
         divided = waves_of(matrices, min(memory), device.type, by_number=by_number)
         waves[device] = [WaveStep(wave, device, context) for wave in divided]
     return waves
@@ -55,10 +62,13 @@ def wave_steps(
 class WaveStep:
     """The step of the parameters of one wave.
 
+    If ranks have parts of the matrices, an owner gathers the parts of all its matrices by one exchange. If each rank
+    has all elements, an owner waits for nothing, and sends its matrices to all ranks.
+
     Args:
         wave: the matrices, including those of parameters without a gradient.
         device: the parameters' device.
-        context: of the step.
+        context: the optimizer.
 
     Attributes:
         tensors: the indices of the parameters.
@@ -68,15 +78,32 @@ class WaveStep:
     """
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
-        self._wave, self._device, self._context = wave, device, context
-        self.ranks = wave.matrices[0].ranks
-        self.tensors = {matrix.tensor for matrix in wave.matrices}
-        self.cuts = CutBlocks({(m.tensor, m.part): m.spec for m in wave.matrices}.values(), device)
+        self._wave, self._device, self._context, first = wave, device, context, wave.matrices[0]
+        self.ranks, self._has_parts = first.ranks, not first.is_copied
+        self.tensors = {matrix.parameter.index for matrix in wave.matrices}
+        self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave.matrices}.values(), device)
         self.passes: list[Passes] = []
         self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # and each row's matrix
-        self._directions = Directions(wave, device)
         self._with_gradient: frozenset[int] = frozenset()
-        self._row_moments: RowMoments = {}
+        # Offset of each matrix's direction in memory, and elements of all.
+        *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave.matrices), initial=0)
+        self._sent = [0] * len(first.held_by)  # elements for each owner
+        for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
+            self._sent[owner] += matrix.space(matrix.rank)
+        # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
+        self._owned: list[tuple[Matrix, list[int]]] = [
+            (matrix, []) for matrix, owner in zip(wave.matrices, wave.owners, strict=True) if owner == matrix.rank
+        ]
+        self._received = [0] * len(self._sent)  # elements from each rank
+        at = 0
+        for rank in range(len(self._sent)):
+            for matrix, begins in self._owned:
+                begins.append(at)
+                at += matrix.space(rank)
+                self._received[rank] += matrix.space(rank)
+        self._held = self._there = self._gathered = _NONE  # `_there`: within reach of the ranks
+        self._waits: list[Callable[[], object]] = []
+        self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
         self._found_inf: Tensor | None = None
         self._transfers: CudaTransfers | None = None  # of the second moments of rows, where they are offloaded
 
@@ -86,7 +113,7 @@ class WaveStep:
         places = np.full(len(table), -1)
         for place, matrix in enumerate(self._wave.matrices):
             end = matrix.first + matrix.held(matrix.rank)
-            places[(tensors == matrix.tensor) & (elements >= matrix.first) & (elements < end)] = place
+            places[(tensors == matrix.parameter.index) & (elements >= matrix.first) & (elements < end)] = place
         self._rows, self._places = table[places >= 0], places[places >= 0]
 
     def select(self, stepped: Mapping[Alike, Sequence[Input]]) -> None:
@@ -96,10 +123,8 @@ class WaveStep:
         for key, alike in stepped.items():
             chosen = np.isin(self._rows["tensor"], [parameter.index for parameter in alike])
             if chosen.any():
-                places = self._places[chosen]
-                self.passes.append(
-                    Passes(self._wave, self._directions, self._device, key, self._rows[chosen], places, self._context)
-                )
+                rows, places = self._rows[chosen], self._places[chosen]
+                self.passes.append(Passes(self._wave, self._first, self._device, key, rows, places, self._context))
 
     @property
     def communicates(self) -> bool:
@@ -124,9 +149,9 @@ class WaveStep:
             states: gives the states of a parameter's slices.
         """
         self._row_moments = {
-            (m.tensor, m.part): states(m.tensor)[m.part][ROW_MOMENTS]
+            (m.parameter.index, m.part): states(m.parameter.index)[m.part][ROW_MOMENTS]
             for m in self._wave.matrices
-            if m.row_decay is not None and m.tensor in self._with_gradient
+            if m.is_normalized and m.parameter.index in self._with_gradient
         }
         is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
         residency = self._context.residency
@@ -137,23 +162,119 @@ class WaveStep:
 
     def begin(self) -> None:
         """Takes the momentum's pass over this rank's elements, and begins to send the directions."""
-        memory = self._directions.begin(self._row_moments)
-        run_phases([passes.momentum_into(memory) for passes in self.passes], self.cuts)
-        self._directions.send()
+        self._held = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
+        for in_memory, kept in self._kept_row_moments(self._held):
+            in_memory.copy_(kept, non_blocking=True)
+        run_phases([passes.momentum_into(self._held) for passes in self.passes], self.cuts)
+        self._there = self._held if self.ranks is None else self.ranks.within_reach(self._held)
+        if self.ranks is not None and self._has_parts:
+            self._gathered = self._there.new_empty(sum(self._received))
+            self._waits = [self.ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
         """Orthogonalizes the matrices that this rank owns, and begins to send them back."""
-        self._directions.orthogonalize(self._with_gradient)
+        if self.ranks is not None and self._has_parts:
+            self._wait()
+            for matrix, begins in self._owned:
+                self._orthogonalize_parts(matrix, begins)
+            self._waits = [self.ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
+            return
+        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
+            if owner == matrix.rank and (self.ranks is not None or matrix.parameter.index in self._with_gradient):
+                row_moments = matrix.row_moments(self._there, first, matrix.rank)
+                _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
+        for owner, chunk in enumerate(torch.split(self._there, self._sent)):
+            if self.ranks is not None and chunk.numel():
+                self._waits.append(self.ranks.broadcast(chunk, owner))
+
+    def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
+        """Orthogonalizes a matrix whose parts, by rank, begin at these elements of the gathered ones."""
+        whole = self._gathered.new_empty(matrix.numel)
+        row_moments = whole.new_zeros(matrix.rows if matrix.is_normalized else 0, dtype=torch.float32)
+        parts, moments = [], []  # of each rank: elements, and second moments of rows, in the whole matrix and gathered
+        for rank, begin in enumerate(begins):
+            of_rows = row_moments[slice(*matrix.row_ranges[rank])]
+            moments.append((of_rows, matrix.row_moments(self._gathered, begin, rank)))
+            for part in matrix.held_by[rank]:
+                in_whole = matrix.rectangle(whole, part)
+                parts.append((in_whole, self._gathered[begin : begin + in_whole.numel()].view(in_whole.shape)))
+                begin += in_whole.numel()
+        for in_whole, elements in parts:
+            in_whole.copy_(elements)
+        for of_rows, gathered in moments:
+            torch.maximum(of_rows, gathered, out=of_rows)  # a rank that has never stepped its part of a row has zeros
+        _orthogonalize(matrix, whole, row_moments)
+        for in_whole, elements in parts:
+            elements.copy_(in_whole)
+        for of_rows, gathered in moments:
+            gathered.copy_(of_rows)
 
     def apply(self) -> None:
-        """Receives the directions, and takes the parameters' pass."""
-        directions = self._directions.receive()
+        """Receives the directions, takes the parameters' pass, and stores the second moments of rows.
+
+        Second moments stay as they are where a gradient scaler skips the step. The host does not wait for copies to its
+        memory.
+        """
+        self._wait()
+        directions = self._held
+        if self._there is not directions:
+            directions.copy_(self._there)
+        self._held = self._there = self._gathered = _NONE  # a view would keep the memory
         for passes in self.passes:
             passes.apply(directions)
-        self._directions.keep(self._row_moments, directions, self._found_inf)
+        for in_memory, kept in self._kept_row_moments(directions):
+            if self._found_inf is not None:
+                before = kept.to(in_memory.device, non_blocking=True)
+                in_memory = torch.where(self._found_inf.to(in_memory.device) > 0, before, in_memory)
+            kept.copy_(in_memory, non_blocking=True)
         if self._transfers is not None:
             self._transfers.follow()
         self._row_moments, self._found_inf, self._transfers = {}, None, None
+
+    def _kept_row_moments(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The second moments of rows that this rank keeps: behind each direction in memory, and in the state."""
+        for matrix, first in zip(self._wave.matrices, self._first, strict=True):
+            entry = self._row_moments.get((matrix.parameter.index, matrix.part))
+            if entry is not None:
+                rows, kept = matrix.kept_row_moments(entry)
+                begin = matrix.row_ranges[matrix.rank][0]
+                yield matrix.row_moments(memory, first, matrix.rank)[rows.start - begin : rows.stop - begin], kept
+
+    def _wait(self) -> None:
+        for wait in self._waits:
+            wait()
+        self._waits = []
+
+
+def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> None:
+    """Orthogonalizes a whole matrix in place, given its elements and the second moments of its rows, 1-D."""
+    if matrix.numel:
+        x, row_decay = elements.view(matrix.rows, matrix.cols), matrix.options.row_decay
+        result = matrix.options.newton_schulz(x)
+        x.copy_(result if row_decay is None else normalized(result, row_moments, row_decay))
+
+
+def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
+    """An orthogonalized matrix whose rows, the outputs' weights, are divided by the roots of their second moments.
+
+    NorMuon (Li et al., 2025, arXiv 2510.05491). The result is rescaled to the norm of ``matrix``. All sums are of whole
+    rows, in an order that depends on the matrix's shape alone.
+
+    Args:
+        matrix: bfloat16, of two dimensions.
+        row_moments: float32, ``(rows,)``, an average of each row's mean square over the steps; updated.
+        decay: decay rate of that average.
+
+    Returns:
+        float32, of the shape of ``matrix``.
+    """
+    norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
+    new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
+    # An overflow, whose NaN no weight takes, would otherwise stay in the average for good.
+    row_moments.copy_(torch.where(new < math.inf, new, row_moments))
+    factors = row_moments.sqrt().add_(_TINY).reciprocal_()
+    total, new_total = torch.linalg.vector_norm(norms), torch.linalg.vector_norm(norms * factors)
+    return matrix * factors.mul_(total / new_total.add_(_TINY)).unsqueeze(1)
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
