@@ -83,7 +83,7 @@ def import_state(
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Takes state of torch.optim, bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim
+    Takes state of torch.optim, bitsandbytes (Adam, Lion and SGD with momentum), torchao (8-bit, 4-bit, fp8), flashoptim
     (compressed or not) and the Muon of dion; that of Keller Jordan and of DeepSpeed is as torch's. Also in the form of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. ``docs/moving_over.md`` shows how to read the
     files of such runs.
@@ -91,9 +91,8 @@ def import_state(
     Copies codes and scales unchanged if the optimizer's codec has the same ones and no block crosses a row: from
     bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
     flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
-    float32, and encodes them again if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and
-    Adagrad, whose map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here. A second moment
-    that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
+    float32, and encodes them again if the optimizer quantizes the parameter. A second moment that the source has
+    rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
     master weights: master weights begin with the parameters' values.
@@ -180,7 +179,6 @@ def _read(
             _check_moments(spec, param, moments, name)
             imported[number] = _Found(name, spec, moments, {k: v for k, v in entries.items() if k == "step"})
             ignored += [f"{key} of {name}" for key in sorted(peer.extra & entries.keys())]
-    peer.check_together(states)
     return peer.name, groups, imported, ignored
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -40,13 +40,6 @@ class Peer:
         return state.keys() <= {"step", *DERIVED, *_MOMENTS} and all(
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
-
-    def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
-        """Checks the states of all parameters for a kind of optimizer that only all of them tell.
-
-        Raises:
-            ValueError: shardopt has no such optimizer.
-        """
 
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
