@@ -68,8 +68,8 @@ def save(
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
         keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
             all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
-            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. Folders of smaller
-            numbers without a checkpoint go, too, unless a save into one is under way.
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. On a file system with
+            locks, folders of smaller numbers without a checkpoint go, too, unless a save into one is under way.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold, infinities and NaN,
             with lists and dicts at most a hundred within each other.
 
@@ -117,8 +117,7 @@ def async_save(
         optimizer: the model's optimizer.
         keep_last: how many checkpoints stay.
         staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
-            no name there, so nothing is left of it if the process ends; if the file system needs names, the next
-            such file removes what a killed process has left. ``path`` gets the data in the background.
+            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -73,29 +72,13 @@ class Stager:
 def _mapped(folder: Path, size: int) -> Tensor:
     """Bytes in a file without a name, which exists as long as the tensor does."""
     try:
-        descriptor = _nameless(folder)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
-            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to a mapped page without room would kill the process
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
         ) from error
-
-
-def _nameless(folder: Path) -> int:
-    """The descriptor of a new file without a name."""
-    with suppress(AttributeError, OSError):  # not every system and file system can
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    # Another process may remove the new file first, which does not matter: its owner removes it at once.
-    path = folder / f"shardopt-{secrets.token_hex(8)}.staging"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    for each in folder.glob(f"shardopt-{16 * '[0-9a-f]'}.staging"):  # with those of processes that were killed here
-        with suppress(OSError):
-            each.unlink()
-    return descriptor
 
 
 def _room(tensor: Tensor) -> int:

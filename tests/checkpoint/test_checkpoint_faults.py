@@ -53,8 +53,9 @@ TIB = 1 << 40
 NOT_OURS = "got content that no version of shardopt writes"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda path: path.rename(path.with_name("moved")), r"there is no such folder.*torch\.load"),
-    "empty folder": (
-        lambda path: [entry.unlink() for entry in path.iterdir()],
+    "empty folder": (lambda path: [x.unlink() for x in path.iterdir()], "there is no such folder, or nothing in it"),
+    "the folder around it": (
+        lambda path: [x.rename(path / "step-1000") for x in path.iterdir()],
         f"there is no {INDEX} in it.*step-1000 in place of the folder around it",
     ),
     "another's folder": (
