@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.wording import kind_of, shown
-from shardopt.codec import Moment, get_codec
+from shardopt.codec import Codec, Moment, get_codec
 from shardopt.codec.base import are_finite
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
@@ -93,10 +93,10 @@ class CodedMoment(NamedTuple):
         decoded = self.decode(blocks, self.scales[:, None])
         return from_blocks(decoded[None], self.codes.numel()).reshape(self.codes.shape)
 
-    def is_laid_out_as(self, grid: BlockGrid) -> bool:
-        """Whether the blocks are those of a grid: no block crosses a row."""
+    def is_of(self, codec: Codec, grid: BlockGrid) -> bool:
+        """Whether codes and scales are a codec's, and the blocks are those of a grid: no block crosses a row."""
         aligned = grid.row_numel % grid.block_size == 0 or grid.rows == 1
-        return aligned and self.block_size == grid.block_size
+        return self.codec == codec.name and aligned and self.block_size == grid.block_size
 
 
 def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
