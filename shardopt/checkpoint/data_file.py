@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,18 +162,6 @@ def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> 
         dims = len(tensors[names[number]].shape)
         chunks[names[number]].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), at, size, checksum))
     return chunks
-
-
-def require_little_endian() -> None:
-    """Raises on a machine of another byte order than that of checkpoints.
-
-    Raises:
-        CheckpointError: the machine is big-endian.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(
-            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
-        )
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:

@@ -395,4 +395,11 @@ def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
     aliases = _mapping({"aliases": {}, **header}, "aliases")
     demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
+    groups = header.get("param_groups", [])
+    demand(isinstance(groups, list), "param_groups that are no list")
+    for group in groups:
+        fields = group if isinstance(group, dict) else {}
+        names, options = fields.get("parameters"), fields.get("options")
+        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        demand(are_names and isinstance(options, dict), "a param group without names and options of its parameters")
     return header

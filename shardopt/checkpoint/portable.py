@@ -22,7 +22,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Contents, contents_of, opened
-from shardopt.checkpoint.data_file import require_little_endian
 from shardopt.checkpoint.errors import ReplacedError
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.ranks import Ranks, on_device_of
@@ -88,8 +87,7 @@ def save(
 def _contents(
     folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
 ) -> Contents:
-    """Checks the machine and the option ``keep_last``, and collects what this rank saves."""
-    require_little_endian()
+    """Checks the option ``keep_last``, and collects what this rank saves."""
     check_keep_last(folder, keep_last)
     return contents_of(model, optimizer, extra)
 
@@ -157,13 +155,9 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    may_begin = threading.Event()  # a thread that has work at once would keep the caller from the interpreter
-    try:
-        thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
-        thread.start()
-        _thread = thread
-    finally:
-        may_begin.set()
+    thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
+    thread.start()
+    _thread = thread
 
 
 def _wait_for_thread() -> None:
@@ -171,8 +165,7 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
-    may_begin.wait()
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
     try:
         if last is not None:
             last.join()

@@ -19,7 +19,6 @@ from shardopt.checkpoint.data_file import (
     check_lengths,
     chunks_in,
     computed_ahead,
-    require_little_endian,
 )
 from shardopt.checkpoint.errors import CheckpointError, InvalidError
 from shardopt.checkpoint.index import INDEX_NAME, Index, noticing_replacement, unknown_content
@@ -36,9 +35,8 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     The tensors may have changed in part if reading fails. Tensors on the meta device are read and verified only.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the machine is big-endian.
+        CheckpointError: the checkpoint is damaged.
     """
-    require_little_endian()
     targets = [
         _Target(name, (offsets, tuple(tensor.shape)), tensor, [])
         for name, chunks in tensors.items()

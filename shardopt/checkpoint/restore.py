@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged, saved_options
+from shardopt.checkpoint.groups import apply, merged, saved_options
 from shardopt.checkpoint.index import Index, StoredTensor
 from shardopt.checkpoint.items import Chunks, Item, chunks_of, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
@@ -240,10 +240,9 @@ class Restoration:
                 f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
-        groups = checked_groups(str(self._folder), self._index.header["param_groups"])
         names = names_by_group(self._items, len(self._owner.groups))
         with self._naming():
-            saved = saved_options(groups, names)
+            saved = saved_options(self._index.header["param_groups"], names)
         new = []
         for index, group in enumerate(self._owner.groups):
             with self._naming(f"param group {index}: "):

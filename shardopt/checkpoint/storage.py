@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -218,13 +219,6 @@ class LocalFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Write]:
-        with self._writing(name) as write:
-            yield write
-        sync_folder(Path(self._path))
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[Write]:
-        """As :meth:`writing`, but the file's name is not durable yet."""
         descriptor = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
         def write(data: memoryview, position: int) -> None:
@@ -242,9 +236,10 @@ class LocalFolder(Folder):
             with suppress(OSError):
                 self.remove(name)
             raise
+        sync_folder(Path(self._path))
 
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        with self._writing(unfinished) as write:
+        with self.writing(unfinished) as write:
             write(memoryview(data), 0)
         try:
             os.replace(self._at(unfinished), self._at(name))
@@ -287,7 +282,8 @@ def folder_at(path: PathLike) -> Folder:
 
     Raises:
         TypeError: the argument is no path.
-        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL.
+        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL; or the machine is
+            big-endian.
     """
     from fsspec.core import url_to_fs  # not at the top: importing it takes as long as importing this package
     from fsspec.implementations.local import LocalFileSystem
@@ -297,6 +293,8 @@ def folder_at(path: PathLike) -> Folder:
             f"got {type(path).__name__} for a path, expected text or os.PathLike; give the path first: "
             "shardopt.checkpoint.save(path, model, optimizer), load(path, model, optimizer)"
         )
+    if sys.byteorder != "little":
+        raise CheckpointError("got a big-endian machine, expected a little-endian one, in whose byte order files are")
     text = os.fspath(path).removeprefix("file://").removeprefix("local://")
     if "://" not in text:
         return LocalFolder(LocalFileSystem(), os.path.abspath(text), os.path.abspath(text))

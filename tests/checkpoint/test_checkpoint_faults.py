@@ -126,7 +126,6 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "lr abc": (option(lr="abc"), "param group 0: lr: got 'abc', expected a number >= 0"),
     "lr nan": (option(lr=NAN), "param group 0: lr: got nan"),
     "betas": (option(betas=[2, 3]), "param group 0: betas[0]: got 2, expected a number in [0.0, 1.0)"),
-    "no parameters": (lambda h: h.update(param_groups=[3]), "param group 0: got no parameters, expected a list of"),
 }
 
 
