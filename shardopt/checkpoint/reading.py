@@ -40,7 +40,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     targets = [
         _Target(name, (offsets, tuple(tensor.shape)), tensor, [])
         for name, chunks in tensors.items()
-        for offsets, tensor in chunks.held.items()
+        for offsets, tensor in chunks.parts.items()
     ]
     targets_in: dict[int, list[_Target]] = defaultdict(list)  # by the numbers of files
     for target in targets:

@@ -41,7 +41,7 @@ class Stager:
             RuntimeError: there is not enough memory.
             CheckpointError: there is not enough room in the folder, or no file can be made there.
         """
-        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.written.values()]
+        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.parts.values()]
         sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in rectangles]
         if self._buffer.numel() < sum(sizes):
             self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
