@@ -42,12 +42,7 @@ class Bitsandbytes(Peer):
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
     ) -> Mapping[str, Any]:
-        wrapped = state.get(_WRAPPED, {})
-        if not isinstance(wrapped, Mapping):
-            raise ValueError(
-                f"{name}: got {_WRAPPED} as {kind_of(wrapped)}, expected a dict; save the state dict again"
-            )
-        state = {key: value for key, value in {**state, **wrapped}.items() if key != _WRAPPED}
+        state = {key: value for key, value in {**state, **state.get(_WRAPPED, {})}.items() if key != _WRAPPED}
         if _UPDATE_NORM in state:
             raise ValueError(
                 f"{name}: got state with {_UPDATE_NORM}, of LAMB or LARS, expected an optimizer that does not limit "
