@@ -243,5 +243,5 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
         is_flat = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
         if spec is not None and is_flat and not state:
             state = spec.new(_CPU)
-        tensors |= tensors_of(item, item.local, spec, state)
+        tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

@@ -41,7 +41,7 @@ class Copies(NamedTuple):
         if self.starts[rank] < 0:
             return []
         return [
-            _combined(digest(x) for offsets, x in chunks[name].written.items() if only in (None, offsets))
+            _combined(digest(x) for offsets, x in chunks[name].parts.items() if only in (None, offsets))
             for name, only in self.tensors
         ]
 

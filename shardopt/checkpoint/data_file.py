@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -33,7 +32,7 @@ import numpy as np
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError, demand
-from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, unknown_content
+from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, StoredTensor, unknown_content
 from shardopt.checkpoint.rectangles import slices
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import named
@@ -44,7 +43,7 @@ T = TypeVar("T")
 #: A job, and the queue that gets its result, or the error that it raised.
 _Task = tuple["SimpleQueue[tuple[Any, BaseException | None]]", Callable[[], Any]]
 
-_MAX_BYTES = 1 << 23  # of a chunk, so that no file makes a reader allocate more
+MAX_BYTES = 1 << 23  # of a chunk, so that no file makes a reader allocate more
 _HEAD = 16  # bytes of a table
 _PER_CHUNK = 16  # bytes of a table, without corners
 _ALIGNMENT = 64  # bytes
@@ -58,7 +57,6 @@ class StoredChunk(NamedTuple):
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    file: int  # number
     position: int  # offset of the first byte in the file
     bytes: int
     crc32: int
@@ -84,7 +82,7 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
         for number, offsets, data in parts:
             for corner, extents in _pieces(tuple(data.shape), data.itemsize):
                 inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-                chunk = StoredChunk(inside, extents, 0, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
+                chunk = StoredChunk(inside, extents, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
                 end = chunk.position + chunk.bytes
                 numbers.append(number)
                 yield partial(_with_checksum, chunk, memoryview_of(data[slices(corner, extents)]))
@@ -118,16 +116,12 @@ def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
     return b"".join(column.tobytes() for column in columns)
 
 
-def chunks_in(
-    data: bytes, shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], file: int, length: int
-) -> dict[int, list[StoredChunk]]:
-    """The chunks of each tensor in a table whose checksum is right, by the tensor's number.
+def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> dict[str, list[StoredChunk]]:
+    """The chunks of each tensor in a table whose checksum is right, by the tensor's name.
 
     Args:
         data: the table.
-        shapes: of the checkpoint's tensors, in the order of their names.
-        itemsizes: bytes per element of these tensors.
-        file: the number of the data file.
+        tensors: the checkpoint's, in the order of their names.
         length: the bytes of the chunks in the data file.
 
     Raises:
@@ -143,42 +137,31 @@ def chunks_in(
     tensor = np.frombuffer(data, "<u4", count, at + 8 * count)
     crc32 = np.frombuffer(data, "<u4", count, at + 12 * count)
     corners = np.frombuffer(data, "<i8", 2 * count * dims, at + 16 * count).reshape(count, 2, dims)
-    demand(not count or int(tensor.max()) < len(shapes), "a chunk of a tensor that is not in the index")
+    demand(not count or int(tensor.max()) < len(tensors), "a chunk of a tensor that is not in the index")
+    names = list(tensors)
     used, rows = np.unique(tensor, return_inverse=True)
     limits = np.ones((len(used), dims), dtype=np.int64)
     sizes = np.empty(len(used), dtype=np.int64)
     for row, number in enumerate(used.tolist()):
-        shape = shapes[number]
-        demand(len(shape) <= dims, f"a chunk of too few dimensions of tensor {named(str(number))}")
-        limits[row, : len(shape)], sizes[row] = shape, itemsizes[number]
+        dtype, shape, *_ = tensors[names[number]]
+        demand(len(shape) <= dims, f"a chunk of too few dimensions of {named(names[number])}")
+        limits[row, : len(shape)], sizes[row] = shape, dtype.itemsize
     low, extents = corners[:, 0], corners[:, 1]
     within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
     demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
     nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
-    demand(bool((nbytes <= _MAX_BYTES).all()), f"a chunk of more than {_MAX_BYTES} bytes")
+    demand(bool((nbytes <= MAX_BYTES).all()), f"a chunk of more than {MAX_BYTES} bytes")
     order = np.argsort(position, kind="stable")
     begin, most = position[order], nbytes[order]
     within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
     demand(bool(within.all()), "chunks beyond the end of the file")
     demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
-    chunks: dict[int, list[StoredChunk]] = {number: [] for number in used.tolist()}
+    chunks: dict[str, list[StoredChunk]] = {names[number]: [] for number in used.tolist()}
     columns = (tensor, low, extents, position, nbytes, crc32)
     for number, offsets, shape, at, size, checksum in zip(*(column.tolist() for column in columns), strict=True):
-        dims = len(shapes[number])
-        chunks[number].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), file, at, size, checksum))
+        dims = len(tensors[names[number]].shape)
+        chunks[names[number]].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), at, size, checksum))
     return chunks
-
-
-def require_little_endian() -> None:
-    """Raises on a machine of another byte order than that of checkpoints.
-
-    Raises:
-        CheckpointError: the machine is big-endian.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(
-            "got a big-endian machine, expected a little-endian one, whose byte order checkpoints have"
-        )
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
@@ -208,7 +191,7 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and shapes of a chunk's pieces of at most ``_MAX_BYTES``.
+    """Offsets and shapes of a chunk's pieces of at most ``MAX_BYTES``.
 
     Each piece is a range of one dimension, at a single index of every dimension before and in full in every dimension
     behind, so that the piece's elements are contiguous in the chunk.
@@ -217,9 +200,9 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, 
         yield (), ()
     if 0 in shape or not shape:
         return
-    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) * itemsize <= _MAX_BYTES)
+    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) * itemsize <= MAX_BYTES)
     behind = shape[dim + 1 :]
-    most = _MAX_BYTES // (math.prod(behind) * itemsize)
+    most = MAX_BYTES // (math.prod(behind) * itemsize)
     for before in itertools.product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], most):
             yield (*before, start, *([0] * len(behind))), (*([1] * dim), min(most, shape[dim] - start), *behind)

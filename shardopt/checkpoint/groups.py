@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,29 +106,6 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
                 )
         of_groups.append(options[of_group[0]] if of_group else {})
     return of_groups
-
-
-def checked_groups(path: str | os.PathLike[str], groups: object) -> list[SavedGroup]:
-    """Checks the param groups in a checkpoint's header, which may be damaged.
-
-    Raises:
-        CheckpointError: the param groups are not of the form that :func:`describe` returns.
-    """
-    if not isinstance(groups, list):
-        raise CheckpointError(f"{path}: got param_groups as {type(groups).__name__}, expected a list; {_REMEDY}")
-    for index, group in enumerate(groups):
-        entries = group if isinstance(group, dict) else {}
-        names, options = entries.get("parameters"), entries.get("options")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(
-                f"{path}: param group {index}: got no parameters, expected a list of names; {_REMEDY}"
-            )
-        if not isinstance(options, dict):
-            raise CheckpointError(f"{path}: param group {index}: got no options, expected a dict of them; {_REMEDY}")
-    return groups
-
-
-_REMEDY = "the header is damaged, load another checkpoint"
 
 
 def merged(

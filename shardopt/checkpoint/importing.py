@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from shardopt.checkpoint.groups import merged
 from shardopt.checkpoint.peers import package_of
 from shardopt.checkpoint.peers.base import DERIVED, CodedMoment, Peer, are_floats, is_dense
-from shardopt.checkpoint.wording import few, kind_of, named, shown
+from shardopt.checkpoint.wording import few, kind_of, line, named, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, loading_groups, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers
+from shardopt.optim.loading import by_name, checked_containers, checked_entries
 from shardopt.state.encoding import encode_loaded
-from shardopt.state.loaded_entries import check_moment
+from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
@@ -65,7 +66,7 @@ class ImportReport:
 #: A param group's options in a state dict, and the names and states of its parameters.
 _SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
 
-_MAX_NESTING = 16  # of lists in a hyper-parameter
+_MOST_CHARACTERS = 800  # of an error
 
 
 class _Found(NamedTuple):
@@ -74,7 +75,7 @@ class _Found(NamedTuple):
     name: str
     spec: TensorState
     moments: Mapping[str, Tensor | CodedMoment]
-    step: Mapping[str, Any]  # the entry `step`; empty if the package counts no steps
+    step: float
 
 
 @without_autograd
@@ -83,7 +84,7 @@ def import_state(
 ) -> ImportReport:
     """Loads the ``state_dict()`` of another package's optimizer.
 
-    Takes state of torch.optim, bitsandbytes (all but LAMB and LARS in 32 bits), torchao (8-bit, 4-bit, fp8), flashoptim
+    Takes state of torch.optim, bitsandbytes (Adam, Lion and SGD with momentum), torchao (8-bit, 4-bit, fp8), flashoptim
     (compressed or not) and the Muon of dion; that of Keller Jordan and of DeepSpeed is as torch's. Also in the form of
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. ``docs/moving_over.md`` shows how to read the
     files of such runs.
@@ -91,9 +92,8 @@ def import_state(
     Copies codes and scales unchanged if the optimizer's codec has the same ones and no block crosses a row: from
     bitsandbytes and torchao with ``codec="dynamic8", block_size=256`` and rows that are multiples of 256, from
     flashoptim with ``codec="companded8", block_size=32`` and rows that are multiples of 32. Decodes other moments to
-    float32, and encodes them again if the optimizer quantizes the parameter: always those of bitsandbytes' RMSprop and
-    Adagrad, whose map is the signed one, and the slow average of its AdEMAMix, which has 16 bits here. A second moment
-    that the source has rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
+    float32, and encodes them again if the optimizer quantizes the parameter. A second moment that the source has
+    rounded to 0 stays 0; with log8 that element's first moment becomes 0, too.
 
     Takes over the hyper-parameters that the optimizer has; options such as ``codec`` stay. Does not import low bits of
     master weights: master weights begin with the parameters' values.
@@ -132,11 +132,28 @@ def import_state(
         of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
         if of_rows is not None:
             entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
-        state[index] = {**entries, **step}
+        state[index] = {**entries, "step": step}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return ImportReport(package, parameters, tuple(ignored))
 
 
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Inside, errors other than lack of memory become a ValueError of one line: damaged values may fail anywhere."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(line(error, _MOST_CHARACTERS)) from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"got a state dict that cannot be read ({type(error).__name__}: {line(error)}), expected one with values "
+            "as state_dict() gives them; save the state dict again"
+        ) from error
+
+
+@_in_one_line()
 def _read(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]
 ) -> tuple[str, list[dict[str, Any]], dict[int, _Found], list[str]]:
@@ -178,9 +195,8 @@ def _read(
             spec = tensor_state_of(param, group, rule.moments)
             moments = {key: entries[key] for key in expected}
             _check_moments(spec, param, moments, name)
-            imported[number] = _Found(name, spec, moments, {k: v for k, v in entries.items() if k == "step"})
+            imported[number] = _Found(name, spec, moments, checked_step(entries, name))
             ignored += [f"{key} of {name}" for key in sorted(peer.extra & entries.keys())]
-    peer.check_together(states)
     return peer.name, groups, imported, ignored
 
 
@@ -190,7 +206,7 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
     A parameter without state has an empty one.
     """
     groups = optimizer.param_groups
-    saved, states = _checked(state_dict, {*(key for group in groups for key in group), "amsgrad", "initial_lr"})
+    saved, states = _containers(state_dict)
     are_named = names and any(isinstance(key, str) for group in saved for key in group["params"])
     ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     sources: list[_SavedGroup] = []
@@ -202,61 +218,25 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
                 f"param group {index}: got a state dict of {few(saved_group['params'])}, expected {few(listed)}; make "
                 "the optimizer with the same param groups, of the same model"
             )
-        present = [{k: v for k, v in states.get(key, {}).items() if v is not None} for key in keys]
+        entries = [checked_entries(states.get(key), name) or {} for key, name in zip(keys, listed, strict=True)]
+        present = [{k: v for k, v in of_param.items() if v is not None} for of_param in entries]
         options = {key: value for key, value in saved_group.items() if key not in ("params", "param_names")}
         sources.append((options, list(zip(listed, present, strict=True))))
     return sources
 
 
-def _checked(state_dict: Any, hyper: set[str]) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
-    """The param groups and states of a state dict: containers with text keys, numbers, and tensors with elements.
-
-    ``hyper`` has the names of the hyper-parameters that will be looked at.
-    """
-    fields = state_dict if isinstance(state_dict, Mapping) else {}
-    if not {"state", "param_groups"} <= fields.keys():
-        got = f"a state dict with {few(fields)}" if fields else type(state_dict).__name__
+def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
+    """The param groups and states of a state dict; errors say what to pass in place of something else."""
+    if isinstance(state_dict, str | os.PathLike):
+        remedy = "read it with torch.load, torch.distributed.checkpoint.load or safetensors.torch.load_file first"
+        raise ValueError(f"got a path, expected a state dict with state and param_groups; {remedy}")
+    if isinstance(state_dict, Mapping) and not {"state", "param_groups"} <= state_dict.keys():
         remedy = "pass what an optimizer's state_dict() or get_optimizer_state_dict() gives, not flattened"
-        if "optimizer" in fields:
-            remedy = "pass its entry 'optimizer'"
-        elif isinstance(state_dict, str | os.PathLike):
-            got = "a path"
-            remedy = "read it with torch.load, torch.distributed.checkpoint.load or safetensors.torch.load_file first"
-        raise ValueError(f"got {got}, expected a state dict with state and param_groups; {remedy}")
-    for index, group in enumerate(fields["param_groups"] if isinstance(fields["param_groups"], list | tuple) else ()):
-        for key, value in group.items() if isinstance(group, Mapping) else ():
-            if not isinstance(key, str) or (key in hyper and not _is_plain(value, _MAX_NESTING)):
-                got = f"param group {index}: got {named(key)} as {shown(value)}"
-                raise ValueError(f"{got}, expected text and numbers; save the state dict again")
-    groups, states = checked_containers(state_dict)
-    for key, state in states.items():
-        _check_state(state, f"state of {named(key)}")
-    return groups, states
-
-
-def _check_state(state: Any, what: str, *, wraps: bool = True) -> None:
-    """Checks the state of a parameter, which may wrap some of it in one more dict."""
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{what}: got {shown(state)}, expected a dict of entries; save the state dict again")
-    for key, value in state.items():
-        if wraps and isinstance(value, Mapping):
-            _check_state(value, f"{what}: {named(key)}", wraps=False)
-        elif isinstance(value, Tensor) and not is_dense(value):
-            raise ValueError(
-                f"{what}: got {named(key)} of {value.dtype} and {value.layout} on {value.device}, expected a dense "
-                "tensor of real numbers in memory; convert or load it first"
-            )
-    step = state.get("step")
-    if not (step is None or isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)):
-        raise ValueError(f"{what}: got step as {shown(step)}, expected a number; save the state dict again")
-
-
-def _is_plain(value: object, levels: int) -> bool:
-    """Whether a value is a number, text or None, or a list of such."""
-    if isinstance(value, list | tuple):
-        return levels > 0 and all(_is_plain(item, levels - 1) for item in value)
-    one = is_dense(value) and value.numel() == 1
-    return one or value is None or isinstance(value, int | float | str)
+        remedy = "pass its entry 'optimizer'" if "optimizer" in state_dict else remedy
+        raise ValueError(
+            f"got a state dict with {few(state_dict)}, expected a state dict with state and param_groups; {remedy}"
+        )
+    return checked_containers(state_dict)
 
 
 def _taken_hyper(
@@ -269,6 +249,8 @@ def _taken_hyper(
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in peer.hyper(saved, names).items()
     }
+    if "initial_lr" in hyper:  # of a learning-rate schedule: the optimizer does not check it
+        hyper["initial_lr"] = float(hyper["initial_lr"])
     usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | {"maximize", "initial_lr"}
     kept = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: kept[key] for key in hyper if key in usable}
@@ -321,29 +303,25 @@ def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], n
             given the same ones.
     """
     first = spec.slices[0]
-    taken: StateDict = {}
+    coded = {key: found for key, found in moments.items() if isinstance(found, CodedMoment)}
+    if len(coded) == len(moments) and all(coded[m.name].is_of(m.codec(first.codec), first.grid) for m in spec.moments):
+        state: StateDict = {}
+        for moment in spec.moments:
+            codes, scales, found = first.codes_name(moment), first.scales_name(moment), coded[moment.name]
+            state[codes] = _own(spec, codes, found.codes)
+            state[scales] = _own(spec, scales, found.scales.reshape(first.grid.rows, first.grid.blocks_per_row))
+        return state, "exact"
     values: dict[str, Tensor] = {}
     for moment in spec.moments:
-        found = moments[moment.name]
-        if isinstance(found, Tensor):
-            values[moment.name] = found if isinstance(found, DTensor) else _own(spec, moment.name, found.float())
-        elif found.codec == moment.codec(first.codec).name and found.is_laid_out_as(first.grid):
-            codes, scales = first.codes_name(moment), first.scales_name(moment)
-            taken[codes] = _own(spec, codes, found.codes)
-            taken[scales] = _own(spec, scales, found.scales.reshape(first.grid.rows, first.grid.blocks_per_row))
-    if all(first.codes_name(moment) in taken for moment in spec.moments):
-        return taken, "exact"
-    coded = {key: found for key, found in moments.items() if isinstance(found, CodedMoment)}
-    for moment in spec.moments:
-        if moment.name in coded:
-            decoded = coded[moment.name].values()
-            check_moment(decoded, moment.name, name, signed=moment.signed)
-            values[moment.name] = _own(spec, moment.name, decoded.float())
+        value = moments[moment.name]
+        if isinstance(value, CodedMoment):
+            value = value.values()
+            check_moment(value, moment.name, name, signed=moment.signed)
+        values[moment.name] = value if isinstance(value, DTensor) else _own(spec, moment.name, value.float())
     (encoded,) = encode_loaded([spec], [values], [name], ())
-    state = {**(encoded or {}), **taken}
     if first.codec.name != "fp32":
-        return state, "requantized" if coded else "quantized"
-    return state, "as float32" if coded else "exact"
+        return dict(encoded or {}), "requantized" if coded else "quantized"
+    return dict(encoded or {}), "as float32" if coded else "exact"
 
 
 def _own(spec: TensorState, key: str, whole: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class Index(NamedTuple):
         header: the header, JSON.
         token: what the names of the data files begin with.
         files: the data files by their numbers; None where there is none.
-        tensors: the tensors by name.
+        tensors: the tensors by name, in the order of their names.
         crc32: the checksum in the last line; 0 if the index was not read from a file. Checkpoints saved into one folder
             differ in their checksums, because their tokens are random.
     """
@@ -178,12 +178,16 @@ def load_index(folder: Folder) -> Index:
             for number, each in enumerate(listed)
         ]
         tensors = {
-            name: tensor_from_json(name, stored, len(files)) for name, stored in _mapping(content, "tensors").items()
+            name: tensor_from_json(name, stored, len(files))
+            for name, stored in sorted(_mapping(content, "tensors").items())
         }
         for name, tensor in tensors.items():
             if tensor.partition is None:
                 is_filled = fill(tensor.shape, [part for _, part in tensor.parts])
                 demand(is_filled, f"parts that do not fill {named(name)} {shown(tensor.shape)}")
+        nbytes = sum(stored.data for stored in files if stored is not None)
+        is_enough = sum(tensor.nbytes for tensor in tensors.values()) <= nbytes  # so that no shape asks for more memory
+        demand(is_enough, "tensors of more bytes than the data files have")
         return Index(_checked_header(content), token, files, tensors, crc32)
     except InvalidError as error:
         raise unknown_content(path, str(error)) from None
@@ -340,14 +344,15 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
     path = folder.shown(INDEX_NAME)
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
-    if not folder.exists():
+    names = folder.names()
+    if not names:
         return (
-            f"{folder}: there is no such folder, expected one with a checkpoint of shardopt; check the path, or read "
-            "another program's file with torch.load or safetensors and give its state to import_state"
+            f"{folder}: there is no such folder, or nothing in it, expected one with a checkpoint of shardopt; check "
+            "the path, or read another program's file with torch.load or safetensors and give its state to import_state"
         )
-    if any(map(_DATA_FILE.fullmatch, folder.names())):
+    if any(map(_DATA_FILE.fullmatch, names)):
         return f"{folder}: got data without {INDEX_NAME}: saving it was never finished; load another checkpoint"
-    if ".metadata" in folder.names():
+    if ".metadata" in names:
         return (
             f"{folder}: got a folder of torch.distributed.checkpoint, expected one of shardopt; load it with "
             "torch.distributed.checkpoint, and give another optimizer's state to import_state"
@@ -390,4 +395,11 @@ def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
     demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
     aliases = _mapping({"aliases": {}, **header}, "aliases")
     demand(all(isinstance(name, str) for name in aliases.values()), "aliases that are wrong")
+    groups = header.get("param_groups", [])
+    demand(isinstance(groups, list), "param_groups that are no list")
+    for group in groups:
+        fields = group if isinstance(group, dict) else {}
+        names, options = fields.get("parameters"), fields.get("options")
+        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        demand(are_names and isinstance(options, dict), "a param group without names and options of its parameters")
     return header

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import checked_groups
 from shardopt.checkpoint.index import Index, StoredTensor, load_index
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.reading import read_tensors
@@ -56,7 +55,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _text(folder: Folder, index: Index) -> str:
     header, tensors = index.header, index.tensors
-    groups = checked_groups(str(folder), header.get("param_groups", []))
+    groups = header.get("param_groups", [])
     codec_of = {name: str(group["options"].get("codec")) for group in groups for name in group["parameters"]}
     names = dict.fromkeys(key.removeprefix("model.") for key in tensors if key.startswith("model.")) | codec_of
     states: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}

@@ -22,38 +22,35 @@ from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
 @dataclass
 class Chunks:
-    """One global tensor of which this rank holds some rectangles, or none.
+    """One global tensor of which this rank can save some rectangles, or none, or loads some.
 
-    The rectangles are plain tensors, or views, on any device, by the offsets of their first elements in the global
-    tensor; none is empty. One rank writes a rectangle that several ranks have in ``written``. All written rectangles
-    together must fill the tensor, and they must not overlap.
+    The rectangles of all ranks that save must fill the tensor, and must not overlap. One rank writes a rectangle that
+    several ranks have.
 
     Attributes:
         shape: the shape of the global tensor.
         dtype: the dtype of the global tensor and of each rectangle.
-        held: the rectangles that this rank holds; loading writes into them.
-        written: the rectangles that this rank can save.
-        placed: the rule by which ranks hold the written rectangles, the same on all ranks that have the tensor; None
+        parts: the rectangles by the offsets of their first elements in the global tensor: plain tensors, or views, on
+            any device; none is empty.
+        placed: the rule by which ranks that save have the rectangles, the same on all ranks that have the tensor; None
             if there is no rule: the ranks then tell each other their rectangles.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    held: dict[tuple[int, ...], Tensor]
-    written: dict[tuple[int, ...], Tensor]
+    parts: dict[tuple[int, ...], Tensor]
     placed: Placed | None
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
         """A tensor that this rank holds in full. By default one of the ranks that have it writes it."""
-        held = {(0,) * tensor.dim(): tensor.detach()} if tensor.numel() else {}
-        is_own = bool(placed.partition.parts(tensor.shape, placed.offset))
-        return cls(tuple(tensor.shape), tensor.dtype, held, held if is_own else {}, placed)
+        is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
+        parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
+        return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
-        """Chunks that hold copies of the rectangles in ``written``, in the same order, and nothing else."""
-        copies = {offsets: next(rectangles) for offsets in self.written}
-        return replace(self, held=copies, written=copies)
+        """Chunks with copies of the rectangles, in the same order."""
+        return replace(self, parts={offsets: next(rectangles) for offsets in self.parts})
 
 
 @dataclass
@@ -131,25 +128,28 @@ def _described(spec: SliceSpec) -> str:
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
 
 
-def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None) -> Chunks:
+def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_save: bool = False) -> Chunks:
     """A tensor of the parameter's shape of which this rank holds ``local``, perhaps with trailing dimensions.
 
-    With a grid, the scales of the parameter's blocks. The rank that holds a cut block's first element saves its scales.
+    With a grid, the scales of the parameter's blocks. All ranks that hold a cut block load its scales; the rank that
+    holds its first element saves them.
     """
     of = shard if grid is None else shard.scales(grid)
     local = local.detach()
     shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
     if not isinstance(of, FlatShard):
         behind = (0,) * (local.dim() - len(of.indices))
-        held = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
-        return Chunks(shape, local.dtype, held, held, of.partition)
-    written = of.saved_from
-    held = _rectangles(of.global_shape, of.start, of.end, local)
-    own = held if written == of.start else _rectangles(of.global_shape, written, of.end, local[written - of.start :])
-    return Chunks(shape, local.dtype, held, own, of.partition)
+        parts = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
+        return Chunks(shape, local.dtype, parts, of.partition)
+    start = of.saved_from if to_save else of.start
+    return Chunks(
+        shape, local.dtype, _rectangles(of.global_shape, start, of.end, local[start - of.start :]), of.partition
+    )
 
 
-def tensors_of(item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any]) -> dict[str, Chunks]:
+def tensors_of(
+    item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, to_save: bool = False
+) -> dict[str, Chunks]:
     """The tensors of a checkpoint that an item becomes, by their names.
 
     Args:
@@ -157,15 +157,16 @@ def tensors_of(item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping
         local: its elements on this rank.
         spec: the form of its state, if there is any.
         state: this rank's part of each state entry, plain tensors.
+        to_save: leave out what other ranks save, though this rank holds it, too.
     """
     tensors = {model_key(item.name): chunks_of(item.shard, local)}
     if spec is None:
         return tensors
     for key, value in state.items():
         if spec.is_whole(key):
-            chunks = Chunks.whole(value, _of_first_element(spec.shard))
+            chunks = Chunks.whole(value, _of_first_element(spec.shard) if to_save else WHOLE)
         else:
-            chunks = chunks_of(spec.shard, value, spec.grid_of(key))
+            chunks = chunks_of(spec.shard, value, spec.grid_of(key), to_save=to_save)
         tensors[f"optimizer.{item.name}.{key}"] = chunks
     return tensors
 

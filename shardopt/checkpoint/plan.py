@@ -139,7 +139,7 @@ class Planning:
                 copies.setdefault(key, Copies([], of_ranks)).tensors.append((name, None))
         own = []
         for number, (name, each) in enumerate(tensors.items()):
-            for offsets, tensor in self._tensors[name].written.items() if name in self._tensors else ():
+            for offsets, tensor in self._tensors[name].parts.items() if name in self._tensors else ():
                 if each.partition is None:
                     is_own = (self._ranks.rank, (offsets, tuple(tensor.shape))) in each.parts
                 else:
@@ -151,7 +151,7 @@ class Planning:
 
     def _of_own_parts(self) -> tuple[Planning, bytes]:
         """The description without tensors of which this rank has no part, such as state that it assumed."""
-        tensors = {name: each for name, each in self._tensors.items() if each.written or 0 in each.shape}
+        tensors = {name: each for name, each in self._tensors.items() if each.parts or 0 in each.shape}
         planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
         return planning, planning.message
 
@@ -245,7 +245,7 @@ class Planning:
             return {}
         mine = {}
         for name in names:
-            written = self._tensors[name].written if name in self._tensors else {}
+            written = self._tensors[name].parts if name in self._tensors else {}
             mine[name] = [(offsets, tuple(tensor.shape)) for offsets, tensor in written.items()]
         holders: dict[str, dict[Part, list[int]]] = {name: {} for name in names}
         for rank, message in enumerate(self._ranks.gathered(json.dumps(mine).encode())):
@@ -270,7 +270,7 @@ class Planning:
 
 def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:
     """Checks that this rank holds the parts that its partition says."""
-    written = [(of, tuple(tensor.shape)) for of, tensor in chunks.written.items()]
+    written = [(of, tuple(tensor.shape)) for of, tensor in chunks.parts.items()]
     if written != partition.parts(chunks.shape, offset):
         raise CheckpointError(
             f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of {partition} at "

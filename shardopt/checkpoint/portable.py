@@ -22,7 +22,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Contents, contents_of, opened
-from shardopt.checkpoint.data_file import require_little_endian
 from shardopt.checkpoint.errors import ReplacedError
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.ranks import Ranks, on_device_of
@@ -68,8 +67,8 @@ def save(
             ZeroRedundancyOptimizer of one; None to save the model only. A DeepSpeed engine's own may be left out.
         keep_last: removes older checkpoints once this one is complete, so that so many are left with it; None keeps
             all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
-            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. Folders of smaller
-            numbers without a checkpoint go, too, unless a save into one is under way.
+            ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. On a file system with
+            locks, folders of smaller numbers without a checkpoint go, too, unless a save into one is under way.
         extra: other values to save, the same on all ranks: tensors, and values that JSON can hold, infinities and NaN,
             with lists and dicts at most a hundred within each other.
 
@@ -88,8 +87,7 @@ def save(
 def _contents(
     folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
 ) -> Contents:
-    """Checks the machine and the option ``keep_last``, and collects what this rank saves."""
-    require_little_endian()
+    """Checks the option ``keep_last``, and collects what this rank saves."""
     check_keep_last(folder, keep_last)
     return contents_of(model, optimizer, extra)
 
@@ -117,8 +115,7 @@ def async_save(
         optimizer: the model's optimizer.
         keep_last: how many checkpoints stay.
         staging_dir: a folder on a local disk of each node to which the copy goes, in place of host memory; the file has
-            no name there, so nothing is left of it if the process ends; if the file system needs names, the next
-            such file removes what a killed process has left. ``path`` gets the data in the background.
+            no name there, so nothing is left of it if the process ends. ``path`` gets the data in the background.
         extra: other values to save.
 
     Returns:
@@ -158,13 +155,9 @@ def _begin(done: _Saving, work: Callable[[], None]) -> None:
     if _thread is None:
         # Before the executors of other packages end, which object stores need; Python waits for threads after that.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    may_begin = threading.Event()  # a thread that has work at once would keep the caller from the interpreter
-    try:
-        thread = threading.Thread(target=_run, args=(done, work, _thread, may_begin), name="shardopt save")
-        thread.start()
-        _thread = thread
-    finally:
-        may_begin.set()
+    thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
+    thread.start()
+    _thread = thread
 
 
 def _wait_for_thread() -> None:
@@ -172,8 +165,7 @@ def _wait_for_thread() -> None:
         _thread.join()
 
 
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None, may_begin: threading.Event) -> None:
-    may_begin.wait()
+def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
     try:
         if last is not None:
             last.join()

@@ -13,10 +13,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
-from shardopt.checkpoint.data_file import check_lengths
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, checked_groups, merged, saved_options
-from shardopt.checkpoint.index import Index, StoredTensor, noticing_replacement
+from shardopt.checkpoint.groups import apply, merged, saved_options
+from shardopt.checkpoint.index import Index, StoredTensor
 from shardopt.checkpoint.items import Chunks, Item, chunks_of, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder
@@ -104,7 +103,6 @@ class Restoration:
         self._owned = [p for g in self._owner.optimizer.param_groups for p in g["params"]] if self._owner else []
         self._owned_ids = {id(param) for param in self._owned}
         extra = {name: stored for name, stored in self._index.tensors.items() if name.startswith("extra.")}
-        self._check_lengths(list(extra.values()))
         for item in self._items:
             self._plan_item(item, saved_groups)
         for item in self._all[len(self._items) :]:
@@ -228,20 +226,6 @@ class Restoration:
                 "the model that was saved: build it with the same sizes and names"
             )
 
-    def _check_lengths(self, tensors: Sequence[StoredTensor]) -> None:
-        """Checks that the checkpoint has the bytes of tensors, before memory is allocated for them."""
-        if not tensors:
-            return
-        files = {file for stored in tensors for file in stored.files_of(((0,) * len(stored.shape), stored.shape))}
-        lengths = [stored.data for number in files if (stored := self._index.files[number]) is not None]
-        if sum(stored.nbytes for stored in tensors) > sum(lengths):
-            raise CheckpointError(
-                f"{self._folder}: got tensors of more bytes than the data files have, expected no more; load another "
-                "checkpoint"
-            )
-        with noticing_replacement(self._folder, self._index):
-            check_lengths(self._folder, self._index, sorted(files))
-
     def _merged_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The options of each param group after the load, and the options that it was saved with."""
         if self._owner is None:
@@ -256,10 +240,9 @@ class Restoration:
                 f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
-        groups = checked_groups(str(self._folder), self._index.header["param_groups"])
         names = names_by_group(self._items, len(self._owner.groups))
         with self._naming():
-            saved = saved_options(groups, names)
+            saved = saved_options(self._index.header["param_groups"], names)
         new = []
         for index, group in enumerate(self._owner.groups):
             with self._naming(f"param group {index}: "):
@@ -318,7 +301,6 @@ class Restoration:
         item.saved = saved
         is_flat = isinstance(item.shard, FlatShard)  # then a rank without elements has no state
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
-        self._check_lengths([x for key, x in stored.items() if x.shape and saved.is_whole(key)])
         old, new = item.weight_formats
         if (has_state and id(item.param) in self._owned_ids) or old != new:
             with self._in_memory():

@@ -32,7 +32,6 @@ from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.storage import LOCK_NAME, Folder
 
-_A_DAY = 86400.0  # seconds: ranks wait for each other for minutes, so that the data of a save are of about one time
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some time to end
 
@@ -174,10 +173,10 @@ def remove_strays(folder: Folder, keep: Collection[str]) -> None:
 def remove_older(folder: Folder, keep_last: int) -> None:
     """Removes checkpoints beside a complete one, whose numbers are smaller, but for the newest ``keep_last - 1``.
 
-    Also removes what earlier removals and failed saves of smaller numbers have left, empty folders included, where no
-    save is under way: nobody holds the lock or, where there are no locks, no file was added for a day. Only files of
-    checkpoints are removed: a folder with other files stays, with these files, and so does a folder whose index cannot
-    be read. A file that cannot be removed is a warning, and left to the next removal.
+    Also removes what earlier removals and failed saves of smaller numbers have left, empty folders included, where
+    there are locks and nobody holds the folder's. Only files of checkpoints are removed: a folder with other files
+    stays, with these files, and so does a folder whose index cannot be read. A file that cannot be removed is a
+    warning, and left to the next removal.
     """
     kept = 1
     with _warning(folder):
@@ -191,10 +190,10 @@ def remove_older(folder: Folder, keep_last: int) -> None:
                         continue
                     kept += 1
                 if kept > keep_last or INDEX_NAME not in names:
-                    _remove(other, names, folder)
+                    _remove(other, names)
 
 
-def _remove(other: Folder, names: Sequence[str], newest: Folder) -> None:
+def _remove(other: Folder, names: Sequence[str]) -> None:
     """Removes a checkpoint, or what is left of one, unless a save into its folder is under way."""
     if names and not any(is_own_name(name) or name in (INDEX_NAME, LOCK_NAME) for name in names):
         return
@@ -202,8 +201,8 @@ def _remove(other: Folder, names: Sequence[str], newest: Folder) -> None:
         release = other.lock(patience=0)
     except CheckpointError:
         return
-    if release is None and INDEX_NAME not in names and not _is_abandoned(other, names, newest):
-        return
+    if release is None and INDEX_NAME not in names:
+        return  # another run may be saving it, where there are no locks
     try:
         present = set(other.names())
         if INDEX_NAME in present:
@@ -226,13 +225,6 @@ def _warning(folder: Folder) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(f"{folder}: older checkpoints cannot be removed: {error}", RuntimeWarning, stacklevel=4)
-
-
-def _is_abandoned(other: Folder, names: Sequence[str], newest: Folder) -> bool:
-    """Whether all data were complete a day before the newest checkpoint, by the clock of their store."""
-    now = newest.modified(INDEX_NAME)
-    times = [other.modified(name) for name in names if is_own_name(name)]
-    return bool(times) and now is not None and all(time is not None and now - time > _A_DAY for time in times)
 
 
 def _older(folder: Folder) -> list[Folder]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -34,8 +33,6 @@ class Stager:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copies: list[Tensor] = []
-        self._forms: list[tuple[torch.Size, torch.dtype]] = []
 
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
         """Copies what this rank can save of tensors over the earlier copies.
@@ -44,60 +41,31 @@ class Stager:
             RuntimeError: there is not enough memory.
             CheckpointError: there is not enough room in the folder, or no file can be made there.
         """
-        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.written.values()]
-        forms = [(tensor.shape, tensor.dtype) for tensor in rectangles]
-        if forms != self._forms:  # mostly they are those of the last save
-            self._make_copies(rectangles)
-            self._forms = forms
-        copy_tensors(self._copies, rectangles)
-        copies = iter(self._copies)
-        return {name: chunks.with_copies(copies) for name, chunks in tensors.items()}
-
-    def _make_copies(self, rectangles: Sequence[Tensor]) -> None:
-        """Makes tensors for copies in the buffer, which grows when more memory is needed."""
-        size = sum(map(_room, rectangles))
-        self._copies, self._forms = [], []
-        if self._buffer.numel() < size:
+        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.parts.values()]
+        sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in rectangles]
+        if self._buffer.numel() < sum(sizes):
             self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
             if self.folder is None:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+                self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
             else:
-                self._buffer = _mapped(self.folder, size)
-        begin = 0
-        for tensor in rectangles:
-            elements = self._buffer[begin : begin + tensor.numel() * tensor.itemsize]
-            self._copies.append(elements.view(tensor.dtype).view(tensor.shape))
-            begin += _room(tensor)
+                self._buffer = _mapped(self.folder, sum(sizes))
+        pieces = torch.split(self._buffer[: sum(sizes)], sizes)
+        copies = [
+            piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for piece, tensor in zip(pieces, rectangles, strict=True)
+        ]
+        copy_tensors(copies, rectangles)
+        in_order = iter(copies)
+        return {name: chunks.with_copies(in_order) for name, chunks in tensors.items()}
 
 
 def _mapped(folder: Path, size: int) -> Tensor:
     """Bytes in a file without a name, which exists as long as the tensor does."""
     try:
-        descriptor = _nameless(folder)
-        try:
-            os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page without room would kill the process
-            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to a mapped page without room would kill the process
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
         ) from error
-
-
-def _nameless(folder: Path) -> int:
-    """The descriptor of a new file without a name."""
-    with suppress(AttributeError, OSError):  # not every system and file system can
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    # Another process may remove the new file first, which does not matter: its owner removes it at once.
-    path = folder / f"shardopt-{secrets.token_hex(8)}.staging"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    for each in folder.glob(f"shardopt-{16 * '[0-9a-f]'}.staging"):  # with those of processes that were killed here
-        with suppress(OSError):
-            each.unlink()
-    return descriptor
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes that a copy takes up, with what keeps the next one aligned."""
-    return math.ceil(tensor.numel() * tensor.itemsize / _ALIGNMENT) * _ALIGNMENT

@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardopt.checkpoint.errors import CheckpointError
 
@@ -30,18 +30,8 @@ _NO_LOCKS = frozenset([errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOL
 PathLike = str | os.PathLike[str]
 #: Writes bytes at a position that is not before the end of what was written.
 Write = Callable[[memoryview, int], None]
-
-
-class Source(NamedTuple):
-    """A file that is open for reading, by several threads.
-
-    Attributes:
-        read_into: reads bytes from a position on, as many as exist and fit; returns how many, 0 at the end of the file.
-        close: closes the file.
-    """
-
-    read_into: Callable[[memoryview, int], int]
-    close: Callable[[], None]
+#: Reads bytes from a position on, as many as exist and fit; returns how many, 0 at the end of the file.
+Read = Callable[[memoryview, int], int]
 
 
 @contextmanager
@@ -83,12 +73,6 @@ class Folder:
         return self._path.rpartition("/")[2]
 
     @_os_errors()
-    def exists(self) -> bool:
-        """Whether the folder exists."""
-        self._fs.invalidate_cache()
-        return bool(self._fs.isdir(self._path))
-
-    @_os_errors()
     def make(self) -> None:
         """Makes the folder and its missing parents, durably: a crash does not undo that."""
         self._fs.makedirs(self._path, exist_ok=True)  # only some stores have folders
@@ -119,23 +103,17 @@ class Folder:
             raise OSError(errno.EINVAL, f"got {got}, expected a regular file in the folder itself")
         return int(info["size"])
 
-    def modified(self, name: str) -> float | None:
-        """When a file was completed, in seconds by the clock of the store; None if the store does not say."""
-        with suppress(Exception):
-            self._fs.invalidate_cache()
-            return float(self._fs.modified(self._at(name)).timestamp())
-        return None
-
-    def open(self, name: str) -> Source:
-        """Opens a file."""
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Read]:
+        """Opens a file, which several threads may read until the end of the context."""
 
         @_os_errors()
-        def read_into(buffer: memoryview, position: int) -> int:
+        def read(buffer: memoryview, position: int) -> int:
             data = self._fs.cat_file(self._at(name), start=position, end=position + len(buffer))
             buffer[: len(data)] = data
             return len(data)
 
-        return Source(read_into, lambda: None)
+        yield read
 
     @_os_errors()
     def read(self, name: str) -> bytes:
@@ -223,9 +201,13 @@ class LocalFolder(Folder):
         for folder in missing:
             sync_folder(folder.parent)
 
-    def open(self, name: str) -> Source:
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Read]:
         descriptor = self._open(name)
-        return Source(lambda buffer, at: os.preadv(descriptor, [buffer], at), partial(os.close, descriptor))
+        try:
+            yield lambda buffer, position: os.preadv(descriptor, [buffer], position)
+        finally:
+            os.close(descriptor)
 
     def read(self, name: str) -> bytes:
         with open(self._open(name), "rb") as file:
@@ -237,13 +219,6 @@ class LocalFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Write]:
-        with self._writing(name) as write:
-            yield write
-        sync_folder(Path(self._path))
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[Write]:
-        """As :meth:`writing`, but the file's name is not durable yet."""
         descriptor = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
         def write(data: memoryview, position: int) -> None:
@@ -261,9 +236,10 @@ class LocalFolder(Folder):
             with suppress(OSError):
                 self.remove(name)
             raise
+        sync_folder(Path(self._path))
 
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        with self._writing(unfinished) as write:
+        with self.writing(unfinished) as write:
             write(memoryview(data), 0)
         try:
             os.replace(self._at(unfinished), self._at(name))
@@ -306,7 +282,8 @@ def folder_at(path: PathLike) -> Folder:
 
     Raises:
         TypeError: the argument is no path.
-        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL.
+        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL; or the machine is
+            big-endian.
     """
     from fsspec.core import url_to_fs  # not at the top: importing it takes as long as importing this package
     from fsspec.implementations.local import LocalFileSystem
@@ -316,6 +293,8 @@ def folder_at(path: PathLike) -> Folder:
             f"got {type(path).__name__} for a path, expected text or os.PathLike; give the path first: "
             "shardopt.checkpoint.save(path, model, optimizer), load(path, model, optimizer)"
         )
+    if sys.byteorder != "little":
+        raise CheckpointError("got a big-endian machine, expected a little-endian one, in whose byte order files are")
     text = os.fspath(path).removeprefix("file://").removeprefix("local://")
     if "://" not in text:
         return LocalFolder(LocalFileSystem(), os.path.abspath(text), os.path.abspath(text))

@@ -100,27 +100,6 @@ def test_no_room_for_copies_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EISDIR])
-def test_a_local_disk_that_needs_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-    """The name goes at once, as do names left by processes that were killed before that."""
-    nameless = os.O_TMPFILE
-
-    def open_named(path: Any, flags: int, *args: Any, open: Any = os.open) -> int:
-        if flags & nameless == nameless:
-            raise OSError(error, os.strerror(error))
-        return int(open(path, flags, *args))
-
-    monkeypatch.setattr(os, "open", open_named)
-    staging = tmp_path / "staging"
-    staging.mkdir()
-    for name in ("shardopt-0123456789abcdef.staging", "shardopt-notes.staging"):
-        (staging / name).touch()
-    model, optimizer = trained()
-    shardopt.checkpoint.async_save(tmp_path / "1", model, optimizer, staging_dir=staging).result()
-    assert os.listdir(staging) == ["shardopt-notes.staging"]
-    assert_loads(tmp_path / "1", everything(model, optimizer))
-
-
 def test_a_program_that_ends_meanwhile_completes_the_save(tmp_path: Path) -> None:
     program = (
         "import sys, torch, shardopt\n"

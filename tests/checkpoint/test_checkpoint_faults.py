@@ -53,8 +53,9 @@ TIB = 1 << 40
 NOT_OURS = "got content that no version of shardopt writes"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda path: path.rename(path.with_name("moved")), r"there is no such folder.*torch\.load"),
-    "empty folder": (
-        lambda path: [entry.unlink() for entry in path.iterdir()],
+    "empty folder": (lambda path: [x.unlink() for x in path.iterdir()], "there is no such folder, or nothing in it"),
+    "the folder around it": (
+        lambda path: [x.rename(path / "step-1000") for x in path.iterdir()],
         f"there is no {INDEX} in it.*step-1000 in place of the folder around it",
     ),
     "another's folder": (
@@ -125,7 +126,6 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "lr abc": (option(lr="abc"), "param group 0: lr: got 'abc', expected a number >= 0"),
     "lr nan": (option(lr=NAN), "param group 0: lr: got nan"),
     "betas": (option(betas=[2, 3]), "param group 0: betas[0]: got 2, expected a number in [0.0, 1.0)"),
-    "no parameters": (lambda h: h.update(param_groups=[3]), "param group 0: got no parameters, expected a list of"),
 }
 
 

@@ -5,7 +5,6 @@ Object stores are fsspec's file system in memory.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import os
 import threading
@@ -102,8 +101,8 @@ def test_a_save_replaces_the_last_one(url: str) -> None:
 
 
 @pytest.mark.parametrize("root", ["/runs/step-", "/step-"])
-def test_only_the_newest_objects_stay(url: str, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
-    """Strays go a day later: before, another run may be saving them; and never, where the store does not say when."""
+def test_only_the_newest_objects_stay(url: str, root: str) -> None:
+    """Strays stay, since stores have no locks: another run may be saving them."""
 
     def save(step: int, keep_last: int | None = None) -> None:
         shardopt.checkpoint.save(f"memory:/{root}{step}", nn.Linear(3, 2), keep_last=keep_last)
@@ -111,17 +110,11 @@ def test_only_the_newest_objects_stay(url: str, monkeypatch: pytest.MonkeyPatch,
     for step in range(4):
         save(step, keep_last=2)
     assert [len(objects(f"{root}{step}")) for step in range(4)] == [0, 0, 2, 2]
-    for step in (2, 3):
-        MemoryFileSystem.store.pop(f"{root}{step}/{INDEX}")
-    MemoryFileSystem.store[f"{root}2/{objects(f'{root}2')[0]}"].modified -= datetime.timedelta(days=1, seconds=9)
-    MemoryFileSystem().pipe_file(f"{root}2/notes.txt", b"notes")
-    with monkeypatch.context() as context:
-        context.setattr(MemoryFileSystem, "modified", lambda *args: 1 / 0)
-        save(4, keep_last=1)
-    assert [len(objects(f"{root}{step}")) for step in range(2, 5)] == [2, 1, 2]
-    save(5, keep_last=1)
-    assert objects(f"{root}2") == ["notes.txt"]
-    assert [len(objects(f"{root}{step}")) for step in range(3, 6)] == [1, 0, 2]
+    MemoryFileSystem.store.pop(f"{root}2/{INDEX}")
+    MemoryFileSystem().pipe_file(f"{root}3/notes.txt", b"notes")
+    save(4, keep_last=1)
+    assert [len(objects(f"{root}{step}")) for step in range(2, 5)] == [1, 1, 2]
+    assert objects(f"{root}3") == ["notes.txt"]
 
 
 class StoreError(Exception):

@@ -33,7 +33,6 @@ from foreign_states import (
     WRAPPED,
     by_hand,
     made_up,
-    map_of,
     ours_of,
     params_of,
     stepped,
@@ -52,7 +51,7 @@ def outcome_of(source: str, codec: str, block_size: int, shape: tuple[int, ...])
         return "quantized" if shape in MATRICES and codec != "fp32" else "exact"
     if shape in OTHERS or codec == "fp32":
         return "as float32"
-    has_same_codes = (codec, block_size) == native and SOURCES[source].kind in ("AdamW", "Lion", "SGD")
+    has_same_codes = (codec, block_size) == native
     return "exact" if has_same_codes and shape in ALIGNED[block_size] else "requantized"
 
 
@@ -65,17 +64,15 @@ def moments_of(optimizer: ShardedOptimizer) -> list[dict[str, Tensor]]:
 def assert_imported(optimizer: ShardedOptimizer, source: str, decoded: list[list[Tensor]], outcomes: list[str]) -> None:
     """Demands the moments where nothing was coded anew, and elsewhere the state that load_state_dict makes of them.
 
-    No entry keeps the memory of more than itself, such as two stacked averages, which would be saved with it.
+    No entry keeps the memory of more than itself, which would be saved with it.
     """
-    options = optimizer.param_groups[0]
-    is_native = (options["codec"], options["block_size"]) == SOURCES[source].native
     found = moments_of(optimizer)
     named = [dict(zip(names, moments, strict=True)) for names, moments in zip(found, decoded, strict=True)]
     step = {"step": torch.tensor(float(STEP))}
     again = copy.deepcopy(optimizer)
     again.load_state_dict({**again.state_dict(), "state": {i: step | moments for i, moments in enumerate(named)}})
-    rows = zip(outcomes, optimizer.state.values(), again.state.values(), found, named, SHAPES, strict=True)
-    for outcome, state, recoded, moments, expected, shape in rows:
+    rows = zip(outcomes, optimizer.state.values(), again.state.values(), found, named, strict=True)
+    for outcome, state, recoded, moments, expected in rows:
         assert torch.equal(state["step"], step["step"])
         assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in state.values())
         if source == "flashoptim":
@@ -86,26 +83,21 @@ def assert_imported(optimizer: ShardedOptimizer, source: str, decoded: list[list
         elif outcome in ("exact", "as float32"):
             assert_same(moments, expected)
         else:
-            taken = is_native and SOURCES[source].kind == "AdEMAMix" and shape in ALIGNED[256]
-            kept = ("exp_avg_fast", "exp_avg_sq") if taken else ()  # the slow average has 16 bits here
-            assert all(torch.equal(moments[name], expected[name]) for name in kept)
-            assert_same(*({key: x for key, x in each.items() if not key.startswith(kept)} for each in (state, recoded)))
+            assert_same(state, recoded)
 
 
 def of_bitsandbytes(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     """The moments of each parameter, decoded by bitsandbytes."""
     dequantize = pytest.importorskip("bitsandbytes").functional.dequantize_blockwise
-    stacked = len(optimizer.param_groups[0]["betas"]) == 3
-    places = [(1, 0), (1, 1), (2, ...)] if stacked else [(1, ...), (2, ...)]
     found = []
     for state in optimizer.state.values():
         moments: list[Tensor] = []
-        for i, part in places:
+        for i in (1, 2):
             if f"absmax{i}" in state:
-                codes, absmax = state[f"state{i}"][part].contiguous(), state[f"absmax{i}"][part]
+                codes, absmax = state[f"state{i}"], state[f"absmax{i}"]
                 moments.append(dequantize(codes, absmax=absmax, code=state[f"qmap{i}"], blocksize=256))
             elif f"state{i}" in state:
-                moments.append(state[f"state{i}"][part])
+                moments.append(state[f"state{i}"])
         found.append(moments)
     return found
 
@@ -120,10 +112,8 @@ def of_torchao(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 def by_itself(name: str, source: str) -> tuple[dict[str, Any], list[list[Tensor]]]:
     """As :func:`by_hand`, by an optimizer of the package."""
     package = pytest.importorskip({BNB: BNB, "torchao": "torchao.optim"}[SOURCES[source].package])
-    names = {"alpha_steps": "t_alpha", "beta3_steps": "t_beta3"}
-    hyper = {names.get(key, key): value for key, value in SOURCES[source].taken.items()}
     make = getattr(package.optim if SOURCES[source].package == BNB else package, name)
-    theirs = make(params_of(), lr=0.5, weight_decay=0.25, **hyper)
+    theirs = make(params_of(), lr=0.5, weight_decay=0.25, **SOURCES[source].taken)
     stepped(theirs)
     decode = of_bitsandbytes if SOURCES[source].package == BNB else of_torchao
     return through_a_file(theirs.state_dict()) if "8bit" in name else theirs.state_dict(), decode(theirs)
@@ -136,13 +126,14 @@ def by_itself(name: str, source: str) -> tuple[dict[str, Any], list[list[Tensor]
         *(("", source, *(it.native or ("dynamic8", 256))) for source, it in SOURCES.items()),
         *(
             ("", "SGD", "log8", 128),
-            ("", "RMSprop", "bf16", 128),
             ("", BNB, "fp32", 128),
-            ("", "AdEMAMix", "fp32", 128),
         ),
         *((f"{SOURCES[kind].kind}8bit", kind, "dynamic8", 256) for kind in KINDS),
-        *(("PagedAdamW8bit", BNB, "fp32", 128), ("PagedAdEMAMix8bit", "AdEMAMix", "dynamic8", 256)),
-        *(("AdamW8bit", BNB, "dynamic8", 128), ("AdamW32bit", "32 bits", "dynamic8", 256)),
+        *(
+            ("PagedAdamW8bit", BNB, "fp32", 128),
+            ("AdamW8bit", BNB, "dynamic8", 128),
+            ("AdamW32bit", "32 bits", "dynamic8", 256),
+        ),
         *(("AdamW8bit", "torchao", "dynamic8", 256), ("AdamW8bit", "torchao", "log8", 128)),
         *((name, "4 bits", "log8", 128) for name in ("AdamW4bit", "AdamWFp8")),
     ],
@@ -174,11 +165,10 @@ def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
 
 
 #: Changes of a parameter's state that leave its meaning, with the source and the entry that is left out: not wrapped;
-#: LAMB8bit's or LARS8bit's norm; an older optimizer's with percentile_clipping; FlashOptim's low bits; FlashOptim's
+#: an older optimizer's with percentile_clipping; FlashOptim's low bits; FlashOptim's
 #: scales beside bfloat16 parameters, which are float16's bits in tensors that say bfloat16.
 FORMS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (BNB, lambda state: state.update(state.pop(WRAPPED)), ""),
-    (BNB, lambda state: state[WRAPPED].update(unorm_vec=torch.ones(1)), "unorm_vec"),
     ("SGD", lambda state: state[WRAPPED].update(gnorm_vec=torch.ones(1)), "gnorm_vec"),
     ("flashoptim", lambda state: state.update(error_bits=torch.ones(1)), "error_bits"),
     (
@@ -203,33 +193,6 @@ def test_other_forms(source: str, change: Callable[[dict[str, Any]], object], le
     assert ignored == (*of_groups, *(of_states if left_out else ()))
 
 
-@pytest.mark.parametrize("zero", [False, True])
-def test_scales_of_ademamix_on_cuda(zero: bool) -> None:
-    """bitsandbytes puts the slow average's scales at ``numel // 256``, as if the last block were whole.
-
-    With a slow average that is zero at the end, whose last scales are zero in both layouts.
-    """
-    plain, _ = by_hand("AdEMAMix")
-    coded = [state[WRAPPED] for state in plain["state"].values() if "absmax1" in state[WRAPPED]]
-    for state in coded:
-        scales, codes = state["absmax1"], state["state1"][1].view(-1)
-        if zero:
-            scales[1, -3:] = 0
-            codes[256 * (scales.shape[1] - 3) :] = int(map_of(signed=True).abs().argmin())
-        if codes.numel() % 256:
-            scales[0, -1] = scales[1, 0]  # it is lost
-    on_cuda = copy.deepcopy(plain)
-    for state in (state[WRAPPED] for state in on_cuda["state"].values() if "absmax1" in state[WRAPPED]):
-        scales, first = state["absmax1"], state["state1"][1].numel() // 256
-        slow = scales[1].clone()
-        scales[1] = 0
-        scales.view(-1)[first : first + len(slow)] = slow
-    found = [ours_of("AdEMAMix", params_of(), codec="fp32") for _ in range(2)]
-    for ours, state_dict in zip(found, (plain, on_cuda), strict=True):
-        import_state(ours, state_dict)
-    assert_same(*map(everything, found))
-
-
 # --- hyper-parameters and options
 
 
@@ -244,19 +207,6 @@ def test_hyper_parameters_and_options() -> None:
     assert report.ignored[-1] == "unheard_of=7 of param group 0"
     assert str(report).startswith(f"imported the state of {len(SHAPES)} parameters from flashoptim: ")
     assert "ignored: " in str(report)
-
-
-def test_hyper_parameters_that_bitsandbytes_never_applied() -> None:
-    """RMSprop's momentum is left out. Adagrad may have no eps."""
-    rmsprop, adagrad = ours_of("RMSprop", params_of()), ours_of("Adagrad", params_of(), lr_decay=0.5)
-    state_dict, _ = by_hand("RMSprop")
-    state_dict["param_groups"][0]["betas"] = (0.7, 0.9)
-    assert import_state(rmsprop, state_dict).ignored == ("betas=(0.7, 0.9) of param group 0",)
-    assert (rmsprop.param_groups[0]["alpha"], rmsprop.param_groups[0]["momentum"]) == (0.7, 0.0)
-    state_dict, _ = by_hand("Adagrad")
-    state_dict["param_groups"][0]["eps"] = 0.0
-    import_state(adagrad, state_dict)
-    assert (adagrad.param_groups[0]["eps"], adagrad.param_groups[0]["lr_decay"]) == (0.0, 0.0)
 
 
 # --- Muon of Keller Jordan, DeepSpeed and dion
@@ -328,7 +278,7 @@ def test_muon(state_dict: dict[str, Any], package: str, hyper: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("world_size", "way", "source", "codec", "size"),
     [
-        (3, "fsdp columns", "AdEMAMix", "dynamic8", 256),
+        (3, "fsdp columns", BNB, "dynamic8", 256),
         (4, "fsdp tp", "flashoptim", "companded8", 32),
         (2, "fsdp offload", "torchao", "log8", 128),
     ],

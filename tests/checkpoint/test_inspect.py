@@ -57,7 +57,7 @@ def test_without_an_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     content["header"]["param_groups"] = [{"parameters": 3, "options": []}]
     write_index(tmp_path, content)
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "param group 0: got no parameters" in capsys.readouterr().err
+    assert "a param group without names and options" in capsys.readouterr().err
 
 
 def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

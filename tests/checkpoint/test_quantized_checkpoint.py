@@ -212,7 +212,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a huge shape": (  # which takes no memory
         lambda index: index["tensors"]["optimizer.0.rows"].update(shape=[2**45]),
-        "got tensors of more bytes than the data files have",
+        "tensors of more bytes than the data files have",
     ),
 }
 

@@ -99,7 +99,7 @@ def in_bitsandbytes(
     """The state of one parameter, and what it stands for.
 
     Args:
-        moments: each with whether its codes are those of the signed map.
+        moments: each with whether it is signed.
         size: of the blocks.
         least: elements of a parameter that has codes.
         is_ours: whether the map is dynamic8's.
@@ -120,18 +120,6 @@ def in_bitsandbytes(
 
 def adam_of_bitsandbytes(x: Moments, **how: Any) -> tuple[dict[str, Any], list[Tensor]]:
     return in_bitsandbytes([(x.signed, True), (x.unsigned, False)], **how)
-
-
-def ademamix_of_bitsandbytes(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
-    """A fast and a slow average in one tensor."""
-    slow = x.signed.reshape(-1).flip(0).view(x.signed.shape) / 512
-    both = [in_bitsandbytes([(value, True), (x.unsigned, False)]) for value in (x.signed, slow)]
-    (state, (fast, squares)), (other, (slow, _)) = both
-    stacked = {
-        key: torch.stack([state[WRAPPED][key], other[WRAPPED][key]])
-        for key in {"state1", "absmax1"} & state[WRAPPED].keys()
-    }
-    return {**state, WRAPPED: state[WRAPPED] | stacked}, [fast, slow, squares]
 
 
 class OptimState8bit:
@@ -205,24 +193,18 @@ BNB = "bitsandbytes"
 _ADAM = {"betas": (0.8, 0.99), "eps": 1e-7}
 _OF_BNB = {**_ADAM, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
 _OF_TORCHAO = {**_ADAM, "amsgrad": False, "lr": torch.tensor(0.5)}
-_MIXED = {"betas": (0.8, 0.99, 0.995), "eps": 1e-7, "alpha": 4.0}
 _FLASH = {"initial_lr": 1.0, "master_bytewidth": 3, "quantize": True}
-_RMSPROP = {"alpha": 0.8, "eps": 1e-7, "momentum": 0.0, "centered": False}
 
 
 def _average(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
     return in_bitsandbytes([(x.signed, True)])
 
 
-def _squares(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
-    return in_bitsandbytes([(x.unsigned, True)])
-
-
 def _never(numel: int) -> bool:
     return False
 
 
-#: By package, kind of optimizer, or form. RMSprop's and Adagrad's squares have codes of the signed map.
+#: By package, kind of optimizer, or form.
 SOURCES = {
     BNB: Source(BNB, "AdamW", adam_of_bitsandbytes, _OF_BNB, _ADAM),
     "old blocks": Source(
@@ -236,13 +218,6 @@ SOURCES = {
     "flashoptim": Source(
         "flashoptim", "AdamW", in_flashoptim, {**_ADAM, **_FLASH}, _ADAM, ("companded8", 32), lambda numel: True
     ),
-    "AdEMAMix": Source(
-        BNB,
-        "AdEMAMix",
-        ademamix_of_bitsandbytes,
-        {**_MIXED, "t_alpha": 50, "t_beta3": None},
-        {**_MIXED, "alpha_steps": 50, "beta3_steps": None},
-    ),
     "Lion": Source(BNB, "Lion", _average, {"betas": (0.8, 0.9), "eps": 0.0}, {"betas": (0.8, 0.9)}),
     "SGD": Source(
         BNB,
@@ -251,11 +226,9 @@ SOURCES = {
         {"betas": (0.8, 0), "eps": 0.0},
         {"momentum": 0.8, "dampening": 0.0},
     ),
-    "RMSprop": Source(BNB, "RMSprop", _squares, {"betas": (0.8, 0), "eps": 1e-7}, _RMSPROP),
-    "Adagrad": Source(BNB, "Adagrad", _squares, {"betas": (0.0, 0.0), "eps": 1e-7}, {"eps": 1e-7, "lr_decay": 0.0}),
 }
-#: The kinds of optimizer that bitsandbytes has.
-KINDS = (BNB, "AdEMAMix", "Lion", "SGD", "RMSprop", "Adagrad")
+#: The kinds of optimizer of bitsandbytes whose state is imported.
+KINDS = (BNB, "Lion", "SGD")
 
 
 def ours_of(source: str, params: Any, **options: Any) -> ShardedOptimizer:

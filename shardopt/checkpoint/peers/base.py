@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from shardopt.checkpoint.wording import kind_of, shown
-from shardopt.codec import Moment, get_codec
+from shardopt.codec import Codec, Moment, get_codec
 from shardopt.codec.base import are_finite
 from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
@@ -40,13 +40,6 @@ class Peer:
         return state.keys() <= {"step", *DERIVED, *_MOMENTS} and all(
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
-
-    def check_together(self, states: Collection[Mapping[str, Any]]) -> None:
-        """Checks the states of all parameters for a kind of optimizer that only all of them tell.
-
-        Raises:
-            ValueError: shardopt has no such optimizer.
-        """
 
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
@@ -100,10 +93,10 @@ class CodedMoment(NamedTuple):
         decoded = self.decode(blocks, self.scales[:, None])
         return from_blocks(decoded[None], self.codes.numel()).reshape(self.codes.shape)
 
-    def is_laid_out_as(self, grid: BlockGrid) -> bool:
-        """Whether the blocks are those of a grid: no block crosses a row."""
+    def is_of(self, codec: Codec, grid: BlockGrid) -> bool:
+        """Whether codes and scales are a codec's, and the blocks are those of a grid: no block crosses a row."""
         aligned = grid.row_numel % grid.block_size == 0 or grid.rows == 1
-        return aligned and self.block_size == grid.block_size
+        return self.codec == codec.name and aligned and self.block_size == grid.block_size
 
 
 def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
@@ -187,7 +180,7 @@ class Torchao(Peer):
     def _moment(self, value: Any, what: str, signed: bool) -> Any:
         kind = type(value).__name__
         if kind in _OTHERS:
-            return self._dequantized(value, what)
+            return value.dequantize()
         if kind != _EIGHT_BIT:
             return value
         codes, scales, values, of_sign = (getattr(value, key, None) for key in ("codes", "scale", "qmap", "signed"))
@@ -203,18 +196,6 @@ class Torchao(Peer):
         size = max(codes.numel() // max(scales.numel(), 1), 1)
         check_blocks(codes, scales, size, what)
         return of_map(codes, scales.float(), values, size, signed=signed)
-
-    def _dequantized(self, value: Any, what: str) -> Tensor:
-        try:
-            dequantized = value.dequantize()
-        except Exception as error:  # torchao's own: it checks nothing
-            raise ValueError(
-                f"{what}: got {type(value).__name__} that torchao cannot dequantize ({type(error).__name__}), expected "
-                "a whole one; save the state dict again"
-            ) from error
-        if not are_floats(dequantized):
-            raise ValueError(f"{what}: got {kind_of(dequantized)} from dequantize(), expected floats")
-        return dequantized
 
 
 _GROUP = 32

@@ -61,14 +61,12 @@ def attack_kills(seed: int, number: int, base: Path) -> Outcome:
     calls = rng.randrange(1, 120) if rng.random() < 0.5 else 0
     before = rng.random() < 0.5
     delay = rng.uniform(0, 3 * _seconds[asynchronously])
-    staging, has_names = rng.choice([None, base / "staging"]), rng.random() < 0.5
+    staging = rng.choice([None, base / "staging"])
     attack = f"{'async_save' if asynchronously else 'save'}, into {'a checkpoint' if newest else 'nothing'}, killed "
     attack += f"{'before' if before else 'after'} call {calls}" if calls else f"after {delay:.4f} s"
-    attack += f", {'named' if has_names else 'nameless'} copies" if staging is not None and asynchronously else ""
+    attack += ", with copies on disk" if staging is not None and asynchronously else ""
 
     def save(tell: Tell) -> None:
-        if has_names:
-            del os.O_TMPFILE
         if calls:
             die_at(calls, before)
         turn = newest
@@ -87,7 +85,7 @@ def attack_kills(seed: int, number: int, base: Path) -> Outcome:
     done = begun if child.told.count(begun) == 2 else begun - 1
     if status != -signal.SIGKILL:
         return fault("hung" if status is None else f"ended by itself, {status}")._replace(attack=attack)
-    if not has_names and os.listdir(base / "staging"):
+    if os.listdir(base / "staging"):
         return fault("left on the local disk")._replace(attack=attack)
     outcome = call(lambda: _check_killed(known, folder, done, begun, base / "staging"))
     return outcome._replace(attack=f"{attack}, while {done} was saved and {begun} begun")
@@ -124,7 +122,6 @@ def _check_killed(known: Known, folder: Path, done: int, begun: int, staging: Pa
         kind = "old" if extra["turn"] < begun else kind
     try:
         turn = begun + 1
-        del os.O_TMPFILE
         known.save(folder, turn % 2, asynchronously=True, staging=staging, turn=turn)
         k, extra = known.load(folder)
     except BaseException as error:

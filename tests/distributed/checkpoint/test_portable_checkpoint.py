@@ -128,7 +128,7 @@ def _save_without_memory(path: Path) -> tuple[str, str]:
     model, optimizer = trained("fsdp", STEPS)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(Stager, "_make_copies", _no_memory)
+            patch.setattr(Stager, "stage", _no_memory)
         try:
             shardopt.checkpoint.async_save(path, model, optimizer)
         except RuntimeError as error:
@@ -137,7 +137,7 @@ def _save_without_memory(path: Path) -> tuple[str, str]:
     return failed
 
 
-def _no_memory(stager: Stager, tensor: torch.Tensor) -> torch.Tensor:
+def _no_memory(stager: Stager, tensors: Any) -> Any:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
