@@ -212,7 +212,8 @@ def aliases_in(model: Module, items: Iterable[Item]) -> dict[str, str]:
     names = all_parameter_names(model)
     aliases: dict[str, str] = {}
     for item in items:
-        buffer, others = assigned(item.param), names.get(item.param, ())
+        buffer = assigned(item.param)
+        others: Sequence[str] = names.get(item.param, ())
         if isinstance(buffer, FlatBuffer) and item.segment is not None:
             others = buffer.segments[item.segment].aliases
         aliases.update((name, item.name) for name in others if name != item.name)
