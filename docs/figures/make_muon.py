@@ -14,7 +14,6 @@ import torch
 
 from drawing import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
-from shardopt.layout import Division, Region
 from shardopt.state.rule import Orthogonalized
 from shardopt.step.inputs import Input
 from shardopt.step.muon.matrices import Matrix, waves_of
@@ -43,10 +42,9 @@ def owners() -> dict[str, int]:
     ranks, matrices = cast(Any, _Ranks()), []
     for number, (rows, cols) in enumerate(SHAPES.values()):
         part = rows // RANKS
-        regions = tuple(Region((rows, cols), (part * rank, 0), (part, cols)) for rank in range(RANKS))
-        of_rows, division = ((0, 0),) * RANKS, Division(ranks, regions)
+        held_by = tuple([((part * rank, 0), (part, cols))] for rank in range(RANKS))
         parameter = Input(number, "", 0, number, torch.device("cpu"), None, number, None, False)
-        matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, division, regions, of_rows))
+        matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, ranks, held_by, ((0, 0),) * RANKS))
     (wave,) = waves_of(matrices, 1 << 30, "cpu", by_number=False)
     names = list(SHAPES)
     return {names[m.parameter.index]: owner for m, owner in zip(wave.matrices, wave.owners, strict=True)}
