@@ -1,9 +1,11 @@
-"""The block grid: where the quantization blocks of a parameter lie, from its global shape alone."""
+"""The block grid, from a parameter's global shape alone, and rectangles of it that the kernels step together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Rows shorter than this are not worth a scale.
 MIN_ROW_NUMEL = 32
@@ -51,3 +53,100 @@ class BlockGrid:
         """The number of the block that an element of the flattened parameter is in; blocks are counted row by row."""
         row, col = divmod(element, self.row_numel)
         return row * self.blocks_per_row + col // self.block_size
+
+
+class Rectangle(NamedTuple):
+    """Elements of a shard that form a matrix: the same columns of some successive rows.
+
+    Attributes:
+        element: index of the first element in the local tensor.
+        first: index of the first element in the flattened parameter.
+        rows: number of rows.
+        cols: number of columns.
+        row_stride: elements from row to row in the local tensor.
+        stride: elements from row to row in the flattened parameter.
+        block: index, in the local scales, of the block that holds the first element.
+        blocks_stride: blocks from row to row in the local scales.
+        cut: whether each row is a part of one block, of which other ranks hold the rest. Before :meth:`divided`, a
+            rectangle may hold whole blocks and cut ones.
+    """
+
+    element: int
+    first: int
+    rows: int
+    cols: int
+    row_stride: int
+    stride: int
+    block: int
+    blocks_stride: int
+    cut: bool = False
+
+    @property
+    def first_col(self) -> int:
+        """First column in the global row."""
+        return self.first % self.stride
+
+    def rows_from(self, row: int, count: int) -> Rectangle:
+        """Some successive rows."""
+        element, first = self.element + row * self.row_stride, self.first + row * self.stride
+        return self._replace(element=element, first=first, rows=count, block=self.block + row * self.blocks_stride)
+
+    def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
+        """The rectangle's parts, in order: rows, or whole blocks of one row.
+
+        Args:
+            limit: elements of a part, at most; but blocks are never divided.
+            block_size: elements per block.
+        """
+        if self.rows * self.cols <= limit:
+            yield self
+            return
+        if self.cols <= limit:
+            some = limit // self.cols
+            for row in range(0, self.rows, some):
+                yield self.rows_from(row, min(some, self.rows - row))
+            return
+        width, end = max(limit // block_size, 1) * block_size, self.first_col + self.cols
+        for row in range(self.rows):
+            whole, col = self.rows_from(row, 1), self.first_col
+            while col < end:
+                stop = min(col // block_size * block_size + width, end)
+                yield whole.columns(col, stop, block_size)._replace(row_stride=stop - col)
+                col = stop
+
+    def columns(self, col: int, stop: int, block_size: int) -> Rectangle:
+        """The columns ``[col, stop)`` of the whole rows, which are among the rectangle's."""
+        skipped, block = col - self.first_col, self.block + col // block_size - self.first_col // block_size
+        return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
+
+    def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
+        """The rectangle's parts, in order, cut before some elements of the local tensor.
+
+        Args:
+            ends: indices of these elements, ascending. If the rectangle has several rows, each element begins a row.
+        """
+        rest = self
+        for end in ends:
+            numel = end - rest.element
+            if not 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols:
+                continue
+            if rest.rows == 1:
+                yield rest._replace(cols=numel)
+                rest = rest._replace(element=end, first=rest.first + numel, cols=rest.cols - numel)
+            else:
+                rows = -(-numel // rest.row_stride)
+                yield rest._replace(rows=rows)
+                rest = rest.rows_from(rows, rest.rows - rows)
+        yield rest
+
+    def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
+        """The rectangle's columns of whole blocks, and each cut block by itself."""
+        size, col, end = grid.block_size, self.first_col, self.first_col + self.cols
+        while col < end:
+            block_end = min((col // size + 1) * size, grid.row_numel)
+            whole = col % size == 0 and end >= block_end
+            stop = min(end, block_end)
+            if whole:
+                stop = end if grid.is_boundary(end) else end // size * size
+            yield self.columns(col, stop, size)._replace(cut=not whole)
+            col = stop

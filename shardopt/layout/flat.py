@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardopt.layout.block_grid import BlockGrid
+from shardopt.layout.block_grid import BlockGrid, Rectangle
 from shardopt.layout.partition import UNCUT, RangePartition, rectangles_of_range
 from shardopt.layout.rank_group import Counted, RankGroup
-from shardopt.layout.rectangle import Rectangle
 from shardopt.layout.shard import ASSIGNED, Shard
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout.block_grid import BlockGrid
+from shardopt.layout.block_grid import BlockGrid, Rectangle
 from shardopt.layout.partition import (
     UNCUT,
     GridPartition,
@@ -29,7 +29,6 @@ from shardopt.layout.partition import (
     placed_by_number,
 )
 from shardopt.layout.rank_group import Counted, RankGroup
-from shardopt.layout.rectangle import Rectangle
 
 _S = TypeVar("_S", bound="_OfThisProcess")
 
