@@ -311,7 +311,7 @@ def engine_snapshot(engine: Any) -> Snapshot:
     for flat, group in held:
         buffer = assigned(flat)
         assert isinstance(buffer, FlatBuffer)
-        for index, (name, _, shard, offset) in enumerate(buffer.segments):
+        for index, (name, _, shard, offset, _) in enumerate(buffer.segments):
             piece = parts.Piece(name, shard.global_shape, flat, offset, shard.start, shard.numel, index)
             pieces.append((piece, group))
     return parts.assembled(engine.bare_shapes, optimizer, pieces)
