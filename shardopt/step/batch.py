@@ -93,7 +93,7 @@ def kernels_of(device: torch.device, offload: Offload) -> torch.device:
     return _CPU if offload == "step" else device
 
 
-def run_phases(calls: Sequence[Call], cuts: CutBlocks) -> None:
+def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
     """Runs all phases that change something, even if only other ranks have something to step."""
     if cuts:
         cuts.keep_scales()

@@ -67,8 +67,9 @@ class Stepper:
         if not self._context.residency.settled:
             self._context.residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
+        options = self._checked
         if tables is None or tables.watched.options_changed(param_groups):
-            self._check(param_groups, state)
+            options = self._check(param_groups, state)
             if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
                 tables = None
         parts = None if on_host is None else {0: on_host}
@@ -80,7 +81,7 @@ class Stepper:
         else:
             tables = self._make_tables(param_groups, state, scaling, on_host)
             self.gradients_changed = tables.update(param_groups, state, scaling)
-        self.communicates = tables.communicates
+        self.communicates, self._checked = tables.communicates, options
         return partial(self._run, tables)
 
     def forget(self) -> None:
@@ -110,8 +111,8 @@ class Stepper:
         tables.run()
         self._tables = tables
 
-    def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> None:
-        """Checks the param groups whose options differ from those in the last step."""
+    def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
+        """Checks the param groups whose options differ from those in the last step; returns the options of each."""
         options_now = [_options_of(group) for group in param_groups]
         for group, options, last in zip_longest(param_groups, options_now, self._checked[: len(options_now)]):
             if options == last:
@@ -124,7 +125,7 @@ class Stepper:
                 decided = self._context.residency.of(param).offload if state.get(param) else None
                 if decided not in (None, group["offload"]):
                     raise _changed_place("offload", group["offload"], decided)
-        self._checked = options_now
+        return options_now
 
 
 def _changed_place(option: str, got: object, expected: object) -> ValueError:

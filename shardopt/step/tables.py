@@ -16,6 +16,7 @@ from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
+from shardopt.state.encoding import sharing_ranks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import StepPlan
 from shardopt.step.batch import Alike, Batch, kernels_of, run_phases
@@ -74,13 +75,14 @@ class StepTables:
         self._waves = wave_steps(inputs, groups, context, by_number=plan.single)
         waves = [wave for of_device in self._waves.values() for wave in of_device]
         self._in_waves = {index for wave in waves for index in wave.tensors}
-        specs: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
+        cut: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in inputs}
         for parameter in inputs:
             if parameter.index not in self._in_waves:
-                specs[parameter.device] += parameter.slices
-        self._cuts = {device: CutBlocks(of_device, device) for device, of_device in specs.items()}
+                cut[parameter.device] += [spec for spec in parameter.slices if sharing_ranks(spec) is not None]
+        # None where no blocks are cut, as under FSDP2, whose shards are whole rows.
+        self._cuts = {device: CutBlocks(specs, device) if specs else None for device, specs in cut.items()}
         cuts = (*self._cuts.values(), *(wave.cuts for wave in waves))
-        extremes_of = {block: addresses for each in cuts for block, addresses in each.flat.items()}
+        extremes_of = {block: addresses for each in cuts if each for block, addresses in each.flat.items()}
         rows: list[Row] = []
         for parameter in ready:
             with unless_idle(gradients[parameter.index]):
@@ -197,7 +199,7 @@ class StepTables:
         """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
         sums.clear()
         batches = [batch for of_device in self._batches.values() for batch in of_device]
-        for cuts in self._cuts.values():
+        for cuts in filter(None, self._cuts.values()):
             cuts.keep_scales()
         for batch in batches:
             batch.call.run(_C.Phase.sums)
@@ -240,7 +242,8 @@ class StepTables:
             for wave in self._waves.get(device, []):
                 wave.select(alike)
                 wave.cuts.select(p.columns for p in stepped if p.columns is not None and p.index in wave.tensors)
-            cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
+            if cuts is not None:
+                cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's parts of a parameter and its gradient."""

@@ -122,7 +122,9 @@ def test_wrong_options_by_hand(rule: str, options: dict[str, Any], message: str)
     assert_same(everything(optimizer), everything(expected))
 
 
-def test_unknown_options() -> None:
+def test_unknown_options_and_no_rule() -> None:
+    with pytest.raises(TypeError, match="got an optimizer Bare without a rule, expected one; set only_rule"):
+        type("Bare", (ShardedOptimizer,), {})([Parameter(torch.zeros(3))], {"lr": 1e-3}, {}).step()
     with pytest.raises(TypeError, match="got unknown option 'blocksize', expected some of maximize, codec"):
         make(blocksize=64)
     with pytest.raises(TypeError, match=r"did you mean block_size, codec\?$"):
