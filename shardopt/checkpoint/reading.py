@@ -46,14 +46,13 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     for target in targets:
         for number in index.tensors[target.name].files_of(target.part):
             targets_in[number].append(target)
-    buffers = [torch.empty(MAX_BYTES, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
     with noticing_replacement(folder, index):
         for number in sorted(targets_in):
             path = folder.shown(index.file_name(number))
             check_lengths(folder, index, [number])
             try:
                 with folder.reading(index.file_name(number)) as read:
-                    _read_file(index, number, read, path, targets_in[number], buffers)
+                    _read_file(index, number, read, path, targets_in[number])
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
         for target in targets:
@@ -78,10 +77,8 @@ class _Target(NamedTuple):
     filled: list[Part]
 
 
-def _read_file(
-    index: Index, number: int, read: Read, path: str, targets: Sequence[_Target], buffers: Sequence[Tensor]
-) -> None:
-    """Reads the chunks of a data file that targets have elements of, through a few buffers."""
+def _read_file(index: Index, number: int, read: Read, path: str, targets: Sequence[_Target]) -> None:
+    """Reads the chunks of a data file that targets have elements of."""
     chunks = _chunks(index, number, read, path)
     reads: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
     for target in targets:
@@ -92,6 +89,7 @@ def _read_file(
                 reads[chunk].append((target.tensor[slices(*part)], slices(*inside(common, chunk.offsets))))
                 target.filled.append(part)
     in_order = sorted(reads, key=lambda chunk: chunk.position)
+    buffers = [torch.empty(MAX_BYTES, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
 
     def jobs() -> Iterator[Callable[[], Tensor]]:
         for chunk, buffer in zip(in_order, itertools.cycle(buffers), strict=False):
