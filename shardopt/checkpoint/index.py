@@ -37,13 +37,12 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError, demand
+from shardopt.checkpoint.errors import CheckpointError, InvalidError, demand
 from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.rectangles import fill
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
@@ -191,28 +190,6 @@ def load_index(folder: Folder) -> Index:
         return Index(_checked_header(content), token, files, tensors, crc32)
     except InvalidError as error:
         raise unknown_content(path, str(error)) from None
-
-
-@contextmanager
-def noticing_replacement(folder: Folder, index: Index) -> Iterator[None]:
-    """Checks after a CheckpointError whether another save has replaced the checkpoint that is being loaded.
-
-    Raises:
-        ReplacedError: a CheckpointError was raised, and the folder now has a checkpoint with another index.
-        CheckpointError: the original error, if the folder has the same checkpoint, or none that can be read.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        try:
-            replaced = load_index(folder).crc32 != index.crc32
-        except CheckpointError:
-            replaced = False
-        if replaced:
-            raise ReplacedError(
-                f"{folder}: another checkpoint was saved there while this one was loaded; load again"
-            ) from error
-        raise
 
 
 def dump_index(index: Index) -> bytes:

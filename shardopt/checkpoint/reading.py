@@ -20,8 +20,8 @@ from shardopt.checkpoint.data_file import (
     chunks_in,
     computed_ahead,
 )
-from shardopt.checkpoint.errors import CheckpointError, InvalidError
-from shardopt.checkpoint.index import INDEX_NAME, Index, noticing_replacement, unknown_content
+from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError
+from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, unknown_content
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.rectangles import common_part, fill, inside, slices
 from shardopt.checkpoint.storage import Folder, Read
@@ -35,7 +35,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     The tensors may have changed in part if reading fails. Tensors on the meta device are read and verified only.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged; a ReplacedError if another save has replaced it meanwhile.
     """
     targets = [
         _Target(name, (offsets, tuple(tensor.shape)), tensor, [])
@@ -46,20 +46,27 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     for target in targets:
         for number in index.tensors[target.name].files_of(target.part):
             targets_in[number].append(target)
-    buffers = [torch.empty(MAX_BYTES, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
-    with noticing_replacement(folder, index):
+    try:
         for number in sorted(targets_in):
-            path = folder.shown(index.file_name(number))
-            check_lengths(folder, index, [number])
-            try:
-                with folder.reading(index.file_name(number)) as read:
-                    _read_file(index, number, read, path, targets_in[number], buffers)
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
+            _read_file(folder, index, number, targets_in[number])
         for target in targets:
             if not fill(target.part[1], target.filled):
                 what = f"chunks that do not fill {named(target.name)} {target.part[1]} from {target.part[0]}"
                 raise unknown_content(folder.shown(INDEX_NAME), what)
+    except CheckpointError as error:
+        if _is_replaced(folder, index):
+            raise ReplacedError(
+                f"{folder}: another checkpoint was saved there while this one was loaded; load again"
+            ) from error
+        raise
+
+
+def _is_replaced(folder: Folder, index: Index) -> bool:
+    """Whether the folder has another checkpoint now."""
+    try:
+        return load_index(folder).crc32 != index.crc32
+    except CheckpointError:
+        return False
 
 
 class _Target(NamedTuple):
@@ -78,11 +85,26 @@ class _Target(NamedTuple):
     filled: list[Part]
 
 
-def _read_file(
-    index: Index, number: int, read: Read, path: str, targets: Sequence[_Target], buffers: Sequence[Tensor]
+def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Target]) -> None:
+    """Reads the chunks of a data file that targets have elements of.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
+    path = folder.shown(index.file_name(number))
+    check_lengths(folder, index, [number])
+    try:
+        with folder.reading(index.file_name(number)) as read:
+            chunks = _chunks(index, number, read, path)
+            _read_chunks(chunks, read, path, targets)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
+
+
+def _read_chunks(
+    chunks: Mapping[str, Sequence[StoredChunk]], read: Read, path: str, targets: Sequence[_Target]
 ) -> None:
-    """Reads the chunks of a data file that targets have elements of, through a few buffers."""
-    chunks = _chunks(index, number, read, path)
+    """Reads chunks of an open data file, each once, a few ahead of those that are copied into the targets."""
     reads: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
     for target in targets:
         for chunk in chunks.get(target.name, ()):
@@ -92,6 +114,7 @@ def _read_file(
                 reads[chunk].append((target.tensor[slices(*part)], slices(*inside(common, chunk.offsets))))
                 target.filled.append(part)
     in_order = sorted(reads, key=lambda chunk: chunk.position)
+    buffers = [torch.empty(MAX_BYTES, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
 
     def jobs() -> Iterator[Callable[[], Tensor]]:
         for chunk, buffer in zip(in_order, itertools.cycle(buffers), strict=False):

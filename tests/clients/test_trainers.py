@@ -182,7 +182,7 @@ def refusals(output: Path, theirs: Path) -> None:
     state, given = TrainerState(is_hyper_param_search=True), dict.fromkeys(("model", "optimizer", "lr_scheduler"))
     with pytest.raises(ValueError, match=r"hyper-parameter search.*leave the callback out"):
         PortableCheckpoint().on_train_begin(TrainingArguments(use_cpu=True), state, None, **given)
-    with pytest.raises(CheckpointError, match="there is no such folder, or nothing in it, expected one with a checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no such folder, or nothing in it"):
         portable(output, theirs)
     with pytest.raises(ValueError, match=r"expected TrainingArguments\(max_grad_norm=0.0\)"):
         ClipGradNorm(0.1).on_init_end(SimpleNamespace(max_grad_norm=1.0), None, None)

@@ -110,17 +110,6 @@ def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, si
     return CodedMoment(codes, scales, block_size, "dynamic8" if same else None, decode)
 
 
-def of_companding(codes: Tensor, scales: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
-    """A moment in companded8's codes: int8 of the companded value, or uint8 of the root."""
-    codec = get_codec("companded8")
-
-    def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-        values = codec.decode(blocks, scales, signed=signed)
-        return values if signed else values * values
-
-    return CodedMoment(codes.view(torch.uint8), scales.float(), block_size, codec.name, decode)
-
-
 def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> None:
     """Checks that there is one usable scale for each block.
 
@@ -235,7 +224,13 @@ class Flashoptim(Peer):
         if scales.dtype == torch.bfloat16:  # beside bfloat16 parameters they are float16's bits under that name
             scales = scales.view(torch.float16)
         check_blocks(codes, scales, _GROUP, what)
-        return of_companding(codes, scales, _GROUP, signed=moment.signed)
+        companded8 = get_codec("companded8")
+
+        def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+            values = companded8.decode(blocks, scales, signed=moment.signed)
+            return values if moment.signed else values * values
+
+        return CodedMoment(codes.view(torch.uint8), scales.float(), _GROUP, companded8.name, decode)
 
 
 _ADJUSTMENTS = {"spectral_norm": "spectral_norm", "rms_norm": "match_rms_adamw"}
