@@ -108,9 +108,9 @@ def release_gradients(
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
     nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
-    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed
-    could not be kept, rules with sums over all parameters, FSDP1, and ZeroRedundancyOptimizer.
+    ``overlap_forward`` gradient release excludes all clipping by the norm, and closures. Always excluded are a scaled
+    loss (``GradScaler.step`` raises), ``nonfinite="raise"``, whose promise that nothing was changed could not be kept,
+    rules with sums over all parameters, FSDP1, and ZeroRedundancyOptimizer.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
@@ -118,11 +118,9 @@ def release_gradients(
     which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer does so as
     well. FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
 
-    Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
-    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
-    are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
-    forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
-    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients.
+    Where FSDP2 gives a gradient in parts, one per use of a module, the parameter is stepped once all are there.
+    Reentrant checkpoints give a part each, too, which count as gradients of several passes: a parameter that is used in
+    two of them raises, as one gradient too many. ``use_reentrant=False`` gives whole gradients.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -168,15 +166,12 @@ def release_gradients(
         )
     reducing = dict.fromkeys(reduced[param] for param in params if param in reduced and ordered is None)
     buckets = {replica: bucket_hook(replica) for replica in reducing}
-    direct: set[Tensor] = {param for param in params if param not in reduced}
     kind = HeldParameters if overlap_forward else ReleasedParameters
-    released = kind(optimizer, params, waiting_gradients, micro_batches)
+    released = kind(optimizer, model, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
-    released.parts.watch(model, direct)
     step, wait = Hook(released.step), Hook(released.wait)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
-    undo.callback(released.parts.undo.close)
     if ordered is not None:
         undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
@@ -189,9 +184,8 @@ def release_gradients(
             undo.callback(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
     for replica in buckets:
         undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
-    if direct:
-        within = partial(_begin_within_replica, Hook(released.check_replica))
-        undo.callback(model.register_forward_pre_hook(within).remove)
+    within = partial(_begin_within_replica, Hook(released.check_replica))
+    undo.callback(model.register_forward_pre_hook(within).remove)
     if isinstance(released, HeldParameters):
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
