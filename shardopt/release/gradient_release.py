@@ -96,8 +96,7 @@ def release_gradients(
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
     before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
-    parameters at once. With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay
-    on the device, and gradients go to the host after the last one: leave ``micro_batches`` out here.
+    parameters at once.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -110,7 +109,8 @@ def release_gradients(
     nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
     ``overlap_forward`` gradient release excludes all clipping by the norm, and closures. Always excluded are a scaled
     loss (``GradScaler.step`` raises), ``nonfinite="raise"``, whose promise that nothing was changed could not be kept,
-    rules with sums over all parameters, FSDP1, and ZeroRedundancyOptimizer.
+    rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
+    :func:`shardopt.comm.ordered_gradients`.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
@@ -143,7 +143,8 @@ def release_gradients(
             ``waiting_gradients`` or ``micro_batches`` is no whole number or less than 1.
         MemoryError: the host has too little memory for the gradients and the state.
         RuntimeError: a parameter has a gradient already, the optimizer's gradients are released already, the model is
-            wrapped by FSDP1 or has flat parameters, or DDP has a communication hook or an option that excludes buckets.
+            wrapped by FSDP1, has flat parameters or ordered gradients, or DDP has a communication hook or an option
+            that excludes buckets.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         kind = type(optimizer).__name__
@@ -157,14 +158,7 @@ def release_gradients(
     _check(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
-    ordered = None if progress is None else next(progress.progresses_of(params), None)
-    if ordered is not None and not overlap_forward:
-        raise RuntimeError(
-            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected one "
-            "without, or overlap_forward=True, which leaves steps to optimizer.step(); pass overlap_forward=True"
-        )
-    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced and ordered is None)
+    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced)
     buckets = {replica: bucket_hook(replica) for replica in reducing}
     kind = HeldParameters if overlap_forward else ReleasedParameters
     released = kind(optimizer, model, params, waiting_gradients, micro_batches)
@@ -172,12 +166,10 @@ def release_gradients(
     step, wait = Hook(released.step), Hook(released.wait)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
-    if ordered is not None:
-        undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
         undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-    for param in params if ordered is None else ():
+    for param in params:
         if param in reduced:
             undo.callback(buckets[reduced[param]].add(param, step))
         else:
@@ -199,6 +191,12 @@ def _check(model: Module, params: list[Tensor]) -> None:
         raise RuntimeError(
             "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
             "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+        )
+    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    if progress is not None and any(progress.progresses_of(params)):
+        raise RuntimeError(
+            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected a "
+            "model without; use one of the two"
         )
     if not params:
         raise ValueError(

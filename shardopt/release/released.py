@@ -139,12 +139,6 @@ class ReleasedParameters:
         group = self._groups.get(param)
         return group is not None and group.expects_more
 
-    def step_all(self) -> None:
-        """Takes the steps of all parameters with a gradient, when the backward pass is over."""
-        for param in self._parameters:
-            if param.grad is not None:
-                self.step(param)
-
     def _prepare(self, param: Tensor, scaling: LossScaling, on_host: Tensor | None) -> Callable[[], None]:
         """See :meth:`Stepper.prepare`."""
         optimizer, parameter = self._optimizer, self._parameters[param]

@@ -152,7 +152,7 @@ def _delayed() -> None:
     _release(_ddp(net, delay_all_reduce_named_params=named, param_to_hook_all_reduce=net.embed.weight))
 
 
-def _ordered_without_overlap() -> None:
+def _ordered() -> None:
     model = _ddp()
     shardopt.comm.ordered_gradients(model, micro_batches=2)
     _release(model)
@@ -171,7 +171,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "got a model that runs within DistributedDataParallel": _inner,
     "got DistributedDataParallel with a communication hook": _hooked,
     "got DistributedDataParallel with delay_all_reduce_named_params": _delayed,
-    r"got a model with ordered_gradients.* pass overlap_forward=True": _ordered_without_overlap,
+    r"got a model with ordered_gradients": _ordered,
     r"got a model of FullyShardedDataParallel \(FSDP1\)": _fsdp1,
     "got parameters of flat shards": partial(_fsdp1, inner=True),
 }
