@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn import Module
@@ -71,14 +71,11 @@ class PlainReducer(GradientReducer):
 
 
 class DdpReducer(GradientReducer):
-    """Sums of the gradients of a DistributedDataParallel, which itself only finds out which of them any rank has.
-
-    It leaves a gradient None, or as it is, where no rank has used the parameter.
-    """
+    """Sums of the gradients of a DistributedDataParallel. A parameter that no rank has used keeps the gradient None."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         params = [param for param in reduced_parameters(replica) if param.requires_grad and param.numel()]
-        numbers, _ = dist._compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
+        numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
         messages = [[params[number] for number in message] for message in numbers]
         super().__init__(messages, progress, wire, [replica.process_group])
         self._seen: list[int] = []  # the buckets that DDP has seen in this pass
@@ -99,7 +96,7 @@ class DdpReducer(GradientReducer):
 
 
 def _leave(seen: list[int], bucket: GradBucket) -> Future[Tensor]:
-    """A communication hook that leaves gradients as they are, of this rank."""
+    """A communication hook that leaves this rank's gradients as they are: DDP only finds out which any rank has."""
     seen.append(bucket.index())
     buffer = bucket.buffer()
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
