@@ -50,8 +50,9 @@ class GradientReducer:
             chunks = torch._chunk_cat([x if x.dim() else x.view(1) for x in grads], dim=0, num_chunks=sums.size)
             sums.push(chunks, chunks[sums.rank])
             if not self._progress.is_last:
-                chunks.zero_()
-            elif sums.size > 1:
+                torch._foreach_zero_(grads)
+                continue
+            if sums.size > 1:
                 dist.all_gather(list(chunks), chunks[sums.rank].clone(), group=self._mesh[0])
             for grad, place in zip(grads, sums.wire.places, strict=True):
                 grad.copy_(chunks[:, place].reshape(-1)[: grad.numel()].view_as(grad))
