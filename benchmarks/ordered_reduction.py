@@ -24,7 +24,7 @@ from measuring import in_turn, on_ranks
 from results import Cell, Column
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import WIRES, Wire
+from shardopt.comm.wire import WIRES
 
 ROW = 1024
 BASE = "torch, fp32"
@@ -58,7 +58,7 @@ def ways(elements: int) -> dict[str, Callable[[], object]]:
     for wire in WIRES:
         for kind, passes in (("mid", 1 << 30), ("last", 1)):
             progress = Progress(Module(), passes * size, size)
-            reduction = Reduction(progress, Wire(wire, [(rows, ROW)]), group)  # type: ignore[arg-type]
+            reduction = Reduction(progress, wire, [(rows * size, ROW)], [group])  # type: ignore[arg-type]
             found[f"{wire}, {kind}"] = lambda reduction=reduction: reduction.push(gradient, out)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -64,15 +64,6 @@ class Counter:
         # A number as divisor would be multiplied by its reciprocal on a GPU. -0 becomes +0.
         over = torch.full((), divisor, dtype=torch.float32, device=total.device)
         mean.copy_(total.div_(over).add_(0.0)[: len(mean)])
-
-    def join(self, parts: Sequence[tuple[Counter, slice]]) -> None:
-        """Takes over the terms of others, which have equally many: a part of each other's, one after another."""
-        self.next = parts[0][0].next
-        for i, (level, _) in enumerate(parts[0][0].sums):
-            sums = [(other.sums[i][1], place) for other, place in parts]
-            device = next((x.device for x, _ in sums if x is not None), None)
-            zeros = [torch.zeros(p.stop - p.start, device=device) if x is None else x[p] for x, p in sums]
-            self.sums.append((level, None if device is None else torch.cat(zeros)))
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:

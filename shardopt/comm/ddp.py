@@ -1,117 +1,105 @@
-"""Ordered sums under DistributedDataParallel: a communication hook."""
+"""Ordered sums under DistributedDataParallel, and in one process: taken from ``param.grad`` when a pass is over."""
 
 from __future__ import annotations
 
-import weakref
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size
+from torch.distributed import ProcessGroup
 from torch.futures import Future
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Wire, WireFormat, rows_of
+from shardopt.comm.wire import WireFormat
 from shardopt.kernels.autograd import without_autograd
+from shardopt.release.ddp_buckets import reduced_parameters
+from shardopt.release.released import Hook
 
-#: all_gather_into_tensor, whose name warns since PyTorch 2.13.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+#: Bytes of the gradients of several parameters that travel in one message.
+_MESSAGE_BYTES = 1 << 25
 
 
-class DdpReducer:
-    """Sums of the gradients of a DistributedDataParallel: each rank owns some rows of each parameter."""
+class GradientReducer:
+    """Sums of the gradients of some parameters: each rank owns some rows of each.
 
-    def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
-        self._replica, self._progress, self._format = replica, progress, wire
-        self._group = replica.process_group
-        self._of: dict[Tensor, tuple[Reduction, list[int], slice]] = {}  # sums, parameters' ids, rows in their chunks
-        self._means: dict[Tensor, Tensor] = {}  # of parameters, in their buckets
-        # Hooks that PyTorch's reducer reaches would keep the module alive for good if they held this. The module does.
-        this = weakref.ref(self)
-        for param in replica.parameters():
-            if param.requires_grad:
-                param.register_hook(lambda _: this()._begin())  # type: ignore
-        replica.register_comm_hook(this, lambda this, bucket: this().reduce(bucket))  # type: ignore
+    Args:
+        messages: the parameters, by the message in which their gradients travel.
+        progress: tells when a pass is over.
+        wire: the format of messages.
+        mesh: the group of ranks; none for one process.
+    """
+
+    def __init__(
+        self, messages: Sequence[Sequence[Tensor]], progress: Progress, wire: WireFormat, mesh: Sequence[ProcessGroup]
+    ) -> None:
+        self._progress, self._mesh = progress, mesh
+        self._sums = [(params, Reduction(progress, wire, (x.shape for x in params), mesh)) for params in messages]
         progress.at_end.append(self._end)
-
-    def _begin(self) -> None:
-        if not self._replica.require_backward_grad_sync:
-            raise RuntimeError(
-                "got a backward pass within no_sync() with ordered_gradients, expected a pass outside of no_sync(), "
-                "which adds gradients before they are sent; leave no_sync() out, sums wait on their owners"
-            )
-        self._progress.begin()
-
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        if not buffer.is_cuda:
-            self._sum(bucket)
-            done: Future[Tensor] = Future()
-            done.set_result(buffer)
-            return done
-        done = Future(devices=[buffer.device])
-        stream = _side_stream(buffer.device)
-        stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(stream):
-            self._sum(bucket)
-            done.set_result(buffer)  # whoever waits for it also waits for what is in this stream by now
-        return done
-
-    @without_autograd
-    def _sum(self, bucket: GradBucket) -> None:
-        grads = {p: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p.numel()}
-        if not grads:
-            return
-        reduction = self._reduction_of(list(grads))
-        size = self._group.size()
-        chunks = torch._chunk_cat([g if g.dim() else g.view(1) for g in grads.values()], dim=0, num_chunks=size)
-        chunk = chunks[self._group.rank()]
-        reduction.push(chunks, chunk)
-        if not self._progress.is_last:
-            bucket.buffer().zero_()
-            return
-        total = chunk.new_empty(size * reduction.wire.numel)
-        _all_gather(total, chunk, group=self._group)
-        total = total.view(size, -1)
-        for param, grad in grads.items():
-            rows = total[:, self._of[param][2]].reshape(-1)
-            grad.copy_(rows[: grad.numel()].view_as(grad))
-            if self._replica.find_unused_parameters:
-                self._means[param] = grad
-
-    def _reduction_of(self, params: list[Tensor]) -> Reduction:
-        """The sums of a bucket, which take over the earlier sums where DDP has formed other buckets."""
-        bucket, (known, of_known, _) = list(map(id, params)), self._of.get(params[0], (None, [], None))
-        if known is not None and of_known == bucket:
-            return known
-        wholes = [rows_of(param.shape) for param in params]
-        parts = [(-(-rows // self._group.size()), row_numel) for rows, row_numel in wholes]
-        sums = Reduction(self._progress, Wire(self._format, parts), self._group)
-        if self._progress.first:
-            sums.counter.join([(earlier.counter, rows) for earlier, _, rows in (self._of[param] for param in params)])
-        start = 0
-        for param, (rows, row_numel) in zip(params, parts, strict=True):
-            self._of[param] = sums, bucket, slice(start, start := start + rows * row_numel)
-        return sums
 
     @without_autograd
     def _end(self) -> None:
-        """DDP leaves gradients alone that no rank used in the last pass; they have sums of others."""
-        is_behind = not self._of or any(self._progress.is_behind(sums.counter) for sums, _, _ in self._of.values())
-        if is_behind and self._progress.has_changed(self._replica.parameters()):
+        for params, sums in self._sums:
+            if all(param.grad is None for param in params):
+                continue
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            chunks = torch._chunk_cat([x if x.dim() else x.view(1) for x in grads], dim=0, num_chunks=sums.size)
+            sums.push(chunks, chunks[sums.rank])
+            if not self._progress.is_last:
+                torch._foreach_zero_(grads)
+                continue
+            if sums.size > 1:
+                dist.all_gather(list(chunks), chunks[sums.rank].clone(), group=self._mesh[0])
+            for grad, place in zip(grads, sums.wire.places, strict=True):
+                grad.copy_(chunks[:, place].reshape(-1)[: grad.numel()].view_as(grad))
+
+
+class PlainReducer(GradientReducer):
+    """Sums of the gradients of a module in one process."""
+
+    def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
+        params = [x for x in model.parameters() if x.numel() and (x.is_floating_point() or x.is_complex())]
+        super().__init__([[param] for param in params], progress, wire, ())
+        for param in params:
+            is_trained = param.requires_grad
+            param.requires_grad_(True)  # PyTorch takes no hook of a frozen parameter, which may be trained later
+            param.register_hook(progress.begin)  # type: ignore[no-untyped-call]
+            param.requires_grad_(is_trained)
+
+
+class DdpReducer(GradientReducer):
+    """Sums of the gradients of a DistributedDataParallel. A parameter that no rank has used keeps the gradient None."""
+
+    def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
+        params = [param for param in reduced_parameters(replica) if param.requires_grad and param.numel()]
+        numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
+        messages = [[params[number] for number in message] for message in numbers]
+        super().__init__(messages, progress, wire, [replica.process_group])
+        self._seen: list[int] = []  # the buckets that DDP has seen in this pass
+        replica.register_comm_hook(self._seen, lambda seen, bucket: _leave(seen, bucket))
+        # DDP's reducer, which reaches hooks of parameters, would keep this for good. So a hook of the module keeps it.
+        replica.register_forward_pre_hook(lambda *_: self._seen.clear())
+        for param in params:
+            param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        if not self._seen:
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
                 "call DistributedDataParallel, not its module, outside of no_sync()"
             )
-        if self._progress.is_last:
-            for param, mean in self._means.items():
-                if param.grad is not None:
-                    param.grad.copy_(mean)
+        self._seen.clear()
+        super()._end()
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _leave(seen: list[int], bucket: GradBucket) -> Future[Tensor]:
+    """A communication hook that leaves this rank's gradients as they are: DDP only finds out which any rank has."""
+    seen.append(bucket.index())
+    buffer = bucket.buffer()
+    done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(buffer)
+    return done

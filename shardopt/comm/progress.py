@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt.comm.counter import Counter
+from shardopt.release.released import Hook
 
 
 class Progress:
     """Counts the backward passes of a step.
 
     Args:
-        model: the model, whose next forward pass notices that a backward pass raised.
+        model: the model.
         micro_batches: per step, over all ranks.
         ranks: the number of ranks.
 
@@ -35,16 +36,14 @@ class Progress:
         self.passes = micro_batches // ranks
         self.counters: weakref.WeakSet[Counter] = weakref.WeakSet()
         self.at_end: list[Callable[[], object]] = []
-        self._after_last: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
-        self._has_failed = False
-        self._task = -1  # PyTorch's number of the running backward pass
-        # PyTorch holds its referent until the running pass ends or raises. None while none is running.
+        # PyTorch holds its referent until the running pass ends or raises. None once a pass has ended without an error.
         self._callback: weakref.ref[Callable[[], object]] | None = None
-        # By _with_gradient, before the running pass or after the last one.
+        # By _written, before the running pass or after the last one.
         self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
-        model.register_forward_pre_hook(lambda *_: self._notice_failure())
+        handle = register_optimizer_step_pre_hook(Hook(self._check_step))
+        weakref.finalize(self, handle.remove)
 
     @property
     def first(self) -> int:
@@ -56,31 +55,23 @@ class Progress:
         """Whether the running backward pass is the step's last one."""
         return self.done == self.passes - 1
 
-    def _notice_failure(self) -> None:
-        callback = self._callback
-        if callback is not None and not is_in_backward() and callback() is None:  # not in another thread, either
-            self._fail()
-
-    def begin(self) -> None:
-        """Is called by whatever comes first in a backward pass, and by more.
+    def begin(self, *_: Any) -> None:
+        """Is called by whatever comes first in a backward pass, and by more; also as a hook of parameters' gradients.
 
         Raises:
             RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.
         """
-        task, callback = torch._C._current_graph_task_id(), self._callback
-        if callback is not None:
-            if task in (-1, self._task) or callback() is not None:
-                return  # the running pass, or one within it
-            self._fail()
-        if self.done or self._has_failed:
+        if self._callback is not None and self._callback() is not None:
+            return  # the running pass, or one within it
+        if self.done or self._callback is not None:
             if self._is_thrown_away():
-                self.done, self._has_failed = 0, False
+                self.done = 0
                 for counter in self.counters:
                     counter.reset()
-            elif self._has_failed:
+            elif self._callback is not None:
                 raise RuntimeError(
                     "got a backward pass after one that raised, expected zero_grad() between them, which begins the "
-                    "step's micro-batches anew"
+                    "step's micro-batches again"
                 )
             elif self.done == self.passes:
                 raise RuntimeError(
@@ -88,7 +79,7 @@ class Progress:
                     f"{self.ranks} ranks per step, and zero_grad() before the next; give ordered_gradients the number "
                     "of micro-batches, call zero_grad(set_to_none=True), and checkpoint with use_reentrant=False"
                 )
-            elif self._has_written():
+            elif self._was_written():
                 raise RuntimeError(
                     f"got gradients that were written after {self.done} of {self.passes} backward passes, expected "
                     "none: their sums are elsewhere; unscale and clip after all passes, and call "
@@ -102,74 +93,58 @@ class Progress:
                         "expected a parameter without such a hook, which would see gradients before all micro-batches "
                         "are in them; remove the hook"
                     )
-        self._task = task
-        self._seen = self._with_gradient()
+        self._seen = self._written()
         end = partial(_queue, self._end)  # behind those of DDP and FSDP2
         self._callback = weakref.ref(end)
         _queue(end)
 
     def _end(self) -> None:
-        if self._callback is None:
-            return
-        if all(map(self.is_behind, self.counters)) and not self.has_changed(self._params.values()):
-            self._callback = None  # nothing was accumulated, as by torch.autograd.grad
-            return
-        is_last = self.is_last
-        try:
+        if self._written() != self._seen:  # not in a pass of torch.autograd.grad
             for end in self.at_end:
                 end()
-            self._seen = self._with_gradient()
+            self._seen = self._written()
             if not self._seen:
                 raise RuntimeError(
                     "got a backward pass without gradients in the parameters that ordered_gradients was given, "
                     "expected the model to have kept its parameters; call ordered_gradients after to_empty() and "
                     "load_state_dict(assign=True), which replace parameters"
                 )
-        except BaseException:
-            self._fail()
-            raise
-        self.done += 1
+            if self.is_last and any(counter.tensors and self.is_behind(counter) for counter in self.counters):
+                raise RuntimeError(
+                    "got a step's last backward pass without gradients of an FSDP2 module, expected some, as earlier "
+                    "passes had: the last one takes the mean; install PyTorch 2.13, or use all modules in the last pass"
+                )
+            self.done += 1
         self._callback = None
-        for call in self._after_last if is_last else ():
-            call()
 
-    def call_after_last(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Has something called after each step's last pass, when gradients are complete; returns how to end that."""
-        self._after_last.append(call)
-        return partial(self._after_last.remove, call)
-
-    def _fail(self) -> None:
-        self._callback, self._has_failed, self._seen = None, True, self._with_gradient()
-
-    def has_changed(self, params: Iterable[Parameter]) -> bool:
-        """Whether the running pass has written to a parameter's gradient."""
-        now = self._with_gradient()
-        return any(now.get(param) != self._seen.get(param) for param in params)
-
-    def _with_gradient(self) -> dict[Parameter, tuple[int, int]]:
+    def _written(self) -> dict[Parameter, tuple[int, int]]:
         """The parameters that have a gradient, with its address and PyTorch's count of writes to it."""
-        grads = ((param, param.grad) for param in self._params.values())
-        return {param: _written(grad) for param, grad in grads if grad is not None}
+        found = {}
+        for param in self._params.values():
+            if (grad := param.grad) is not None:
+                local = getattr(grad, "_local_tensor", grad)  # a DTensor and its local tensor count apart
+                found[param] = local.data_ptr(), local._version + grad._version
+        return found
 
-    def _has_written(self) -> bool:
+    def _was_written(self) -> bool:
         """Whether somebody wrote to gradients since the last pass.
 
         DDP moves views of its buckets without writing: a gradient at another address says nothing.
         """
-        now = self._with_gradient()
-        return any(param in now and now[param][0] == at and now[param][1] != n for param, (at, n) in self._seen.items())
+        now = self._written()
+        pairs = ((now[param], seen) for param, seen in self._seen.items() if param in now)
+        return any(here[0] == seen[0] and here != seen for here, seen in pairs)
 
     def _is_thrown_away(self) -> bool:
-        return all(param.grad is None for param in self._seen)
+        return all(param.grad is None for param in self._params.values())
 
     def is_behind(self, counter: Counter) -> bool:
         """Whether sums have nothing of the running pass."""
         return counter.next <= self.first
 
-    def check_step(self, optimizer: Optimizer) -> None:
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
-        self._notice_failure()
-        if self.done in (0, self.passes) and not self._has_failed:
+        if self.done in (0, self.passes) and self._callback is None:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
         if not self._is_thrown_away() and self in progresses_of(params):
@@ -177,15 +152,6 @@ class Progress:
                 f"got step() after {self.done} of {self.passes} backward passes, expected step() after all of its "
                 f"{self.micro_batches} micro-batches; call zero_grad(set_to_none=True) to throw their gradients away"
             )
-
-
-def _written(gradient: Tensor) -> tuple[int, int]:
-    local: Tensor = getattr(gradient, "_local_tensor", gradient)  # a DTensor and its local tensor count apart
-    return local.data_ptr(), local._version + gradient._version
-
-
-def is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _queue(callback: Any) -> None:
@@ -199,11 +165,3 @@ def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:
     """Finds the objects that count passes of one of the parameters."""
     ids = set(map(id, params))
     return (progress for progress in _all if not ids.isdisjoint(map(id, progress._params.values())))
-
-
-def _check_step(optimizer: Optimizer, *_: Any) -> None:
-    for progress in _all:
-        progress.check_step(optimizer)
-
-
-register_optimizer_step_pre_hook(_check_step)

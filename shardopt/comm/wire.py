@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import torch
@@ -17,26 +18,32 @@ WIRES: tuple[str, ...] = get_args(WireFormat)
 BLOCK = 128
 
 
-def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter's rows, and elements per row. A scalar is one row."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
 class Wire:
     """The messages of chunks, one for or from each rank, which hold rows of several parameters one after another.
 
-    ``parts`` are (rows, elements of a row) of each parameter in a chunk. An element's rounding depends on its row
-    alone, so it is the same on any number of ranks. With ``"e4m3"``, rows shorter than 128 elements travel in float32.
+    An element's rounding depends on its row alone, so it is the same on any number of ranks. With ``"e4m3"``, rows
+    shorter than 128 elements travel in float32.
+
+    Args:
+        wire: the format.
+        shapes: of the parameters. A scalar is one row.
+        ranks: the number of chunks that the rows of each parameter are divided into.
+
+    Attributes:
+        numel: elements of a chunk.
+        places: of the parameters in a chunk.
     """
 
-    def __init__(self, wire: WireFormat, parts: Sequence[tuple[int, int]]) -> None:
-        self._wire, self.parts = wire, parts
-        self._numels = [rows * row_numel for rows, row_numel in parts]
+    def __init__(self, wire: WireFormat, shapes: Iterable[Sequence[int]], ranks: int = 1) -> None:
+        self._wire = wire
+        self._parts = [(-(-rows // ranks), math.prod(row)) for rows, *row in (shape or (1,) for shape in shapes)]
+        ends = [0, *accumulate(rows * row_numel for rows, row_numel in self._parts)]
+        self.numel = ends[-1]
+        self.places = [slice(*ends_of) for ends_of in pairwise(ends)]
         self._bytes = [
             4 * rows * row_numel if row_numel < BLOCK else rows * (row_numel + -(-row_numel // BLOCK))
-            for rows, row_numel in parts
+            for rows, row_numel in self._parts
         ]
-        self.numel = sum(self._numels)  # of a chunk
 
     def encode(self, chunks: Tensor) -> Tensor:
         """The message of chunks of floats, (ranks, elements). For ``"fp32"`` these are ``chunks`` themselves."""
@@ -47,14 +54,14 @@ class Wire:
             )
         if self._wire != "e4m3":
             return chunks.bfloat16() if self._wire == "bf16" else chunks
-        pieces = zip(chunks.split_with_sizes(self._numels, 1), self.parts, strict=True)
-        return torch.cat([_encoded(x.float().reshape(len(x), *part)) for x, part in pieces], 1)
+        pieces = zip(self.places, self._parts, strict=True)
+        return torch.cat([_encoded(chunks[:, x].float().reshape(len(chunks), *part)) for x, part in pieces], 1)
 
     def decode(self, term: Tensor) -> Tensor:
         """A chunk's floats, from its part of a message."""
         if self._wire != "e4m3":
             return term
-        pieces = zip(term.split_with_sizes(self._bytes), self.parts, strict=True)
+        pieces = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
         return torch.cat([_decoded(x, *part) for x, part in pieces])
 
 

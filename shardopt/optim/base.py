@@ -63,11 +63,12 @@ class ShardedOptimizer(OptimizerInterface):
         False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
         then unscales by itself, and calls ``step`` only if all gradients are finite. True all the same with float16
         parameters, whose gradients GradScaler refuses to unscale. May be set to False, for Lightning, which clips only
-        gradients that GradScaler has unscaled.
+        gradients that GradScaler has unscaled. True while gradients are released: ``step`` then refuses a scaler.
         """
+        if self._internals.released is not None:
+            return True
         params = self._internals.params
-        shards = (assigned(param) for param in params)
-        if not self._takes_loss_scales or any(shard is not None and shard.holders is not None for shard in shards):
+        if not self._takes_loss_scales or any(getattr(assigned(param), "holders", None) for param in params):
             return False
         return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
 
@@ -236,14 +237,13 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler. Nothing
-                was changed.
+                released gradients meet a torch.amp.GradScaler or, if they are not held, a closure. Nothing was changed.
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
-        if released is not None and not released.overlaps_forward:
+        if released is not None:
             released.check_step(closure, scaling)
         loss = None
         if closure is not None:

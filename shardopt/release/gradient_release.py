@@ -96,8 +96,7 @@ def release_gradients(
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
     before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
-    parameters at once. With :func:`shardopt.comm.ordered_gradients`, to be called first, the sums of micro-batches stay
-    on the device, and gradients go to the host after the last one: leave ``micro_batches`` out here.
+    parameters at once.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -108,9 +107,10 @@ def release_gradients(
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
     nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
-    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed
-    could not be kept, rules with sums over all parameters, FSDP1, and ZeroRedundancyOptimizer.
+    ``overlap_forward`` gradient release excludes all clipping by the norm, and closures. Always excluded are a scaled
+    loss (``GradScaler.step`` raises), ``nonfinite="raise"``, whose promise that nothing was changed could not be kept,
+    rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
+    :func:`shardopt.comm.ordered_gradients`.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
     backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
@@ -118,11 +118,9 @@ def release_gradients(
     which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer does so as
     well. FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
 
-    Where a gradient comes in several parts in one backward pass, the parameter is stepped once all are there. FSDP2
-    gives a part per use of a module. Reentrant checkpoints give a part each: parameters that several of them may use
-    are stepped by ``optimizer.step()``, and their gradients stay until then. These are parameters of modules that a
-    forward pass calls in a checkpoint and once more, those that a checkpoint reads without calling their module, and
-    all in checkpoints if the first step had none. ``use_reentrant=False`` gives whole gradients.
+    Where FSDP2 gives a gradient in parts, one per use of a module, the parameter is stepped once all are there.
+    Reentrant checkpoints give a part each, too, which count as gradients of several passes: a parameter that is used in
+    two of them raises, as one gradient too many. ``use_reentrant=False`` gives whole gradients.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -145,7 +143,8 @@ def release_gradients(
             ``waiting_gradients`` or ``micro_batches`` is no whole number or less than 1.
         MemoryError: the host has too little memory for the gradients and the state.
         RuntimeError: a parameter has a gradient already, the optimizer's gradients are released already, the model is
-            wrapped by FSDP1 or has flat parameters, or DDP has a communication hook or an option that excludes buckets.
+            wrapped by FSDP1, has flat parameters or ordered gradients, or DDP has a communication hook or an option
+            that excludes buckets.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         kind = type(optimizer).__name__
@@ -159,39 +158,26 @@ def release_gradients(
     _check(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
-    ordered = None if progress is None else next(progress.progresses_of(params), None)
-    if ordered is not None and not overlap_forward:
-        raise RuntimeError(
-            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected one "
-            "without, or overlap_forward=True, which leaves steps to optimizer.step(); pass overlap_forward=True"
-        )
-    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced and ordered is None)
+    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced)
     buckets = {replica: bucket_hook(replica) for replica in reducing}
-    direct: set[Tensor] = {param for param in params if param not in reduced}
     kind = HeldParameters if overlap_forward else ReleasedParameters
-    released = kind(optimizer, params, waiting_gradients, micro_batches)
+    released = kind(optimizer, model, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(released)
-    released.parts.watch(model, direct)
     step, wait = Hook(released.step), Hook(released.wait)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
-    undo.callback(released.parts.undo.close)
-    if ordered is not None:
-        undo.callback(ordered.call_after_last(Hook(released.step_all)))
     for module in model.modules():
         undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-    for param in params if ordered is None else ():
+    for param in params:
         if param in reduced:
             undo.callback(buckets[reduced[param]].add(param, step))
         else:
             undo.callback(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
     for replica in buckets:
         undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
-    if direct:
-        within = partial(_begin_within_replica, Hook(released.check_replica))
-        undo.callback(model.register_forward_pre_hook(within).remove)
+    within = partial(_begin_within_replica, Hook(released.check_replica))
+    undo.callback(model.register_forward_pre_hook(within).remove)
     if isinstance(released, HeldParameters):
         from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
 
@@ -205,6 +191,12 @@ def _check(model: Module, params: list[Tensor]) -> None:
         raise RuntimeError(
             "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
             "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+        )
+    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    if progress is not None and any(progress.progresses_of(params)):
+        raise RuntimeError(
+            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected a "
+            "model without; use one of the two"
         )
     if not params:
         raise ValueError(

@@ -5,7 +5,6 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -13,21 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.layout import Counted, RankGroup, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
-from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.released import ReleasedParameters
 from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.residency import StateResidency, ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
-from shardopt.step.over_all import OverAll
 
 
 class HeldParameters(ReleasedParameters):
@@ -38,6 +35,7 @@ class HeldParameters(ReleasedParameters):
 
     Args:
         optimizer: has them.
+        model: has them, too.
         params: those to step.
         waiting_gradients: how many gradients may be on their way to the host.
         micro_batches: how many gradients each parameter gets before it is stepped, at most.
@@ -50,9 +48,14 @@ class HeldParameters(ReleasedParameters):
     overlaps_forward = True
 
     def __init__(
-        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, micro_batches: int
+        self,
+        optimizer: ShardedOptimizer,
+        model: Module,
+        params: Collection[Tensor],
+        waiting_gradients: int,
+        micro_batches: int,
     ) -> None:
-        super().__init__(optimizer, params, waiting_gradients, micro_batches)
+        super().__init__(optimizer, model, params, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
         foreseen = residency.foreseen_bytes
         held = _on_all_hosts(params, residency)
@@ -64,7 +67,6 @@ class HeldParameters(ReleasedParameters):
         self._staging = Staging(pin=self._pin is not None)
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
         self.overlap: object = None  # whose hooks do not keep it
-        self._found: dict[torch.device, Tensor] | None = None  # what a loss scaler looked for in gradients of this step
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
@@ -93,33 +95,22 @@ class HeldParameters(ReleasedParameters):
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
             )
-        found, self._found = self._found, None
-        if found is not None and any(bool(flag) for flag in found.values()):  # the loss scaler has left the step out
-            self._optimizer._internals.coefficient = None
-            self.wait()
-            self._throw_away()
-        if not self._has_gradients:
-            self._has_gradients = True
-            follow_loss_scalers()  # the loss has been scaled by now
-        is_part, held = self.parts.more_may_come(param), self._gradients.get(param)
+        self._has_gradients = True
+        is_part, held = self._more_may_come(param), self._gradients.get(param)
         if not is_part or (held is not None and held.count):  # parts go where the step's first gradient is
             self._take_to_host(param, is_part=is_part)
 
     def _take_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
         """Takes a gradient to the host, unless it is one that only ``step()`` can take, or refuse."""
-        parameter, held, gradient = self._parameters[param], self._gradients.get(param), param.grad
+        held, gradient = self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
             return
-        with named(parameter.name):
+        with named(self._parameters[param].name):
             part = shard_of(param).local_gradient(gradient)
         if part.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
             return
         if held.count == self._micro_batches:
-            raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got gradient {held.count + 1} since the last "
-                f"optimizer.step(), expected {self._micro_batches} at most; give release_gradients() the number of "
-                "micro_batches, and call optimizer.zero_grad() after a pass that failed"
-            )
+            raise self._too_many(param)
         like = self._like(part, part.dtype)
         if (held.sum.shape, held.sum.dtype) != (like.shape, like.dtype):  # changed since the release
             if held.count:
@@ -191,41 +182,6 @@ class HeldParameters(ReleasedParameters):
         """The gradients that are held in the host's memory now, by their parameters."""
         return {param: held for param, held in self._gradients.items() if held.count}
 
-    @without_autograd
-    def unscale(
-        self, inverse_scale: Tensor, found: dict[torch.device, Tensor], shape: torch.Size, *, allow_fp16: bool
-    ) -> None:
-        """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
-
-        Args:
-            inverse_scale: the factor: float32, of one element.
-            found: by the device of parameters, whether gradients are not finite: float32, of this ``shape``. Learns
-                whether held ones are, on any rank that has parts of them.
-            shape: of one element.
-            allow_fp16: whether gradients may be float16, which multiplied are rounded once more.
-
-        Raises:
-            ValueError: gradients are float16, and must not be. Nothing was changed.
-        """
-        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
-            raise ValueError(
-                "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
-                "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
-            )
-        shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
-        over_all = OverAll(shard_of(param).counted() for param in self._parameters)
-        total = over_all.total(shares, no_share(), largest=False)
-        is_finite = math.isfinite(_C.sum_value(total.numpy()))
-        for device in {param.device for param in self._parameters}:
-            here = torch.full(shape, 0.0 if is_finite else 1.0, device=device)
-            found[device] = torch.maximum(found[device], here) if device in found else here
-        factor = float(inverse_scale)
-        if factor != 1.0:
-            for held in self.held.values():
-                held.sum.mul_(factor)
-                held.squares = None
-        self._found = found
-
     def begin_replica(self, replica: Any, args: Any) -> None:
         """Waits, too, until gradients have left DDP's buckets; exceptions are left to whoever needs the gradients."""
         wait([held.arrival for held in self._gradients.values() if held.arrival is not None])
@@ -263,14 +219,11 @@ class HeldParameters(ReleasedParameters):
 
         return take
 
-    def _begin_anew(self, *, complete: bool) -> None:
+    def next_step(self) -> None:
+        """Lets each parameter be stepped once more, and throws gradients away."""
         if self._has_gradients:
             self._wants_norm, self._has_norm = self._has_norm, False
-        super()._begin_anew(complete=complete)
-        self._found = None
-        self._throw_away()
-
-    def _throw_away(self) -> None:
+        super().next_step()
         for held in self._gradients.values():
             held.count = 0
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
+from torch.nn import Module
 
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.deferred import DeferredStep, DeferredSteps
-from shardopt.release.parts import GradientParts
+from shardopt.release.fsdp_groups import FsdpGroup, fsdp_groups
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 from shardopt.step.stepper import Stepper
@@ -57,12 +58,10 @@ class ReleasedParameters:
 
     Args:
         optimizer: has them.
+        model: has them, too.
         params: those to step.
         waiting_gradients: how many steps may be under way in another thread.
         micro_batches: how many gradients each parameter gets before it is stepped.
-
-    Attributes:
-        parts: tells which gradients are not complete yet.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
@@ -72,10 +71,15 @@ class ReleasedParameters:
     overlaps_forward = False
 
     def __init__(
-        self, optimizer: ShardedOptimizer, params: Collection[Tensor], waiting_gradients: int, micro_batches: int
+        self,
+        optimizer: ShardedOptimizer,
+        model: Module,
+        params: Collection[Tensor],
+        waiting_gradients: int,
+        micro_batches: int,
     ) -> None:
         self._optimizer, self._micro_batches = optimizer, micro_batches
-        self.parts = GradientParts()
+        self._groups: dict[Tensor, FsdpGroup] = {param: group for group in fsdp_groups(model) for param in group.params}
         self._has_gradients = False  # since the last next_step()
         self._parameters: dict[Tensor, _Parameter] = {}
         self._deferred = DeferredSteps(waiting_gradients)
@@ -103,15 +107,9 @@ class ReleasedParameters:
         """
         parameter = self._parameters[param]
         if parameter.stepped:
-            raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got gradient {parameter.gradients + 1} since the last "
-                f"optimizer.step(), though the parameter was stepped after {self._micro_batches}, expected as many "
-                "backward passes per optimizer.step(); give release_gradients() the number of micro_batches, and call "
-                "optimizer.zero_grad() after a pass that failed. If a parameter is used in several reentrant "
-                "checkpoints, use checkpoint(..., use_reentrant=False)"
-            )
+            raise self._too_many(param)
         self._has_gradients = True
-        if self.parts.more_may_come(param):
+        if self._more_may_come(param):
             return
         parameter.gradients += 1
         if parameter.gradients < self._micro_batches:
@@ -125,11 +123,19 @@ class ReleasedParameters:
         param.grad = None
         parameter.stepped = True
 
-    def step_all(self) -> None:
-        """Takes the steps of all parameters with a gradient, when the backward pass is over."""
-        for param in self._parameters:
-            if param.grad is not None:
-                self.step(param)
+    def _too_many(self, param: Tensor) -> RuntimeError:
+        count = self._micro_batches
+        return RuntimeError(
+            f"{self._parameters[param].name} {tuple(param.shape)}: got gradient {count + 1} since the last "
+            f"optimizer.step(), expected {count} at most; give release_gradients() the number of micro_batches, call "
+            "optimizer.zero_grad() after a pass that failed, and, if several checkpoints use the parameter, "
+            "checkpoint(..., use_reentrant=False)"
+        )
+
+    def _more_may_come(self, param: Tensor) -> bool:
+        """Whether a gradient may be a part of what this pass gives: fully_shard reduces one per use of a module."""
+        group = self._groups.get(param)
+        return group is not None and group.expects_more
 
     def _prepare(self, param: Tensor, scaling: LossScaling, on_host: Tensor | None) -> Callable[[], None]:
         """See :meth:`Stepper.prepare`."""
@@ -178,15 +184,15 @@ class ReleasedParameters:
         Raises:
             RuntimeError: it was.
         """
-        if closure is not None:
+        if closure is not None and not self.overlaps_forward:
             raise RuntimeError(
                 "got a closure while gradients are released, expected step() without a closure, whose backward pass "
                 "would itself be a step; call backward() before optimizer.step(), or remove() the release"
             )
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
-                "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): parameters were "
-                "stepped during the backward pass with gradients of the scaled loss, which nothing could unscale; "
+                "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): it does not find "
+                "gradients that were stepped, or taken to the host, during the backward pass, and cannot unscale them; "
                 "train in bfloat16 without a scaler, or remove() the release"
             )
 
@@ -200,7 +206,7 @@ class ReleasedParameters:
 
     def check_replica(self, replica: Any) -> None:
         """Raises RuntimeError if the model runs within a DDP that reduces gradients after they are stepped."""
-        if not self.parts.params.isdisjoint(replica._module_parameters):
+        if not self._parameters.keys().isdisjoint(replica._module_parameters):
             raise RuntimeError(
                 "got a model that runs within DistributedDataParallel while gradients are released, expected the "
                 "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
@@ -209,13 +215,18 @@ class ReleasedParameters:
 
     def next_step(self) -> None:
         """Lets each parameter be stepped once more."""
-        self._begin_anew(complete=self._has_gradients)
+        for group in set(self._groups.values()):
+            group.restart()
+        self._has_gradients = False
+        for parameter in self._parameters.values():
+            parameter.stepped = parameter.read_early = False
+            parameter.gradients = 0
 
     def discard(self) -> None:
         """Lets each parameter be stepped once more, without ``step()``: warns if some were, which cannot be undone."""
         had_gradients = self._has_gradients
         stepped = sum(parameter.stepped for parameter in self._parameters.values()) if had_gradients else 0
-        self._begin_anew(complete=False)
+        self.next_step()
         if stepped:
             warn_user(
                 f"zero_grad() discards a backward pass in which {stepped} of {len(self._parameters)} parameters were "
@@ -225,13 +236,6 @@ class ReleasedParameters:
             )
         if had_gradients:
             self.wait()
-
-    def _begin_anew(self, *, complete: bool) -> None:
-        self.parts.next_step(complete=complete)
-        self._has_gradients = False
-        for parameter in self._parameters.values():
-            parameter.stepped = parameter.read_early = False
-            parameter.gradients = 0
 
     def end(self) -> None:
         """Ends the release."""
@@ -245,7 +249,7 @@ class ReleasedParameters:
     def forget(self, *, anew: bool) -> None:
         """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
         if anew:
-            self._begin_anew(complete=False)
+            self.next_step()
         self.wait()
         for parameter in self._parameters.values():
             parameter.stepper.forget()

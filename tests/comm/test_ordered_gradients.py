@@ -39,7 +39,6 @@ from ordered_problem import (
 from ranks.layouts import mesh_of
 from ranks.models import loss_of as net_loss_of
 from ranks.models import make_batch, make_net
-from ranks.offload import offload_from_cpu, slow_steps
 from ranks.pool import Pool
 
 
@@ -195,29 +194,6 @@ def test_numbers_that_are_not_finite_arrive(way: str, world_size: int) -> None:
     assert_same(gradients(model), wanted_gradients("e4m3"))
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("way", "world_size"), ON_TWO)
-def test_held_gradients(way: str, world_size: int) -> None:
-    """Gradients go to the host's memory once they are the mean over all micro-batches: the same norms and weights."""
-    found = []
-    for is_held in (True, False):
-        with offload_from_cpu(), slow_steps(0.002):
-            model, norms = ordered(way), []
-            optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, offload="step" if is_held else None)
-            if is_held:
-                shardopt.release_gradients(model, optimizer, overlap_forward=True)
-            for step in range(3):
-                backward(model, step)
-                assert is_held == all(param.grad is None for param in model.parameters())
-                norms.append(shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer))
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.synchronize()
-        assert max(norms) > 0.5, "a norm that clips nothing"
-        found.append({**weights(model), **{f"norm {step}": norm for step, norm in enumerate(norms)}})
-    assert_same(*found)
-
-
 # Passes that are thrown away, refused or no passes --------------------------------------------------------------------
 
 
@@ -299,11 +275,10 @@ def test_a_pass_within_a_pass() -> None:
     assert_same(*found)
 
 
-class _Engine(nn.Linear):
+class DeepSpeedEngine(nn.Linear):
     """Stands for DeepSpeed's."""
 
 
-_Engine.__module__ = "deepspeed.runtime.engine"
 order = partial(shardopt.comm.ordered_gradients, micro_batches=MICRO_BATCHES)
 ddp, fsdp = WAYS["ddp"], WAYS["fsdp"]
 
@@ -334,7 +309,6 @@ def _columns() -> None:
     fully_shard(model.up, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(model)
     order(model, wire="e4m3")
-    backward(model)
 
 
 def _released() -> None:
@@ -364,31 +338,37 @@ def _changed(method: str, value: object) -> None:
 
 #: Refusals, by the beginning of their errors.
 REFUSED: dict[str, Callable[[], object]] = {
-    "TypeError: got Blocks without FSDP2 and without DistributedDataParallel on 2 ranks": lambda: order(make_model()),
-    "TypeError: got FSDP1": lambda: order(FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))),
-    'TypeError: got a DeepSpeed engine.*"communication_data_type"': lambda: order(_Engine(2, 2)),
+    "TypeError: got Blocks with no wrapper on 2 ranks": lambda: order(make_model()),
+    "TypeError: got FullyShardedDataParallel with FullyShardedDataParallel on 2 ranks": lambda: order(
+        FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))
+    ),
+    "TypeError: got DeepSpeedEngine with DeepSpeedEngine on 2 ranks": lambda: order(DeepSpeedEngine(2, 2)),
     "ValueError: module.0: got Embedding with sparse=True, expected dense gradients": lambda: order(
         DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
     ),
     "ValueError: got wire='fp8', expected one of 'fp32', 'bf16', 'e4m3'": lambda: order(ddp(make_model()), wire="fp8"),
     "ValueError: got micro_batches=9 on 2 ranks": lambda: order(ddp(make_model()), micro_batches=9),
-    r"ValueError: got {'micro_batches': \d, .*} here and {'micro_batches': \d, .*} on rank": lambda: order(
+    r"ValueError: got micro_batches=\d, wire='fp32' here and micro_batches=\d, .* on rank": lambda: order(
         ddp(make_model()), micro_batches=4 + 2 * dist.get_rank()
     ),
     "RuntimeError: got DistributedDataParallel with a communication hook": lambda: order(ordered("ddp")),
-    r"RuntimeError: got a backward pass within no_sync\(\)": _without_sync,
+    r"RuntimeError: got a backward pass that .* does not reduce.* outside of no_sync\(\)": _without_sync,
     "RuntimeError: got a backward pass after one that raised": _module_alone,
 }
 REFUSED_FSDP2: dict[str, Callable[[], object]] = {
     "RuntimeError: .*got a module whose reduction has been replaced": lambda: order(ordered("fsdp")),
     "ValueError: norm.weight: got a parameter outside of all modules": _with_one_module,
     r"RuntimeError: .*got set_gradient_divide_factor\(2.0\)": partial(_changed, "set_gradient_divide_factor", 2.0),
-    r"RuntimeError: .*or set_requires_all_reduce\(False\)": partial(_changed, "set_requires_all_reduce", False),
-    "ValueError: got '' on 2 ranks and 'up' on 1, expected one mesh": _on_other_meshes,
-    "ValueError: got HSDP on a mesh of 2 replicas with 1 shard": lambda: order(fsdp(make_model(), shape=(2, 1))),
+    r"RuntimeError: .*set_requires_all_reduce\(False\), expected 1.0, True and True": partial(
+        _changed, "set_requires_all_reduce", False
+    ),
+    r"ValueError: 'up': got a mesh of ranks \[\[\d\]\], expected that of '', \[\[0, 1\]\]": _on_other_meshes,
+    r"ValueError: '': got a mesh of ranks \[\[\d\], \[0, 1\]\], .* several shards if there are replicas": lambda: order(
+        fsdp(make_model(), shape=(2, 1))
+    ),
     "RuntimeError: .*hook after its gradient's accumulation": _released,
     "RuntimeError: '0': got two gradients in one backward pass": _twice_in_a_pass,
-    "ValueError: 'up': got a parameter sharded along dim 1 and wire='e4m3'": _columns,
+    "ValueError: 'up': got a parameter sharded along another dim than 0 and wire='e4m3'": _columns,
 }
 
 
@@ -474,7 +454,7 @@ def _trains_in_turn(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
         _loss(model, 0).backward()
         frozen.requires_grad_(True)
         trained.requires_grad_(False)
-        with pytest.raises(RuntimeError, match="got other trained parameters than in the step's first"):
+        with pytest.raises(RuntimeError, match="requires_grad was changed within a step"):
             _loss(model, 1).backward()
     return found
 

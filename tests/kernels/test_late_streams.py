@@ -43,12 +43,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
         for place in range(group.size()):
             out[place].copy_(message[group.rank()])
 
-    def all_gather(out: Tensor, message: Tensor, group: Peers) -> None:
-        for place in range(group.size()):
-            out.view(group.size(), -1)[place].copy_(message)
-
     monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all)
-    monkeypatch.setattr("shardopt.comm.ddp._all_gather", all_gather)
 
 
 NAMES = list(scenarios(Path()))
@@ -134,7 +129,6 @@ release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step @ beh
 release.deferred:DeferredSteps.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
 release.host_gradients:_arrived | copied.synchronize() | held
 release.host_gradients:_arrived | copied.synchronize() | held in parts
-comm.ddp:DdpReducer.reduce | stream.wait_stream | messages
 """
 
 

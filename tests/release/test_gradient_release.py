@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardopt
 from helpers import RULES, everything
 from ranks.models import loss_of, make_batch, make_net
+from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from step_problem import tables_made
@@ -97,61 +98,42 @@ def test_removed() -> None:
 
 
 class Dropped(nn.Module):
-    """A layer that forward passes run in so many checkpoints each, as a module or, if not ``is_called``, a function."""
+    """A layer that forward passes run in so many checkpoints each."""
 
-    def __init__(self, times: tuple[int, ...], *, reentrant: bool = True, is_called: bool = True) -> None:
+    def __init__(self, times: tuple[int, ...], *, reentrant: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.layer = nn.Embedding(97, 64), nn.Linear(64, 64)
         self.last = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 97))
-        self.times, self.reentrant, self.is_called, self.passes = times, reentrant, is_called, 0
+        self.times, self.reentrant, self.passes = times, reentrant, 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.first(tokens)
         for _ in range(self.times[self.passes % len(self.times)]):
-            x = checkpoint(self.layer if self.is_called else self.layer.forward, x, use_reentrant=self.reentrant)
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
         self.passes += 1
         return self.last(x)
 
 
-IN_PARTS = ("layer.weight", "layer.bias")
+@pytest.mark.parametrize("model", [Dropped((2, 0, 3), reentrant=False), Dropped((1, 0))])
+def test_checkpointed_parameters_are_stepped_once_in_the_backward_pass(model: nn.Module) -> None:
+    Pair(model).run()
 
 
-@pytest.mark.parametrize(
-    ("model", "left"),
-    [
-        (Dropped((2,), reentrant=False), ()),
-        # A reentrant checkpoint accumulates a shared parameter's gradient in several inner backward passes.
-        (Dropped((2,)), IN_PARTS),
-        # The number of checkpoints changes; the first step has none, or one.
-        (Dropped((3, 0, 2, 1)), None),
-        (Dropped((2, 1, 2, 0), is_called=False), None),
-    ],
-)
-def test_parameters_used_several_times_are_stepped_once(model: nn.Module, left: tuple[str, ...] | None) -> None:
-    """Once their gradients are complete."""
-    pair = Pair(model)
-    for each in pair.models:
-        with torch.no_grad():
-            each(make_batch(0))  # an evaluation, which does not count
-    pair.run(left=left)
-    hooks = [module for module in model.children() if module._forward_pre_hooks]
-    assert left or not hooks, "counted in the first step only"
-
-
-def test_whole_gradients_of_reentrant_checkpoints_are_stepped_at_once() -> None:
-    """From the second step on, though passes call the layer without gradients, too; the first step counts the parts."""
-    pair = Pair(Dropped((1,)))
-    model = pair.models[0]
-
-    def call_without_gradients(*_: Any) -> None:
-        with torch.no_grad():
-            model.layer(torch.ones(64))
-
-    model.first.register_forward_hook(call_without_gradients)
-    for number in range(STEPS):
-        pair.step(number, left=() if number else IN_PARTS)
-        pair.compare()
+@pytest.mark.filterwarnings("ignore:zero_grad:RuntimeWarning")
+@pytest.mark.parametrize(("overlap_forward", "micro_batches"), [(False, 1), (False, 2), (True, 1)])
+def test_parameters_in_two_reentrant_checkpoints_are_refused(overlap_forward: bool, micro_batches: int) -> None:
+    """Each checkpoint gives a part of the gradient, which counts as a gradient."""
+    model = Dropped((2,))
+    optimizer = optimizer_of(model, offload="step")
+    options = {"overlap_forward": overlap_forward, "micro_batches": micro_batches}
+    message = rf"got gradient {micro_batches + 1} since the last optimizer.step\(\).*use_reentrant=False"
+    with offload_from_cpu(), shardopt.release_gradients(model, optimizer, **options):
+        for number in range(micro_batches - 1):
+            loss_of(model, make_batch(number)).backward()
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(model, make_batch(9)).backward()
+        optimizer.zero_grad()
 
 
 def test_nonfinite_elements_are_counted() -> None:
@@ -269,7 +251,7 @@ def test_calls_of_a_released_optimizer_are_refused() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)  # one that is off is let pass
     scaler.scale(loss_of(model, make_batch(0))).backward()
     before = everything(optimizer)
-    with pytest.raises(RuntimeError, match=r"got gradient 2 .* stepped after 1, expected as many"):
+    with pytest.raises(RuntimeError, match=r"got gradient 2 .* expected 1 at most"):
         loss_of(model, make_batch(1)).backward()
     assert_same(everything(optimizer), before)
     scaler.step(optimizer)
@@ -283,13 +265,22 @@ def test_calls_of_a_released_optimizer_are_refused() -> None:
         loss_of(model, make_batch(0)).backward()
 
 
-def test_loss_scaling_is_refused() -> None:
-    pair = Pair(make_net())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(pair.models[0], make_batch(0))).backward()
-    scaler.unscale_(pair.released)
-    with pytest.raises(RuntimeError, match=r"got torch\.amp\.GradScaler while gradients are released"):
-        scaler.step(pair.released)
+@pytest.mark.filterwarnings("ignore:zero_grad:RuntimeWarning")
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_loss_scaling_is_refused(overlap_forward: bool, unscales: bool) -> None:
+    """Also where GradScaler would unscale gradients by itself, as ``step`` has a hook."""
+    model = make_net()
+    optimizer = optimizer_of(model, offload="step")
+    optimizer.register_step_post_hook(lambda *_: None)
+    with offload_from_cpu(), shardopt.release_gradients(model, optimizer, overlap_forward=overlap_forward):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss_of(model, make_batch(0))).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"got torch\.amp\.GradScaler while gradients are released"):
+            scaler.step(optimizer)
+        optimizer.zero_grad()
 
 
 def test_wrong_arguments_are_refused() -> None:

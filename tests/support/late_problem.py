@@ -14,17 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 
 import shardopt
 from helpers import CASES, Named
 from ranks.layouts import values
 from ranks.snapshot import snapshot
-from shardopt.comm.ddp import DdpReducer
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
-from shardopt.comm.wire import Wire
 from shardopt.optim import ShardedOptimizer, clip
 from shardopt.state import residency
 
@@ -253,7 +250,6 @@ class Layers(nn.Module):
 def released(
     device: torch.device,
     norm_type: float | None = None,
-    scale: float | None = None,
     chunk: int = 4608,
     reads: bool = False,
     between: Callable[[], object] = bool,
@@ -262,8 +258,8 @@ def released(
 ) -> Named:
     """Parameters stepped during the backward pass, or the next forward pass, as the options ``release`` say.
 
-    Clipped by the norm of ``norm_type``, if one is given; ``scale`` is a loss scaler's first one. ``reads``: the
-    parameters are copied after each step, by a state dict. ``between`` is called after each step.
+    Clipped by the norm of ``norm_type``, if one is given. ``reads``: the parameters are copied after each step, by a
+    state dict. ``between`` is called after each step.
     """
     release, found = release or {}, Named()
     with chunks_of(chunk):
@@ -271,24 +267,19 @@ def released(
         optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **options)
         if device.type == "cuda":
             model.release(optimizer, **release)
-        scaler = GradScaler(device.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
         for t in range(4):
             for micro in range(release.get("micro_batches", 1)):
                 gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
-                model.backward(scaler.scale(gradient))
-            if scale is not None:
-                scaler.unscale_(optimizer)
+                model.backward(gradient)
             if norm_type is not None:
                 norm = shardopt.clip_grad_norm_(model.parameters(), 0.02, norm_type, optimizer=optimizer)
                 found[f"norm {t}"] = norm
-            scaler.step(optimizer)
-            scaler.update()
+            optimizer.step()
             optimizer.zero_grad()
             between()
             if reads:
                 found.update((f"{name} {t}", value.clone()) for name, value in model.state_dict().items())
         optimizer.synchronize()
-        found["scale"] = torch.tensor(scaler.get_scale())
         return on_cpu({**found, **snapshot(dict(model.named_parameters()), optimizer)})
 
 
@@ -309,23 +300,12 @@ class Peers:
 
 
 def messages(device: torch.device) -> Named:
-    """Ordered sums of two passes, by both hooks; the bucket is read and freed right afterwards."""
+    """Ordered sums of two passes."""
     found: Named = {}
-    param = Parameter(torch.empty(4, 250))
-    progress = Progress(nn.ParameterDict({"weight": param}), micro_batches=4, ranks=2)
-    replica = SimpleNamespace(
-        process_group=Peers(), parameters=list, register_comm_hook=lambda *_: None, find_unused_parameters=False
-    )
-    reducer = DdpReducer(replica, progress, "e4m3")  # type: ignore[arg-type]
-    scattered = Reduction(progress, Wire("e4m3", [(2, 150)]), Peers(), None)  # type: ignore[arg-type]
+    progress = Progress(nn.Module(), micro_batches=4, ranks=2)
+    scattered = Reduction(progress, "e4m3", [(4, 150)], [Peers()])  # type: ignore[list-item]
     for t in range(2):
         progress.done = t
-        bucket = values((1000,), t).to(device) * 0.125
-        grads = [bucket.view(4, 250)]
-        holder = SimpleNamespace(buffer=lambda b=bucket: b, parameters=lambda: [param], gradients=lambda g=grads: g)
-        mean = reducer.reduce(holder).wait()  # type: ignore[arg-type]
-        found[f"mean {t}"] = mean.cpu() if t == 1 else mean * 2.0
-        del mean, bucket, grads, holder
         whole = values((2, 300), t).to(device) * 0.5
         out = torch.empty(300, device=device)
         scattered.push(whole, out)
@@ -390,7 +370,7 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "held": held,
         "held in parts": partial(held, micro_batches=2, chunk=8192),
         "held, read": partial(held, reads=True),
-        "held, largest": partial(held, norm_type=math.inf, micro_batches=2, scale=1000.0, device_state_budget=9000),
+        "held, largest": partial(held, norm_type=math.inf, micro_batches=2, device_state_budget=9000),
         "messages": messages,
         "checkpoints": partial(checkpoints, folder=folder),
         "offloaded checkpoints": partial(checkpoints, folder=folder, offload="state"),

@@ -170,21 +170,6 @@ def capture(graph: Graph) -> Iterator[None]:
             stream.graph = device.graph = None
 
 
-class DeviceFuture(Event):
-    """Stands in for torch.futures.Future(devices=...): whose waits are events."""
-
-    def __init__(self, devices: object = None) -> None:
-        super().__init__()
-
-    def set_result(self, value: object) -> None:
-        self._value = value
-        self.record()
-
-    def wait(self, stream: Stream | None = None) -> object:
-        super().wait(stream)
-        return self._value
-
-
 class Device:
     """Streams, scheduler and memory of a device.
 

@@ -38,9 +38,8 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
 
-from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass
+from late_schedule import Device, Event, Graph, Stream, bytes_at, capture, let_cuda_pass
 from shardopt import _C
-from shardopt.comm import ddp
 from shardopt.kernels.dispatch import cpu_target
 
 
@@ -221,7 +220,6 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
     """
     let_cuda_pass()
     device = Device.now = LateDevice(kind, seed)
-    ddp._side_stream.cache_clear()
     others, aten = Library("_", "IMPL"), Library("aten", "IMPL")
     with pytest.MonkeyPatch.context() as patch:
         Stream()
@@ -246,7 +244,6 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             gc.unfreeze()
             aten._destroy()
             others._destroy()
-            ddp._side_stream.cache_clear()
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -283,7 +280,6 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(torch, "empty", empty_or_pinned)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
-    patch.setattr("shardopt.comm.ddp.Future", DeviceFuture)
     patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
 
 

@@ -42,14 +42,9 @@ class Failure(Exception):
 
 
 class Model(nn.Module):
-    """Layers in any order, some several times, some never; a head that may be the embedding.
+    """Layers in any order, some several times, some never; a head that may be the embedding."""
 
-    Args:
-        rng: chooses.
-        reentrant: whether checkpoints may be reentrant.
-    """
-
-    def __init__(self, rng: Random, reentrant: bool) -> None:
+    def __init__(self, rng: Random) -> None:
         super().__init__()
         torch.manual_seed(rng.randrange(1000))
         self.embed = nn.Embedding(50, 32)
@@ -59,7 +54,7 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 50, bias=False)
         if rng.random() < 0.5:
             self.head.weight = self.embed.weight
-        self.recompute = rng.choice([None, False, True] if reentrant else [None, False])
+        self.recompute = rng.choice([False, True])
         self.fails: tuple[str, int] | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -74,7 +69,7 @@ class Model(nn.Module):
         return out
 
     def _call(self, layer: nn.Module, x: Tensor) -> Any:
-        return layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
+        return checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
 
 
 def _fail(_: Tensor) -> None:
@@ -85,7 +80,7 @@ class Run:
     """A model with its optimizers, whose gradients are released if ``release`` says so."""
 
     def __init__(self, rng: Random, way: str, release: dict[str, Any] | None, offload: str | None) -> None:
-        self.inner = Model(rng, reentrant=way != "ddp")
+        self.inner = Model(rng)
         self.model = _wrapped(self.inner, way, rng)
         self.params = list(self.model.parameters())
         parts = [self.params] if rng.random() < 0.6 else [self.params[::2], self.params[1::2]]
@@ -145,7 +140,7 @@ def _wrapped(model: Model, way: str, rng: Random) -> nn.Module:
             model, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.01
         )
     if way == "fsdp":
-        if layers and model.recompute is not True:
+        if layers:
             for layer in model.layers:
                 fully_shard(layer)
         return fully_shard(model)

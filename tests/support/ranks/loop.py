@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR
 
 import shardopt
@@ -76,7 +75,6 @@ class Loop:
         dtype: torch.dtype = torch.float32,
         max_norm: float | None = None,
         norm_type: float = 2.0,
-        scale: float | None = None,
         kind: str = "AdamW8bit",
         model: nn.Module | None = None,
         overlap: bool = True,
@@ -93,7 +91,6 @@ class Loop:
             options.pop("device_state_budget", None)
         self.optimizer = getattr(shardopt, kind)(self.model.parameters(), **{**defaults, **options})
         self.schedule = ExponentialLR(self.optimizer, 0.7)
-        self.scaler = GradScaler("cpu", init_scale=scale, growth_interval=2) if scale is not None else None
         self.norms: list[Tensor] = []
         self.held = held
         if held:
@@ -103,8 +100,7 @@ class Loop:
             )
 
     def loss(self, number: int) -> Tensor:
-        loss = self.loss_of(self.model, number) / self.micro_batches
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        return self.loss_of(self.model, number) / self.micro_batches
 
     def backward(self, step: int) -> None:
         added: dict[Tensor, Tensor] = {}
@@ -119,8 +115,6 @@ class Loop:
 
     def step(self, step: int) -> None:
         self.backward(step)
-        if self.scaler is not None and self.max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
             self.clip()
         self.update()
@@ -131,12 +125,7 @@ class Loop:
             self.step(step)
 
     def update(self) -> None:
-        """The optimizer's step, by the scaler if there is one, and its zero_grad()."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
@@ -151,9 +140,8 @@ class Loop:
 
     def result(self) -> Snapshot:
         self.optimizer.synchronize()
-        scale = {} if self.scaler is None else {"scale": torch.tensor(self.scaler.get_scale())}
         norms = {f"norm {i}": norm for i, norm in enumerate(self.norms)}
-        return {**everything(self.optimizer), **norms, **scale}
+        return {**everything(self.optimizer), **norms}
 
 
 Drive = Callable[[Loop], object]
