@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from shardopt.unit import functional as U

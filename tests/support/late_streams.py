@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_map_only
 from late_schedule import Device, DeviceFuture, Event, Graph, Stream, bytes_at, capture, let_cuda_pass
 from shardopt import _C
 from shardopt.comm import ddp
+from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import cpu_target
 
 
@@ -247,6 +248,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             aten._destroy()
             others._destroy()
             ddp._side_stream.cache_clear()
+            dispatch_cuda._on.cache_clear()
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -284,7 +286,6 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
     patch.setattr("shardopt.comm.ddp.Future", DeviceFuture)
-    patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
