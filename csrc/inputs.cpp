@@ -326,8 +326,6 @@ void bind_inputs(py::module_& m) {
   m.def(
       "increment_versions", [](const py::list& tensors) { bump_versions(tensors.ptr()); }, py::arg("tensors"),
       "torch.autograd.graph.increment_version of each tensor.");
-  m.def("tensor_access_fault", &tensor_access_fault,
-        "The reason why steps read tensors through Python, which is slower; empty where they do not.");
   inputs.attr("no_gradient") = kNoDType;
   inputs.attr("strided") = Inputs::kStrided;
 }

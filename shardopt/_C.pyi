@@ -73,8 +73,8 @@ cuda_norm_task: int
 
 def cuda_device_count() -> int: ...
 def cuda_tasks(
-    kernel_rows: npt.NDArray[Any], groups: npt.NDArray[Any], aligned: bool = True
-) -> tuple[npt.NDArray[Any], list[tuple[int, int, int, int, int, int]]]: ...
+    kernel_rows: npt.NDArray[Any], groups: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
 def copy_cuda(
     device: int,
     to: npt.NDArray[np.uint64],
@@ -98,7 +98,7 @@ def step_cuda(
     row_count: int,
     step_count: int,
     phase: Phase,
-    batches: list[tuple[int, int, int, int, int, int]],
+    batches: npt.NDArray[Any],
     stream: int,
 ) -> None: ...
 def norm_cuda(
@@ -107,9 +107,6 @@ def norm_cuda(
 def clip_cuda(words: int, is_magnitude: bool, max_norm: float, clip: int, device: int, stream: int) -> None: ...
 def pin_cuda(device: int, address: int, nbytes: int) -> int: ...
 def unpin_cuda(device: int, address: int) -> None: ...
-def copy_ranges(
-    to: npt.NDArray[np.uint64], source: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.int64], threads: int
-) -> None: ...
 def cpu_targets() -> list[str]: ...
 def power(base: float, exponent: float) -> float: ...
 def sum_value(words: npt.NDArray[np.int64]) -> float: ...
@@ -127,9 +124,6 @@ class CpuStep:
 
 def increment_versions(tensors: list[Any]) -> None:
     """torch.autograd.graph.increment_version of each tensor."""
-
-def tensor_access_fault() -> str:
-    """The reason why steps read tensors through Python, which is slower; empty where they do not."""
 
 class Inputs:
     """The tensors that a cached kernel table points to."""

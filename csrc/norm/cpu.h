@@ -17,20 +17,4 @@ struct NormKernels {
   void (*scale)(char* gradient, DType dtype, int64_t n, float factor);
 };
 
-namespace portable {
-NormKernels norm_kernels();
-}
-#if defined(__x86_64__)
-namespace avx2 {
-NormKernels norm_kernels();
-}
-namespace avx512 {
-NormKernels norm_kernels();
-}
-#elif defined(__aarch64__)
-namespace neon {
-NormKernels norm_kernels();
-}
-#endif
-
 }  // namespace shardopt

@@ -68,8 +68,7 @@ struct CudaTasks {
   std::vector<CudaTask> tasks;
   std::vector<CudaBatch> batches;
 };
-// aligned: whether blocks that have kernels of their own use them.
-CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups, bool aligned);
+CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups);
 
 // The number of addresses that a launch carries: its 4 KiB of parameters hold them beside the call.
 constexpr int kLaunchedGradients = 448;

@@ -289,7 +289,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
-    def tasks(kernel_rows: Any, groups: Any, aligned: bool = True) -> tuple[Any, list[Any]]:
+    def tasks(kernel_rows: Any, groups: Any) -> tuple[Any, list[Any]]:
         return np.zeros(16, np.uint8), []
 
     for name, value in {
