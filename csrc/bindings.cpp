@@ -12,7 +12,7 @@
 #include "inputs.h"
 #include "kernel_rows.h"
 #include "norm/clip.h"
-#include "norm/cpu.h"
+#include "norm/norm.h"
 #include "step/cpu.h"
 #include "step/instances.h"
 

@@ -1,10 +1,9 @@
-#include "norm/cpu.h"
-
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "core/exact_sum.h"
+#include "norm/norm.h"
 #include "step/cpu_targets.h"
 #include "threads/pool.h"
 

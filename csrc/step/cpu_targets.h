@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "norm/cpu.h"
 #include "step/cpu_call.h"
 
 namespace shardopt {

@@ -40,6 +40,9 @@ class CudaCall:
         self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
         self._counter = skipped.counter(device)
         self._rules: bytes | None = None
+        self._groups: bytes | None  # as uploaded, None for stale tables
+        self._kernel_rows: bytes | None  # as uploaded, without gradients, None for stale tables
+        self._spare: Tensor | None  # pinned memory for a capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
         self._captured_scaling: list[LossScaling] = []
 
@@ -132,9 +135,7 @@ class CudaCall:
             "step_count": len(self._tables.steps),
             "batches": batches,
         }
-        self._spare: Tensor | None = None  # pinned memory for a capture, which cannot allocate any
-        self._groups: bytes | None = None  # as uploaded, None for stale tables
-        self._kernel_rows: bytes | None = None  # as uploaded, without gradients, None for stale tables
+        self._groups = self._kernel_rows = self._spare = None
 
     def _upload(self, offset: int, *tables: npt.NDArray[np.generic]) -> None:
         """Copies tables to an offset in the device's memory, one after the other."""

@@ -20,10 +20,9 @@ NormCall = Callable[..., None]
 
 
 def _run_on_cpu(
-    kernel_rows: npt.NDArray[np.void], norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None
+    kernel_rows: npt.NDArray[np.void], norm_pass: _C.NormPass, rows: int, factor: Tensor | float = 1.0
 ) -> None:
-    by = 1.0 if factor is None else float(factor)
-    _C.norm(kernel_rows[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
+    _C.norm(kernel_rows[:rows], norm_pass, float(factor), torch.get_num_threads(), cpu_target())
 
 
 class CudaNormCall:

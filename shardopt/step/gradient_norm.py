@@ -139,7 +139,7 @@ class GradientNorm:
             for index in batch.others:
                 gradient = self._copied.get(index, self._parts[index])
                 gradient.copy_(gradient.float() * coefficient.to(gradient.device))
-        self._watched.increment_gradient_versions()
+        _C.increment_versions([param.grad for param in self.with_gradient])
 
     def forget_gradients(self) -> None:
         """Lets go of the gradients."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from shardopt.unit import functional as U
@@ -79,13 +80,15 @@ class Embedding(_Split, nn.Embedding):
         return U.embedding(input, self.weight, share=self.share)
 
 
-class RMSNorm(_Split, nn.RMSNorm):
+class RMSNorm(_Split):
     """:func:`shardopt.unit.rms_norm` over the last dimension; with ``affine`` it has a gain, of ones."""
 
     mup_types: ClassVar[Mapping[str, str]] = {"weight": "norm"}
 
     def __init__(self, dim: int, eps: float = 1e-5, affine: bool = False) -> None:
-        super().__init__(dim, eps, elementwise_affine=affine)
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=None)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim)."""

@@ -47,8 +47,9 @@ class UMup:
         for prefix, module in canonical_modules(model, all_names=True):
             kinds: Mapping[str, str] = getattr(module, "mup_types", {})
             self._kinds.update((prefix + name, kind) for name, kind in kinds.items())
-            if hasattr(module, "mup_depth"):
-                self._depths[prefix] = module.mup_depth
+            depth: int | None = getattr(module, "mup_depth", None)
+            if depth is not None:
+                self._depths[prefix] = depth
 
     def lr(self, names: Sequence[str], shape: tuple[int, ...]) -> float:
         """The learning rate of a parameter.
