@@ -58,7 +58,6 @@ def cpu_sources() -> list[str]:
     names = [f"csrc/step/{name}" for name in step]
     names += [
         "csrc/bindings.cpp",
-        "csrc/threads/copies.cpp",
         "csrc/inputs.cpp",
         "csrc/torch_tensor.cpp",
         "csrc/norm/cpu.cpp",

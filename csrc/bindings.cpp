@@ -12,10 +12,9 @@
 #include "inputs.h"
 #include "kernel_rows.h"
 #include "norm/clip.h"
-#include "norm/cpu.h"
+#include "norm/norm.h"
 #include "step/cpu.h"
 #include "step/instances.h"
-#include "threads/copies.h"
 
 namespace py = pybind11;
 
@@ -183,7 +182,14 @@ PYBIND11_MODULE(_C, m) {
       .value("relative", Phase::kRelative)
       .value("finish", Phase::kFinish);
   py::enum_<NonFinite>(m, "NonFinite").value("skip", NonFinite::kSkip).value("propagate", NonFinite::kPropagate);
-  m.def("cpu_targets", &cpu_targets, "The instruction sets that this machine runs, best first.");
+  m.def(
+      "cpu_targets",
+      [] {
+        py::list names;
+        for (const CpuTarget& target : cpu_targets()) names.append(target.name);
+        return names;
+      },
+      "The instruction sets that this machine runs, best first.");
   py::class_<CpuStepOfTables>(m, "CpuStep", "Steps of the same kernel rows on the CPU.")
       .def(py::init<Table<KernelRow>, Table<uint64_t>, Table<uint64_t>>(), py::arg("kernel_rows").noconvert(),
            py::arg("steps"), py::arg("tables"))
@@ -191,17 +197,6 @@ PYBIND11_MODULE(_C, m) {
            "Takes the param groups of the next step, and on how many threads and with which kernels it runs.")
       .def("run", &CpuStepOfTables::run, py::arg("phase"),
            "Steps the kernel rows; returns the number of elements that were skipped.");
-  m.def(
-      "copy_ranges",
-      [](const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes, int threads) {
-        if (to.size() != nbytes.size() || from.size() != nbytes.size()) {
-          throw std::invalid_argument("got ranges of memory by arrays of other lengths, expected one length");
-        }
-        const py::gil_scoped_release release;
-        copy_ranges(to.data(), from.data(), nbytes.data(), nbytes.size(), threads);
-      },
-      py::arg("to"), py::arg("source"), py::arg("nbytes"), py::arg("threads"),
-      "Copies ranges of memory, given by their addresses, past the caches.");
   bind_inputs(m);
 #if defined(SHARDOPT_WITH_CUDA)
   m.attr("with_cuda") = true;

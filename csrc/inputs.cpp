@@ -248,14 +248,6 @@ py::bytes Inputs::gradient_kinds() const {
   return kinds;
 }
 
-void Inputs::increment_gradient_versions() const {
-  py::list gradients;
-  for (const Input& input : inputs_) {
-    if (input.has_gradient) gradients.append(input.grad.of(input.param));
-  }
-  bump_versions(gradients.ptr());
-}
-
 bool Inputs::options_changed(const py::object& param_groups) {
   if (!PyList_Check(param_groups.ptr())) return true;
   if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return true;
@@ -315,10 +307,7 @@ void bind_inputs(py::module_& m) {
            "This rank's parts of the gradients and the parameters to be stepped; None if the table must be made anew.")
       .def("gradient_kinds", &Inputs::gradient_kinds,
            "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous, or "
-           "the gradient is a negative view; "
-           "`no_gradient` where there is none.")
-      .def("increment_gradient_versions", &Inputs::increment_gradient_versions,
-           "torch.autograd.graph.increment_version of the gradients that were read last.")
+           "the gradient is a negative view; `no_gradient` where there is none.")
       .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
            "Whether options of a param group may differ from those at the last call.")
       .def("fill", &Inputs::fill, py::arg("rows"), py::arg("tensors"), py::arg("elements"),
@@ -326,8 +315,6 @@ void bind_inputs(py::module_& m) {
   m.def(
       "increment_versions", [](const py::list& tensors) { bump_versions(tensors.ptr()); }, py::arg("tensors"),
       "torch.autograd.graph.increment_version of each tensor.");
-  m.def("tensor_access_fault", &tensor_access_fault,
-        "The reason why steps read tensors through Python, which is slower; empty where they do not.");
   inputs.attr("no_gradient") = kNoDType;
   inputs.attr("strided") = Inputs::kStrided;
 }

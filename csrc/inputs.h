@@ -60,9 +60,6 @@ class Inputs {
   py::bytes gradient_kinds() const;
   static constexpr uint8_t kStrided = 64;
 
-  // Raises the version counters of the gradients of the parameters that had one when last read.
-  void increment_gradient_versions() const;
-
   // Whether options of a param group may differ from those at the last call.
   bool options_changed(const py::object& param_groups);
 

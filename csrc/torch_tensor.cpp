@@ -2,12 +2,10 @@
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
-#include <optional>
 #include <stdexcept>
-#include <utility>
+#include <string>
 
 #include "core/call.h"
 
@@ -21,6 +19,7 @@ template <class T>
 using Getter = int32_t (*)(Handle, T*);
 
 struct Libtorch {
+  PyTypeObject* tensor_type;
   size_t implementation;  // offset in bytes, in a tensor's Python object, of the pointer to its implementation
   Getter<void*> data_ptr;
   Getter<int64_t*> sizes, strides;
@@ -32,6 +31,7 @@ struct Libtorch {
   bool (*is_inference)(Handle);
   bool (*is_negative)(Handle);
 
+  bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
   Handle handle(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + implementation; }
   int64_t type_of(Handle tensor) const {
     return get(dtype, tensor) | int64_t{get(device_type, tensor)} << 16 | int64_t{get(device_index, tensor) + 2} << 32;
@@ -72,20 +72,11 @@ size_t implementation_offset(const py::object& tensor) {
   throw std::runtime_error("no pointer to the implementation in a tensor's Python object");
 }
 
-// A context manager of Python, entered.
-class Context {
- public:
-  explicit Context(py::object manager) : manager_(std::move(manager)) { manager_.attr("__enter__")(); }
-  ~Context() { manager_.attr("__exit__")(py::none(), py::none(), py::none()); }
-
- private:
-  py::object manager_;
-};
-
 Libtorch load(const py::module_& torch) {
   void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) throw std::runtime_error("no libtorch_cpu.so");
   Libtorch found{};
+  found.tensor_type = reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr());
   find(library, "aoti_torch_get_data_ptr", found.data_ptr);
   find(library, "aoti_torch_get_sizes", found.sizes);
   find(library, "aoti_torch_get_strides", found.strides);
@@ -114,113 +105,44 @@ Libtorch load(const py::module_& torch) {
   return found;
 }
 
-struct Access {
-  py::module_ python;  // torch's Python functions
-  PyTypeObject *tensor_type, *parameter_type;
-  Libtorch torch{};
-  std::string fault;  // empty if the C functions were found
-
-  bool is_tensor(PyObject* object) const { return PyObject_TypeCheck(object, tensor_type); }
-  // Whether the C functions read the tensor. Tensors of a subclass may have no memory, which is an error in C that
-  // torch logs; so may tensors that are not strided.
-  bool is_fast(PyObject* tensor) const {
-    const PyTypeObject* type = Py_TYPE(tensor);
-    return fault.empty() && (type == tensor_type || type == parameter_type) && torch.is_strided(torch.handle(tensor));
-  }
-};
-
-const Access* new_access() {
+const Libtorch* new_libtorch() {
   const py::module_ torch = py::module_::import("torch");
-  auto* const result = new Access{torch, reinterpret_cast<PyTypeObject*>(torch.attr("Tensor").ptr()),
-                                  reinterpret_cast<PyTypeObject*>(torch.attr("nn").attr("Parameter").ptr())};
   try {
-    result->torch = load(torch);
+    return new Libtorch(load(torch));
   } catch (const std::runtime_error& error) {
-    result->fault = "got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " + error.what() +
-                    ", expected a build of PyTorch 2.6 to 2.15 for Linux";
-    const std::string text = result->fault + "; steps are slower, as they read tensors through Python: install one";
-    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+    throw std::runtime_error("got PyTorch " + py::str(torch.attr("__version__")).cast<std::string>() + " with " +
+                             error.what() + ", expected a build of PyTorch 2.6 to 2.15 for Linux; install one");
   }
-  return result;
 }
 
-// The object is never destroyed: its Python objects would outlive the interpreter. The GIL guards the pointer. The lock
-// of a local static would be held while `new_access` releases the GIL, and another thread would wait for it with the
-// GIL; here two threads may both make an object, of which one is kept.
-const Access& access() {
-  static const Access* made = nullptr;
+// The object is never destroyed. The GIL guards the pointer. The lock of a local static would be held while
+// `new_libtorch` releases the GIL, and another thread would wait for it with the GIL; here two threads may both make an
+// object, of which one is kept.
+const Libtorch& libtorch() {
+  static const Libtorch* made = nullptr;
   if (made == nullptr) {
-    const Access* const own = new_access();
+    const Libtorch* const own = new_libtorch();
     if (made == nullptr) made = own;
   }
   return *made;
 }
 
-// A number for a dtype or a device. Below 65536, as there are fewer dtypes and devices.
-int64_t number_of(const py::object& value) {
-  static auto* const numbers = new py::dict;
-  if (!numbers->contains(value)) (*numbers)[value] = numbers->size() + 1;
-  return (*numbers)[value].cast<int64_t>();
-}
-
-int64_t type_by_python(const py::handle& tensor) {
-  return number_of(tensor.attr("dtype")) | number_of(tensor.attr("device")) << 16;
-}
-
-// Calls a function; false if torch raises an error.
-template <class Function>
-bool succeeds(Function function) {
-  try {
-    return function();
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_RuntimeError)) throw;
-    return false;
-  }
-}
-
-// Calls a function that reads a strided tensor through Python, past a subclass's overrides. Returns false if the tensor
-// cannot be read.
-template <class Function>
-bool by_python(PyObject* tensor, Function function) {
-  const py::module_& torch = access().python;
-  return succeeds([&] {
-    std::optional<Context> context;
-    if (Py_TYPE(tensor) != access().tensor_type)
-      context.emplace(torch.attr("_C").attr("DisableTorchFunctionSubclass")());
-    const py::handle handle(tensor);
-    return handle.attr("layout").is(torch.attr("strided")) && function(handle);
-  });
-}
-
-struct Memory {
-  uint64_t address = 0;
-  int64_t bytes = 0;
-  // Reads address and length of a tensor's storage. torch raises an error for the address of a wrapper's storage, which
-  // has no memory.
-  explicit Memory(const py::handle& tensor) {
-    const py::object storage = tensor.attr("untyped_storage")();
-    bytes = storage.attr("nbytes")().cast<int64_t>();
-    succeeds([&] { return address = storage.attr("data_ptr")().cast<uint64_t>(), true; });
-  }
-};
-
 }  // namespace
 
-std::string tensor_access_fault() { return access().fault; }
-
-bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == access().tensor_type; }
+bool is_plain_tensor(PyObject* object) { return Py_TYPE(object) == libtorch().tensor_type; }
 
 int64_t type_number(PyObject* object) {
-  if (!access().is_tensor(object)) return 0;
-  return access().fault.empty() ? access().torch.type_of(access().torch.handle(object)) : type_by_python(object);
+  const Libtorch& torch = libtorch();
+  return torch.is_tensor(object) ? torch.type_of(torch.handle(object)) : 0;
 }
 
 bool TensorFormat::take(PyObject* tensor) {
-  if (!access().is_tensor(tensor)) return false;
-  if (!access().is_fast(tensor)) return take_by_python(tensor);
-  const Libtorch& torch = access().torch;
+  const Libtorch& torch = libtorch();
+  if (!torch.is_tensor(tensor)) return false;
   const Handle handle = torch.handle(tensor);
+  if (!torch.is_strided(handle)) return false;
   const int64_t *sizes = torch.get(torch.sizes, handle), *strides = torch.get(torch.strides, handle);
+  if (sizes == nullptr || strides == nullptr) return false;
   ndim_ = torch.get(torch.ndim, handle);
   lengths_.assign(sizes, sizes + ndim_);
   lengths_.insert(lengths_.end(), strides, strides + ndim_);
@@ -234,13 +156,8 @@ bool TensorFormat::take(PyObject* tensor) {
           : number == torch.float16  ? static_cast<uint8_t>(DType::kFloat16)
                                      : kNoDType;
   const bool two_bytes = number == torch.bfloat16 || number == torch.float16 || number == torch.int16;
-  // For dtypes that are not stepped, a lower bound.
-  finish(number == torch.float32 ? 4 : two_bytes ? 2 : 1, torch.get(torch.numel, handle));
-  return true;
-}
-
-void TensorFormat::finish(int64_t itemsize, int64_t numel) {
-  const int64_t *sizes = lengths_.data(), *strides = sizes + ndim_;
+  const int64_t itemsize = number == torch.float32 ? 4 : two_bytes ? 2 : 1;  // a lower bound for other dtypes
+  const int64_t numel = torch.get(torch.numel, handle);
   int64_t inner = 1, last = 0;
   strided = negative_;
   for (int64_t i = ndim_ - 1; i >= 0; --i) {
@@ -250,50 +167,15 @@ void TensorFormat::finish(int64_t itemsize, int64_t numel) {
   }
   bytes_ = numel == 0 ? 0 : (offset_ + last + 1) * itemsize;
   begin_ = static_cast<uint64_t>(offset_ * itemsize);
-}
-
-bool TensorFormat::take_by_python(PyObject* tensor) {
-  return by_python(tensor, [this](const py::handle& handle) {
-    const py::module_& torch = access().python;
-    const auto sizes = handle.attr("shape").cast<std::vector<int64_t>>();
-    const auto strides = handle.attr("stride")().cast<std::vector<int64_t>>();
-    ndim_ = static_cast<int64_t>(sizes.size());
-    lengths_ = sizes;
-    lengths_.insert(lengths_.end(), strides.begin(), strides.end());
-    offset_ = handle.attr("storage_offset")().cast<int64_t>();
-    type_ = type_number(handle.ptr());
-    negative_ = handle.attr("is_neg")().cast<bool>();
-    const py::object kind = handle.attr("dtype");
-    dtype = kind.is(torch.attr("float32"))    ? static_cast<uint8_t>(DType::kFloat32)
-            : kind.is(torch.attr("bfloat16")) ? static_cast<uint8_t>(DType::kBFloat16)
-            : kind.is(torch.attr("float16"))  ? static_cast<uint8_t>(DType::kFloat16)
-                                              : kNoDType;
-    finish(handle.attr("element_size")().cast<int64_t>(), handle.attr("numel")().cast<int64_t>());
-    return true;
-  });
-}
-
-bool TensorFormat::read_by_python(PyObject* tensor, uint64_t& address) const {
-  TensorFormat now;
-  if (!now.take_by_python(tensor) || now.offset_ != offset_ || now.type_ != type_ || now.negative_ != negative_ ||
-      now.lengths_ != lengths_)
-    return false;
-  return by_python(tensor, [&](const py::handle& handle) {
-    const Memory storage(handle);
-    if (bytes_ != 0 && (storage.address == 0 || storage.bytes < bytes_)) return false;
-    address = handle.attr("data_ptr")().cast<uint64_t>();
-    return true;
-  });
+  return true;
 }
 
 bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
-  if (!access().is_tensor(tensor)) return false;
-  const Libtorch& torch = access().torch;
+  const Libtorch& torch = libtorch();
+  if (!torch.is_tensor(tensor)) return false;
   const Handle handle = torch.handle(tensor);
   // The layout of an implementation does not change: that of the tensor that was taken is strided.
-  if ((implementation_ == nullptr || *static_cast<const char* const*>(handle) != implementation_) &&
-      !access().is_fast(tensor))
-    return read_by_python(tensor, address);
+  if (*static_cast<const char* const*>(handle) != implementation_ && !torch.is_strided(handle)) return false;
   if (torch.get(torch.ndim, handle) != ndim_ || torch.get(torch.offset, handle) != offset_ ||
       torch.get(torch.dtype, handle) != (type_ & 0xffff) || torch.is_negative(handle) != negative_)
     return false;
@@ -311,10 +193,12 @@ bool TensorFormat::read(PyObject* tensor, uint64_t& address) const {
 }
 
 bool TensorFormat::is_without_memory(PyObject* tensor) {
-  return access().is_tensor(tensor) && by_python(tensor, [](const py::handle& handle) {
-           const Memory storage(handle);
-           return storage.address == 0 && storage.bytes > 0;
-         });
+  const Libtorch& torch = libtorch();
+  TensorFormat format;
+  if (!format.take(tensor)) return false;
+  const Handle handle = torch.handle(tensor);
+  return reinterpret_cast<uint64_t>(torch.get(torch.data_ptr, handle)) == format.begin_ &&
+         torch.get(torch.storage_bytes, handle) > 0;
 }
 
 bool TensorFormat::has_shape_of(const TensorFormat& other) const {
@@ -324,15 +208,11 @@ bool TensorFormat::has_shape_of(const TensorFormat& other) const {
 bool TensorFormat::has_device_of(const TensorFormat& other) const { return (type_ ^ other.type_) >> 16 == 0; }
 
 void bump_versions(PyObject* tensors) {
-  const Libtorch& torch = access().torch;
+  const Libtorch& torch = libtorch();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* tensor = PyList_GET_ITEM(tensors, i);
-    if (!access().is_tensor(tensor)) throw std::invalid_argument("got a list of other objects than tensors");
-    if (!access().fault.empty()) {
-      access().python.attr("autograd").attr("graph").attr("increment_version")(py::handle(tensor));
-    } else if (!torch.is_inference(torch.handle(tensor))) {
-      torch.bump_version(torch.handle(tensor));
-    }
+    if (!torch.is_tensor(tensor)) throw std::invalid_argument("got a list of other objects than tensors");
+    if (!torch.is_inference(torch.handle(tensor))) torch.bump_version(torch.handle(tensor));
   }
 }
 

@@ -1,21 +1,16 @@
 // Reads torch tensors without torch's headers, through the C functions that libtorch exports for compiled models
-// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation. Tensors of subclasses, and
-// all tensors if a function is missing, are read by Python's public functions, which takes microseconds for each; in
-// the second case a warning says so.
+// (`aoti_torch_get_*`), which take the address of a tensor's pointer to its implementation. The first use of any
+// function here throws std::runtime_error if PyTorch lacks one of them.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace shardopt {
 
 constexpr uint8_t kNoDType = 255;
-
-// The reason why tensors are read by Python's functions; empty where they are not.
-std::string tensor_access_fault();
 
 bool is_plain_tensor(PyObject* object);  // a torch.Tensor, no subclass
 
@@ -54,11 +49,6 @@ class TensorFormat {
   bool strided = false;      // not contiguous, or a negative view: stands for its elements' opposites (`z.conj().imag`)
 
  private:
-  bool take_by_python(PyObject* tensor);
-  bool read_by_python(PyObject* tensor, uint64_t& address) const;
-  // Derives bytes_ and strided from the other members.
-  void finish(int64_t itemsize, int64_t numel);
-
   int64_t ndim_ = -1, offset_ = 0;
   int64_t type_ = 0;                      // dtype and device
   bool negative_ = false;                 // the negative bit

@@ -87,7 +87,7 @@ def observe() -> list[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     packages = {name: version for name in CLIENTS if (version := _version_of(name))}
     return [
-        *of_torch(torch.__version__, torch.version.cuda, _C.tensor_access_fault()),
+        *of_torch(torch.__version__, torch.version.cuda),
         *of_cpu(_C.cpu_targets(), cpu_target(), differing),
         *of_gpus([_gpu(index, expected) for index in range(count)], with_cuda=_C.with_cuda),
         *of_packages(packages),
@@ -95,18 +95,14 @@ def observe() -> list[Finding]:
     ]
 
 
-def of_torch(version: str, cuda: str | None, tensor_access_fault: str = "") -> list[Finding]:
-    """About PyTorch, and whether steps read tensors in C++."""
+def of_torch(version: str, cuda: str | None) -> list[Finding]:
+    """About PyTorch."""
     text = f"PyTorch {version}, CUDA {cuda or 'not in it'}; NumPy {np.__version__}"
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
     if _numbers(version) < TORCH[0]:
         return [Finding(text, f"install PyTorch {tried}", is_fault=True)]
     is_newer = _numbers(version) >= TORCH[1]
-    findings = [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
-    if tensor_access_fault:
-        remedy = "steps read tensors through Python, which takes some microseconds each; bits stay the same"
-        findings.append(Finding(tensor_access_fault, remedy))
-    return findings
+    return [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
 
 
 def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:

@@ -1,11 +1,10 @@
-#include "norm/cpu.h"
-
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "core/exact_sum.h"
-#include "step/cpu.h"
+#include "norm/norm.h"
+#include "step/cpu_targets.h"
 #include "threads/pool.h"
 
 namespace shardopt {
@@ -13,17 +12,6 @@ namespace {
 
 constexpr int64_t kTask = 1 << 16;         // elements of a task
 constexpr int64_t kWorthThread = 1 << 15;  // elements for which another thread is worth its start
-
-NormKernels kernels_of(const std::string& target) {
-  check_target(target);
-#if defined(__x86_64__)
-  if (target == "avx512vbmi" || target == "avx512") return avx512::norm_kernels();
-  if (target == "avx2") return avx2::norm_kernels();
-#elif defined(__aarch64__)
-  if (target == "neon") return neon::norm_kernels();
-#endif
-  return portable::norm_kernels();
-}
 
 struct Work {
   const NormCall& call;
@@ -95,7 +83,7 @@ void run_tasks(void* context, int) {
 
 void norm_cpu(const NormCall& call, float factor, int threads, const std::string& target) {
   if (call.count == 0) return;
-  Work work{call, factor, kernels_of(target), {}};
+  Work work{call, factor, cpu_target(target).norm_kernels(), {}};
   int64_t tasks = 0, elements = 0;
   for (int64_t i = 0; i < call.count; ++i) {
     tasks += (call.kernel_rows[i].cols + kTask - 1) / kTask;

@@ -1,7 +1,7 @@
 // Passes over gradients on the CPU, compiled once per instruction set (norm/cpu_<target>.cpp).
 #pragma once
 
-#include "norm/cpu.h"
+#include "step/cpu_call.h"
 #include "step/cpu_sums.h"
 
 SHARDOPT_BEGIN_NAMESPACE

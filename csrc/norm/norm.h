@@ -1,6 +1,8 @@
 // One pass over gradients: takes the squares or magnitudes for their norm, or multiplies them by a coefficient.
 #pragma once
 
+#include <string>
+
 #include "core/call.h"
 
 namespace shardopt {
@@ -18,5 +20,8 @@ struct NormCall {
   int64_t count;
   NormPass pass;
 };
+
+// Runs on at most `threads` threads, with a target's kernels (step/cpu_targets.h); the results depend on neither.
+void norm_cpu(const NormCall& call, float factor, int threads, const std::string& target);
 
 }  // namespace shardopt

@@ -13,18 +13,6 @@ constexpr int64_t kTaskElements = 131072;
 constexpr size_t kFetchedAhead = 4;       // tasks
 constexpr int64_t kWorthAThread = 32768;  // elements: for fewer, a thread costs more time than it saves
 
-KernelOf kernels_of(const std::string& target) {
-  check_target(target);
-#if defined(__x86_64__)
-  if (target == "avx512vbmi") return avx512vbmi::cpu_kernel;
-  if (target == "avx512") return avx512::cpu_kernel;
-  if (target == "avx2") return avx2::cpu_kernel;
-#elif defined(__aarch64__)
-  if (target == "neon") return neon::cpu_kernel;
-#endif
-  return portable::cpu_kernel;
-}
-
 // Fetches a kernel row's operands: small tensors lie anywhere, so the processor cannot foresee their addresses.
 void fetch(const KernelRow& kernel_row) {
   const auto one = [](uint64_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 1); };
@@ -38,27 +26,32 @@ void fetch(const KernelRow& kernel_row) {
 
 }  // namespace
 
-std::vector<std::string> cpu_targets() {
-  std::vector<std::string> targets;
+const std::vector<CpuTarget>& cpu_targets() {
+  static const std::vector<CpuTarget> targets = [] {
+    std::vector<CpuTarget> found;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    if (__builtin_cpu_supports("avx512vbmi")) targets.push_back("avx512vbmi");
-    targets.push_back("avx512");
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) targets.push_back("avx2");
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      if (__builtin_cpu_supports("avx512vbmi"))
+        found.push_back({"avx512vbmi", avx512vbmi::cpu_kernel, avx512::norm_kernels});
+      found.push_back({"avx512", avx512::cpu_kernel, avx512::norm_kernels});
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+      found.push_back({"avx2", avx2::cpu_kernel, avx2::norm_kernels});
 #elif defined(__aarch64__)
-  targets.push_back("neon");  // every AArch64 processor has NEON
+    found.push_back({"neon", neon::cpu_kernel, neon::norm_kernels});  // every AArch64 processor has NEON
 #endif
-  targets.push_back("portable");
+    found.push_back({"portable", portable::cpu_kernel, portable::norm_kernels});
+    return found;
+  }();
   return targets;
 }
 
-void check_target(const std::string& target) {
-  const std::vector<std::string> usable = cpu_targets();
-  if (std::find(usable.begin(), usable.end(), target) == usable.end()) {
-    throw std::invalid_argument("got target '" + target + "', which this CPU does not run; see cpu_targets()");
+const CpuTarget& cpu_target(const std::string& name) {
+  for (const CpuTarget& target : cpu_targets()) {
+    if (target.name == name) return target;
   }
+  throw std::invalid_argument("got target '" + name + "', which this CPU does not run; see cpu_targets()");
 }
 
 struct CpuStep::Work {
@@ -102,7 +95,8 @@ void CpuStep::run_tasks(void* context, int worker) {
     for (size_t i; (i = share.next.fetch_add(1)) < share.end;) {
       if (i + kFetchedAhead < share.end) fetch(*step.tasks_[i + kFetchedAhead].kernel_row);
       const Task& task = step.tasks_[i];
-      const CpuKernel kernel = step.kernel_of_(task.kernel_row->codec, work.call.groups[task.kernel_row->group].rule);
+      const CpuKernel kernel =
+          step.target_->kernel_of(task.kernel_row->codec, work.call.groups[task.kernel_row->group].rule);
       nonfinite += kernel(work.call, *task.kernel_row, task.begin, task.end);
     }
   }
@@ -110,10 +104,7 @@ void CpuStep::run_tasks(void* context, int worker) {
 }
 
 void CpuStep::prepare(int threads, const std::string& target) {
-  if (target != target_) {
-    kernel_of_ = kernels_of(target);
-    target_ = target;
-  }
+  if (target_ == nullptr || target != target_->name) target_ = &cpu_target(target);
   if (shares_.empty() || threads != threads_) deal_out(threads);
 }
 

@@ -5,17 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "step/cpu_call.h"
+#include "step/cpu_targets.h"
 
 namespace shardopt {
-
-// The instruction sets that this machine runs, best first: "avx512vbmi", "avx512", "avx2", "neon", "portable".
-std::vector<std::string> cpu_targets();
-
-// Throws std::invalid_argument for a target that this machine does not run.
-void check_target(const std::string& target);
-
-using KernelOf = CpuKernel (*)(int codec, int rule);
 
 // Steps of the same kernel rows, which are cut into tasks once.
 class CpuStep {
@@ -50,8 +42,7 @@ class CpuStep {
   int threads_ = 0;
   std::vector<Task> tasks_;
   std::vector<Share> shares_;
-  std::string target_;
-  KernelOf kernel_of_ = nullptr;  // the target's
+  const CpuTarget* target_ = nullptr;
 };
 
 }  // namespace shardopt

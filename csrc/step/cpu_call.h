@@ -1,4 +1,4 @@
-// The interface between the CPU driver and the kernels of each instruction set.
+// The interface between the CPU drivers and the kernels of each instruction set (step/cpu_targets.h).
 #pragma once
 
 #include "core/call.h"
@@ -16,24 +16,11 @@ struct StepCall {
 // not finite.
 using CpuKernel = int64_t (*)(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end);
 
-// The kernel of a codec and a rule, by their places in the lists of step/instances.h.
-namespace portable {
-CpuKernel cpu_kernel(int codec, int rule);
-}
-#if defined(__x86_64__)
-namespace avx2 {
-CpuKernel cpu_kernel(int codec, int rule);
-}
-namespace avx512 {
-CpuKernel cpu_kernel(int codec, int rule);
-}
-namespace avx512vbmi {
-CpuKernel cpu_kernel(int codec, int rule);
-}
-#elif defined(__aarch64__)
-namespace neon {
-CpuKernel cpu_kernel(int codec, int rule);
-}
-#endif
+// The passes over gradients (norm/norm.h), of n contiguous elements at any address.
+struct NormKernels {
+  void (*squares)(ExactSum& sum, const char* gradient, DType dtype, int64_t n);
+  int32_t (*largest)(const char* gradient, DType dtype, int64_t n);
+  void (*scale)(char* gradient, DType dtype, int64_t n, float factor);
+};
 
 }  // namespace shardopt

@@ -76,13 +76,15 @@ void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, 
                 "a copy between host and device");
 }
 
-int pin_cuda(uint64_t address, uint64_t nbytes) {
+int pin_cuda(int device, uint64_t address, uint64_t nbytes) {
+  const CudaDeviceGuard guard(device);
   const cudaError_t error = cudaHostRegister(reinterpret_cast<void*>(address), nbytes, cudaHostRegisterPortable);
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-void unpin_cuda(uint64_t address) {
+void unpin_cuda(int device, uint64_t address) {
+  const CudaDeviceGuard guard(device);
   if (cudaHostUnregister(reinterpret_cast<void*>(address)) != cudaSuccess) cudaGetLastError();
 }
 

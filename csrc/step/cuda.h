@@ -68,8 +68,7 @@ struct CudaTasks {
   std::vector<CudaTask> tasks;
   std::vector<CudaBatch> batches;
 };
-// aligned: whether blocks that have kernels of their own use them.
-CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups, bool aligned);
+CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups);
 
 // The number of addresses that a launch carries: its 4 KiB of parameters hold them beside the call.
 constexpr int kLaunchedGradients = 448;
@@ -86,10 +85,10 @@ void step_cuda(const CudaCall& call, const CudaBatch& batch, void* stream);
 // Copies `count` ranges of memory of the host or the device, in the given stream.
 void copy_cuda(const uint64_t* to, const uint64_t* from, const int64_t* nbytes, int64_t count, void* stream);
 
-// Page-locks memory of the host for all devices. Returns CUDA's error, 0 for none; the error is cleared, so that the
-// next call does not report it again.
-int pin_cuda(uint64_t address, uint64_t nbytes);
-void unpin_cuda(uint64_t address);
+// Page-locks memory of the host for all devices, in a device's context. Returns CUDA's error, 0 for none; the error is
+// cleared, so that the next call does not report it again.
+int pin_cuda(int device, uint64_t address, uint64_t nbytes);
+void unpin_cuda(int device, uint64_t address);
 
 // Makes a device the current one for the guard's lifetime.
 class CudaDeviceGuard {

@@ -66,7 +66,7 @@ int64_t staged_task_blocks(const KernelRow& kernel_row, int64_t elements) {
 
 }  // namespace
 
-CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups, bool aligned) {
+CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const GroupRow* groups) {
   CudaTasks made;
   int64_t elements = 0;
   for (int64_t i = 0; i < row_count; ++i) elements += kernel_rows[i].rows * kernel_rows[i].cols;
@@ -87,7 +87,7 @@ CudaTasks make_cuda_tasks(const KernelRow* kernel_rows, int64_t row_count, const
       const auto add_all = [&](bool staged) {
         for (int64_t i = 0; i < row_count; ++i) {
           if (groups[kernel_rows[i].group].rule != rule) continue;
-          if ((aligned ? format_of(kernel_rows[i], rule) : -1) != format) continue;
+          if (format_of(kernel_rows[i], rule) != format) continue;
           if (format < 0 || (kernel_rows[i].codec == codec && is_aligned(kernel_rows[i]) != staged)) add(i, staged);
         }
       };

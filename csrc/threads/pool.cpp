@@ -11,10 +11,6 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace shardopt {
 namespace {
 
@@ -22,13 +18,6 @@ namespace {
 // changed.
 class DefaultFloatingPoint {
  public:
-#if defined(__x86_64__)
-  DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#else
   DefaultFloatingPoint() {
     std::fegetenv(&saved_);
     std::fesetenv(FE_DFL_ENV);
@@ -37,7 +26,6 @@ class DefaultFloatingPoint {
 
  private:
   std::fenv_t saved_;
-#endif
 };
 
 class ThreadPool {

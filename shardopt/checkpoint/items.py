@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.kernels.weights import StoredWeights, WeightFormat
+from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
@@ -110,13 +110,13 @@ class Item:
         old, new = self.weight_formats
         if old == new:
             return
-        stored = new.store(old.load(StoredWeights(self.values, self.state.pop(LOW_BITS, None))))
-        if stored.low_bits is not None and self.state:
-            self.state[LOW_BITS] = stored.low_bits
+        values, low_bits = new.store(old.load(self.values, self.state.pop(LOW_BITS, None)))
+        if low_bits is not None and self.state:
+            self.state[LOW_BITS] = low_bits
         for entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
             if not entry.is_whole and entry.format.dtype == old.dtype:  # of the weights' dtype in quantize_state
                 self.state[entry.name] = self.state[entry.name].to(new.dtype)
-        self.values = stored.param
+        self.values = values
 
     def moments(self) -> list[Tensor] | None:
         """The saved moments, decoded: this rank's part, float32; None if none are read."""

@@ -14,11 +14,8 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.skipped import SkippedElements
 
-DTYPES: dict[torch.dtype, int] = {
-    torch.float32: int(_C.DType.float32),
-    torch.bfloat16: int(_C.DType.bfloat16),
-    torch.float16: int(_C.DType.float16),
-}
+#: The kernels' numbers of the dtypes of parameters and gradients.
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): int(kind) for name, kind in _C.DType.__members__.items()}
 
 _target = _C.cpu_targets()[0]
 
@@ -83,11 +80,9 @@ class Call(Protocol):
         """Runs one phase of the step."""
 
 
-def runs_in(phase: _C.Phase, has_sums: bool, has_cut: bool) -> bool:
+def runs_in(phase: _C.Phase, kernel_rows: npt.NDArray[np.void]) -> bool:
     """Whether a phase has rows to take: ``sums`` rows with sums, ``step`` all, later phases rows of cut blocks."""
-    if phase == _C.Phase.sums:
-        return has_sums
-    return phase == _C.Phase.step or has_cut
+    return phase == _C.Phase.step or bool(kernel_rows["sums" if phase == _C.Phase.sums else "cut"].any())
 
 
 def check_device(name: str, device: torch.device) -> None:
@@ -114,14 +109,14 @@ class CpuCall:
 
     Args:
         tables: the kernels' arguments.
-        skipped: counter of skipped elements; by default a counter of this call alone.
+        skipped: counter of skipped elements.
     """
 
-    def __init__(self, tables: Tables, skipped: SkippedElements | None = None) -> None:
+    def __init__(self, tables: Tables, skipped: SkippedElements) -> None:
         self._step = _C.CpuStep(tables.kernel_rows, tables.steps, addresses(tables.codec_tables))
         self._tables = tables  # kept alive: the step has addresses of these arrays
         self._off = False
-        self.skipped = skipped or SkippedElements()
+        self._skipped = skipped
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
@@ -141,7 +136,7 @@ class CpuCall:
         if self._off:
             return
         if skipped := self._step.run(phase):
-            self.skipped.add(skipped)
+            self._skipped.add(skipped)
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:

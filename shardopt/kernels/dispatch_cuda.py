@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import LossScaling, Tables, addresses
+from shardopt.kernels.dispatch import Call, CpuCall, LossScaling, Tables, addresses
 from shardopt.kernels.skipped import SkippedElements
 
 _ALIGNMENT = 16  # bytes
@@ -29,21 +30,19 @@ class CudaCall:
     Args:
         device: the steps' device.
         tables: the kernels' arguments.
-        skipped: counter of skipped elements; by default a counter of this call alone.
+        skipped: counter of skipped elements.
     """
 
-    def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements | None = None) -> None:
-        _demand(not _is_capturing())
+    def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements) -> None:
+        _demand(not torch.cuda.is_current_stream_capturing())
         self._device = device
         self._tables = tables
         self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
-        self.skipped = skipped or SkippedElements()
-        self._counter = self.skipped.counter(device)
+        self._counter = skipped.counter(device)
         self._rules: bytes | None = None
-        self._groups: bytes | None = None  # as uploaded, None for stale tables
-        self._kernel_rows: bytes | None = None  # as uploaded, without gradients, None for stale tables
-        self._scaling = LossScaling(None, None)
-        self._spare: Tensor | None = None  # pinned memory for a capture, which cannot allocate any
+        self._groups: bytes | None  # as uploaded, None for stale tables
+        self._kernel_rows: bytes | None  # as uploaded, without gradients, None for stale tables
+        self._spare: Tensor | None  # pinned memory for a capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
         self._captured_scaling: list[LossScaling] = []
 
@@ -54,7 +53,7 @@ class CudaCall:
             RuntimeError: a CUDA graph captures the first step of these tables, or no step was taken since the last
                 capture.
         """
-        capturing = _is_capturing()
+        capturing = torch.cuda.is_current_stream_capturing()
         self._scaling = LossScaling(*(None if t is None else t.to(self._device, non_blocking=True) for t in scaling))
         rules, packed = groups["rule"].tobytes(), groups.tobytes()
         if rules != self._rules:
@@ -88,7 +87,7 @@ class CudaCall:
         scale, found_inf, coefficient = self._scaling
         stream = torch.cuda.current_stream(self._device)
         head = self._start + self._head
-        if stream != self._stream and not _is_capturing():
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             for tensor in (self._memory, self._counter):
                 tensor.record_stream(stream)
         _C.step_cuda(
@@ -136,13 +135,11 @@ class CudaCall:
             "step_count": len(self._tables.steps),
             "batches": batches,
         }
-        self._head = 0
-        self._spare = None
-        self._groups = self._kernel_rows = None
+        self._groups = self._kernel_rows = self._spare = None
 
     def _upload(self, offset: int, *tables: npt.NDArray[np.generic]) -> None:
         """Copies tables to an offset in the device's memory, one after the other."""
-        staging = _fill(_pinned(sum(_aligned(table.nbytes) for table in tables)), tables)
+        staging = pinned(*tables)
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
     def _upload_in_graph(self, head: Sequence[npt.NDArray[np.generic]]) -> None:
@@ -160,6 +157,28 @@ class CudaCall:
         self._groups = self._kernel_rows = None  # stale: the capture uploaded to another offset than other steps read
 
 
+def make_call(device: torch.device, tables: Tables, skipped: SkippedElements) -> Call:
+    """The call of the kernels of a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
+    return CpuCall(tables, skipped) if device.type == "cpu" else CudaCall(device, tables, skipped)
+
+
+def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> None:
+    """Tells PyTorch that a step uses memory on its device, which may have been allocated in another stream.
+
+    Otherwise PyTorch would give the memory to that stream again as soon as the tensors are gone. Memory used in a
+    captured CUDA graph must be kept instead.
+
+    Args:
+        device: a CUDA device.
+        tensors: on any device; those on this one count.
+    """
+    if tensors and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device)
+        for tensor in tensors:
+            if tensor.device == device:
+                tensor.record_stream(stream)
+
+
 def _demand(ready: bool) -> None:
     """Raises RuntimeError if a CUDA graph captures a step that needs memory first."""
     if not ready:
@@ -167,6 +186,11 @@ def _demand(ready: bool) -> None:
             "got a step captured into a CUDA graph, expected a step of the same parameters outside of a graph before; "
             "take a step with gradients for the same parameters before each capture"
         )
+
+
+def pinned(*tables: npt.NDArray[np.generic]) -> Tensor:
+    """The bytes of tables, one after the other, in pinned memory that PyTorch's allocator keeps until it is copied."""
+    return _fill(_pinned(sum(_aligned(table.nbytes) for table in tables)), tables)
 
 
 def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
@@ -187,16 +211,7 @@ def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
-_table_copies: dict[tuple[int, torch.device], Tensor] = {}
-
-
+@cache
 def _on(table: Tensor, device: torch.device) -> Tensor:
     """A codec's table on a device; codecs and their tables live as long as the process."""
-    key = (table.data_ptr(), device)
-    if key not in _table_copies:
-        _table_copies[key] = table.to(device)
-    return _table_copies[key]
+    return table.to(device)

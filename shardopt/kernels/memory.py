@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt import _C
-
 #: Name of the attribute in which a wrapper keeps the name of the inner tensor that has its elements.
 _INNER = "_shardopt_inner"
+_PIECE_BYTES = 16 << 20  # of a copy between places in host memory, for one thread
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -136,7 +136,7 @@ def memoryview_of(tensor: Tensor) -> memoryview:
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors on any device to others in host memory, past the CPU's caches.
+    """Copies tensors on any device to others in host memory.
 
     PyTorch's threads meet after each tensor, and wait for each other when other programs run. Threads of this copy meet
     once.
@@ -145,16 +145,16 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         targets: on the CPU, contiguous; none may overlap another target or a source.
         sources: as many, with the targets' shapes and dtypes.
     """
-    near: list[tuple[Tensor, Tensor]] = []
+    pieces: list[tuple[int, int, int]] = []
     far: list[tuple[Tensor, Tensor]] = []
-    for pair in zip(targets, sources, strict=True):
-        (near if _is_memory(pair[1]) else far).append(pair)
-    _C.copy_ranges(
-        np.array([target.data_ptr() for target, _ in near], np.uint64),
-        np.array([source.data_ptr() for _, source in near], np.uint64),
-        np.array([source.nbytes for _, source in near], np.int64),
-        torch.get_num_threads(),
-    )
+    for target, source in zip(targets, sources, strict=True):
+        if not _is_memory(source):
+            far.append((target, source))
+            continue
+        for at in range(0, source.nbytes, _PIECE_BYTES):
+            pieces.append((target.data_ptr() + at, source.data_ptr() + at, min(_PIECE_BYTES, source.nbytes - at)))
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(lambda piece: ctypes.memmove(*piece), pieces))  # releases the GIL
     if far:
         torch._foreach_copy_([target for target, _ in far], [source for _, source in far])
 

@@ -47,13 +47,14 @@ class NewtonSchulz:
     coefficients: tuple[Coefficients, ...]
     eps: float
 
-    def __call__(self, matrix: Tensor, *, in_float32: bool | None = None) -> Tensor:
+    def __call__(self, matrix: Tensor) -> Tensor:
         """Orthogonalizes a matrix.
+
+        Products are the device's bfloat16 products. On the CPU they are computed in float32 and rounded, as most
+        processors take a hundred times as long for bfloat16 products.
 
         Args:
             matrix: bfloat16, contiguous, of two dimensions; overwritten.
-            in_float32: whether to compute products in float32 and round them, instead of the device's bfloat16
-                products. Default: on the CPU, as most processors take a hundred times as long for bfloat16 products.
 
         Returns:
             A matrix of its shape and dtype, maybe transposed in memory.
@@ -62,8 +63,7 @@ class NewtonSchulz:
         x = matrix.T if is_tall else matrix
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             x.div_(x.norm().clamp(min=self.eps))
-            in_float32 = kind == "cpu" if in_float32 is None else in_float32
-            x = self._in_float32(x) if in_float32 else self._in_bfloat16(x)
+            x = self._in_float32(x) if kind == "cpu" else self._in_bfloat16(x)
         return x.T if is_tall else x
 
     def _in_bfloat16(self, x: Tensor) -> Tensor:

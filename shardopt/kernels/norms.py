@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, cpu_target
+from shardopt.kernels.dispatch_cuda import pinned, use_in_current_stream
+
+#: Takes a pass, by its kind, over a number of leading rows, whose addresses may differ from pass to pass. The third
+#: argument is the coefficient of the pass ``scale``: float32, 0-d.
+NormCall = Callable[..., None]
 
 
-class _CpuNormCall:
-    """Passes over gradients, by rows of ``_C.kernel_row`` (csrc/norm/norm.h names the columns)."""
-
-    def __init__(self, kernel_rows: npt.NDArray[np.void]) -> None:
-        self._kernel_rows = kernel_rows
-
-    def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
-        """Takes a pass.
-
-        Args:
-            norm_pass: the kind of pass.
-            rows: number of leading rows to take. Their addresses may differ from pass to pass.
-            factor: the coefficient of the pass ``scale``: float32, 0-d.
-        """
-        by = 1.0 if factor is None else float(factor)
-        _C.norm(self._kernel_rows[:rows], norm_pass, by, torch.get_num_threads(), cpu_target())
+def _run_on_cpu(
+    kernel_rows: npt.NDArray[np.void], norm_pass: _C.NormPass, rows: int, factor: Tensor | float = 1.0
+) -> None:
+    _C.norm(kernel_rows[:rows], norm_pass, float(factor), torch.get_num_threads(), cpu_target())
 
 
 class CudaNormCall:
@@ -45,14 +40,12 @@ class CudaNormCall:
         row_of_task = np.repeat(np.arange(len(kernel_rows)), counts)
         first = (np.arange(len(row_of_task)) - self._ends[row_of_task]) * _C.cuda_norm_task
         tasks = np.stack([first, row_of_task], 1)
-        self._tasks, self._table = (
-            torch.empty(table.nbytes, dtype=torch.uint8, device=device) for table in (tasks, kernel_rows)
-        )
-        self._tasks.copy_(_pinned(tasks), non_blocking=True)
+        self._tasks = pinned(tasks).to(device, non_blocking=True)
         self._uploaded: bytes | None = None  # addresses
+        self._table: Tensor
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
-        """Takes a pass; see :meth:`_CpuNormCall.run`.
+        """Takes a pass; see :data:`NormCall`.
 
         Raises:
             RuntimeError: a CUDA graph captures the pass.
@@ -64,20 +57,24 @@ class CudaNormCall:
             )
         if factor is not None:
             factor = factor.to(self._device)
-        use_in_current_stream(self._device, (self._tasks, self._table))
         addresses = self._kernel_rows["gradient"].tobytes()
         if addresses != self._uploaded:
-            self._table.copy_(_pinned(self._kernel_rows), non_blocking=True)
+            self._table = pinned(self._kernel_rows).to(self._device, non_blocking=True)
             self._uploaded = addresses
+        use_in_current_stream(self._device, (self._tasks, self._table))
         _C.norm_cuda(
             self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
-            0 if factor is None else factor.data_ptr(), *_where(self._device),
+            0 if factor is None else factor.data_ptr(), self._device.index or 0,
+            torch.cuda.current_stream(self._device).cuda_stream,
         )  # fmt: skip
 
 
-def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> _CpuNormCall | CudaNormCall:
-    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
-    return _CpuNormCall(kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows)
+def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> NormCall:
+    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`.
+
+    ``kernel_rows`` are rows of ``_C.kernel_row``; csrc/norm/norm.h names the columns.
+    """
+    return partial(_run_on_cpu, kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows).run
 
 
 def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
@@ -91,7 +88,7 @@ def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
     row = np.zeros(1, _C.kernel_row)
     row["gradient"], row["gradient_dtype"] = values.data_ptr(), DTYPES[values.dtype]
     row["cols"], row["sums"] = values.numel(), result.data_ptr()
-    _CpuNormCall(row).run(norm_pass, 1)
+    _run_on_cpu(row, norm_pass, 1)
 
 
 def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
@@ -109,16 +106,6 @@ def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
     if words.device.type == "cpu":
         _C.clip(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr())
     else:
-        _C.clip_cuda(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr(), *_where(words.device))
+        stream = torch.cuda.current_stream(words.device).cuda_stream
+        _C.clip_cuda(words.data_ptr(), is_magnitude, max_norm, clip.data_ptr(), words.device.index or 0, stream)
     return clip
-
-
-def _where(device: torch.device) -> tuple[int, int]:
-    return device.index or 0, torch.cuda.current_stream(device).cuda_stream
-
-
-def _pinned(table: npt.NDArray[np.generic]) -> Tensor:
-    """The bytes of a table in page-locked memory, which PyTorch's allocator keeps until they are uploaded."""
-    pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-    pinned.numpy()[:] = table.reshape(-1).view(np.uint8)
-    return pinned

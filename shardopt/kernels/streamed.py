@@ -7,6 +7,7 @@ last one is on its way back while the kernels step one; see :class:`CudaTransfer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,7 @@ class StreamedCall:
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
         transfers = self._transfers
-        chunks = [chunk for chunk in self._chunks if runs_in(phase, chunk.has_sums, chunk.has_cut)]
+        chunks = [chunk for chunk in self._chunks if runs_in(phase, chunk.kernel_rows)]
         if not chunks:
             return
         transfers.begin()
@@ -109,59 +110,55 @@ class StreamedCall:
         transfers.end()
 
 
+_NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(eq=False)
 class _Chunk:
     """Transfer units that are moved and stepped in one go.
 
-    Args:
+    Attributes:
         rows: indices of the kernel rows that belong to the chunk.
         kernel_rows: a copy of these, whose addresses become those in the slot.
         extents: rows of ``EXTENT`` for these.
         moves: the operands that move.
         slot: where the operands move.
         call: the call of the kernels for ``kernel_rows``.
-
-    Attributes:
         there: the copies to the slot.
         back: the copies from the slot.
         last: the result of :meth:`CudaTransfers.give_back` in the last step.
     """
 
-    def __init__(
-        self,
-        rows: npt.NDArray[np.int64],
-        kernel_rows: npt.NDArray[np.void],
-        extents: npt.NDArray[np.void],
-        moves: Moves,
-        slot: Slot,
-        call: Call,
-    ) -> None:
-        self._rows, self._kernel_rows, self._extents, self._moves = rows, kernel_rows, extents, moves
-        self.slot, self.call = slot, call
-        self.there = self.back = _NO_COPIES
-        self.last: object = None
-        self.has_cut, self.has_sums = bool(kernel_rows["cut"].any()), bool(kernel_rows["sums"].any())
+    rows: npt.NDArray[np.int64]
+    kernel_rows: npt.NDArray[np.void]
+    extents: npt.NDArray[np.void]
+    moves: Moves
+    slot: Slot
+    call: Call
+    there: CopyRanges = _NO_COPIES
+    back: CopyRanges = _NO_COPIES
+    last: object = None
 
     def place(self, kernel_rows: npt.NDArray[np.void]) -> bool:
         """Finds the copies, given all rows with home addresses; returns whether addresses in the slot have changed."""
-        rows = kernel_rows[self._rows]  # a copy
-        self.there = self.back = _copy_ranges(rows, self._extents, [f for f in self._moves if f != "gradient"], 0)
-        if "gradient" in self._moves:
+        rows = kernel_rows[self.rows]  # a copy
+        self.there = self.back = _copy_ranges(rows, self.extents, [f for f in self.moves if f != "gradient"], 0)
+        if "gradient" in self.moves:
             end = int((self.back.offset + self.back.nbytes).max(initial=0))
-            gradients = _copy_ranges(rows, self._extents, ["gradient"], end)
+            gradients = _copy_ranges(rows, self.extents, ["gradient"], end)
             self.there = CopyRanges(*(np.concatenate(both) for both in zip(self.back, gradients, strict=True)))
         ends = self.there.offset + self.there.nbytes
         assert int(ends.max(initial=0)) <= self.slot.memory.nbytes, "a chunk that no slot has room for"
         order = np.argsort(self.there.home)
         starts, offsets = self.there.home[order], self.there.offset[order]
-        for field in self._moves:
+        for field in self.moves:
             addresses = rows[field]
-            moved = (self._extents[field] > 0) & (addresses > 0)
+            moved = (self.extents[field] > 0) & (addresses > 0)
             at = np.searchsorted(starts, addresses[moved], side="right") - 1
             inside = addresses[moved] - starts[at]
             addresses[moved] = np.uint64(self.slot.address) + offsets[at].astype(np.uint64) + inside
-        changed = not np.array_equal(rows, self._kernel_rows)
-        if changed:
-            self._kernel_rows[...] = rows
+        changed = not np.array_equal(rows, self.kernel_rows)
+        self.kernel_rows[...] = rows
         return changed
 
 
@@ -187,9 +184,6 @@ def _chunk_rows(
             filled += size + UNIT_OVERHEAD
         chunk_rows.append(rows[first:])
     return chunk_rows or [np.zeros(0, np.int64)]  # the first chunk counts the steps, even without kernel rows
-
-
-_NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def _copy_ranges(

@@ -29,7 +29,6 @@ class StridedCall:
         self._kernel_rows = tables.kernel_rows
         self._first_elements = first_elements.astype(np.uint64)
         self._call = call
-        self._has_cut, self._has_sums = bool(tables.kernel_rows["cut"].any()), bool(tables.kernel_rows["sums"].any())
         self._last: tuple[int, int] | None = None  # addresses that the call knows
         #: This rank's parts of the parameter and its gradient, during a step.
         self.operands: tuple[Tensor, Tensor] | None = None
@@ -47,7 +46,7 @@ class StridedCall:
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
-        if not runs_in(phase, self._has_sums, self._has_cut):
+        if not runs_in(phase, self._kernel_rows):
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)

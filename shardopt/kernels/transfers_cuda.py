@@ -93,7 +93,8 @@ class CudaTransfers:
         for event in (slot.emptied, after):
             if isinstance(event, torch.cuda.Event):
                 self._there.wait_event(event)
-        self._copy(_places(slot, copies), copies.home, copies.nbytes, self._there)
+        to, stream = _places(slot, copies), self._there.cuda_stream
+        _C.copy_cuda(self._device.index or 0, to, copies.home, copies.nbytes, stream)
         waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # leaves the core to others
         slot.filled = self._there.record_event(waits_asleep)
 
@@ -109,7 +110,8 @@ class CudaTransfers:
         """Begins to copy from a slot, after earlier kernels are done."""
         if not self._to_host:
             self.follow()
-        self._copy(copies.home, _places(slot, copies), copies.nbytes, self._back)
+        source, stream = _places(slot, copies), self._back.cuda_stream
+        _C.copy_cuda(self._device.index or 0, copies.home, source, copies.nbytes, stream)
         slot.emptied = self._back.record_event()
         return slot.emptied
 
@@ -125,9 +127,6 @@ class CudaTransfers:
     def synchronize(self) -> None:
         """Waits until all copies are done."""
         self._back.synchronize()
-
-    def _copy(self, to: Addresses, source: Addresses, nbytes: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> None:
-        _C.copy_cuda(self._device.index or 0, to, source, nbytes, stream.cuda_stream)
 
 
 def _places(slot: Slot, copies: CopyRanges) -> Addresses:

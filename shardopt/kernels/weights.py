@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +17,6 @@ _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 _FLOAT16_BEGIN = 112 << 23  # difference of the exponents' biases, float32's minus float16's
 _FLOAT16_NORMAL = 113 << 23  # 2^-14
-
-_FORMATS = {
-    (torch.float32, 0, False): _C.WeightFormat.float32,
-    (torch.bfloat16, 0, False): _C.WeightFormat.bfloat16,
-    (torch.float16, 0, False): _C.WeightFormat.float16,
-    (torch.bfloat16, 8, False): _C.WeightFormat.bfloat16_plus8,
-    (torch.bfloat16, 16, False): _C.WeightFormat.bfloat16_plus16,
-    (torch.bfloat16, 0, True): _C.WeightFormat.bfloat16_stochastic,
-    (torch.float16, 8, False): _C.WeightFormat.float16_plus8,
-    (torch.float16, 16, False): _C.WeightFormat.float16_plus16,
-}
-
-
-class StoredWeights(NamedTuple):
-    """Weights as stored in memory.
-
-    Attributes:
-        param: the parameter.
-        low_bits: int8, or None: see :attr:`WeightFormat.low_bits_shape`.
-    """
-
-    param: Tensor
-    low_bits: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,8 @@ class WeightFormat:
     @property
     def index(self) -> int:
         """The format's number in the kernels' tables."""
-        return int(_FORMATS[self.dtype, self.low_bits, self.stochastic])
+        kind = f"_plus{self.low_bits}" if self.low_bits else "_stochastic" if self.stochastic else ""
+        return int(_C.WeightFormat.__members__[str(self.dtype).removeprefix("torch.") + kind])
 
     def low_bits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of a parameter's low bits, None for a format without low bits.
@@ -88,22 +66,24 @@ class WeightFormat:
             return None
         return shape if self.low_bits == 8 else (*shape, 2)
 
-    def load(self, stored: StoredWeights) -> Tensor:
-        """The weights that a step begins with: float32, the parameter's shape."""
-        low = stored.low_bits
-        if low is None:
-            return stored.param.float()
-        if self.low_bits == 16:
-            low = low.contiguous().view(torch.int16).squeeze(-1)
-        return join_weight(stored.param, low, self.low_bits)
+    def load(self, param: Tensor, low_bits: Tensor | None) -> Tensor:
+        """The weights that a step begins with, by the parameter and its low bits: float32, the parameter's shape."""
+        if low_bits is None:
+            return param.float()
+        low = low_bits.contiguous().view(torch.int16).squeeze(-1) if self.low_bits == 16 else low_bits
+        return join_weight(param, low, self.low_bits)
 
-    def store(self, x: Tensor) -> StoredWeights:
-        """Rounds float32 weights as a step does, those of a stochastic format to the nearest."""
+    def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rounds float32 weights as a step does, those of a stochastic format to the nearest.
+
+        Returns:
+            The parameter, and its low bits: see :meth:`low_bits_shape`.
+        """
         if self.low_bits:
             high, low = split_weight(x, self.low_bits, self.dtype)
             as_bytes = low.to(torch.int8) if self.low_bits == 8 else low.short().unsqueeze(-1).view(torch.int8)
-            return StoredWeights(high, as_bytes)
-        return StoredWeights(to_bf16(x) if self.dtype == torch.bfloat16 else x.to(self.dtype), None)
+            return high, as_bytes
+        return to_bf16(x) if self.dtype == torch.bfloat16 else x.to(self.dtype), None
 
 
 def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

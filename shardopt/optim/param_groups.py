@@ -119,7 +119,7 @@ def param_groups(
     and all of them times ``depth ** -0.5`` in a stack of ``depth`` residual blocks. Weight decay is independent:
     ``weight_decay`` divided by the group's rate, so that a decoupled decay subtracts ``weight_decay`` times the
     weight at the peak of the schedule, whatever the rate. Overrides win over both. Kinds and depths are those of the
-    modules of :mod:`shardopt.unit` and of the package unit-scaling, before sharding and after it.
+    modules of :mod:`shardopt.unit`, before sharding and after it.
 
     Args:
         model: the model.
@@ -183,7 +183,7 @@ def param_groups(
     known: list[_Options] = []
     parameters = []
     for param, parts in tensors.items():
-        options = _options(param, parts, patterns, rates)
+        options = _options(parts, patterns, rates)
         key = _comparable(options)
         if key not in known:
             groups.append({"params": [], "param_names": [], **options})
@@ -210,7 +210,7 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
 
-def _options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
+def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
     """The options of all parts of one tensor.
 
     Raises:
@@ -218,7 +218,7 @@ def _options(param: Tensor, parts: Sequence[_Part], patterns: _Patterns, rates: 
     """
     found: list[_Options] = []
     for part in parts:
-        options: _Options = {} if rates is None else {"lr": rates.lr(param, part.names, part.shape)}
+        options: _Options = {} if rates is None else {"lr": rates.lr(part.names, part.shape)}
         for pattern, of_pattern in patterns:  # later ones win
             if any(fnmatchcase(name, pattern) for name in part.names):
                 options.update(of_pattern)

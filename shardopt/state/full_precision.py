@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardopt.kernels.weights import StoredWeights
 from shardopt.state.slice_spec import LOW_BITS, StateDict
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
@@ -31,8 +30,8 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
             low_bits = slice_.local_low_bits(slice_state)
             assert low_bits is not None
             # The state may be in the host's memory.
-            stored = StoredWeights(slice_.elements(local), low_bits.to(local.device))
-            slice_.elements(weights).copy_(spec.weights.load(stored))
+            stored = spec.weights.load(slice_.elements(local), low_bits.to(local.device))
+            slice_.elements(weights).copy_(stored)
     return spec.shard.like_parameter(weights)
 
 
@@ -122,12 +121,12 @@ def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tens
     _check_state(state)
     local.copy_(wide)  # includes padding, which is in no slice
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-        stored = spec.weights.store(slice_.elements(wide))
+        rounded, rounded_low_bits = spec.weights.store(slice_.elements(wide))
         low_bits = slice_.local_low_bits(slice_state)
-        assert stored.low_bits is not None
+        assert rounded_low_bits is not None
         assert low_bits is not None
-        slice_.elements(local).copy_(stored.param)
-        low_bits.copy_(stored.low_bits)
+        slice_.elements(local).copy_(rounded)
+        low_bits.copy_(rounded_low_bits)
     return state
 
 

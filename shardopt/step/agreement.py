@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardopt.kernels.devices import use_in_current_stream
+from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.layout import RankGroup, on_any_rank
 
 _DIGEST_BYTES = 16

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.devices import make_call
 from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch_cuda import make_call
 from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import DTYPES, check_device
+from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Counted, FlatBuffer, Shard, shard_of
 from shardopt.state.names import named
@@ -111,7 +111,7 @@ class GradientNorm:
                     use_in_current_stream(device, (words,))
                 words.zero_()
         for batch in self._batches:
-            batch.call.run(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
+            batch.call(_C.NormPass.largest if largest else _C.NormPass.squares, len(batch.tensors))
         shares = {ranks: [x[:1] if largest else x for x in sums.values()] for ranks, sums in self._sums.items()}
         for of_one in kept:
             for ranks, share in of_one.items():
@@ -135,11 +135,11 @@ class GradientNorm:
         for batch in self._batches:
             batch.demand_apart()
         for batch in self._batches:
-            batch.call.run(_C.NormPass.scale, batch.in_place, coefficient)
+            batch.call(_C.NormPass.scale, batch.in_place, coefficient)
             for index in batch.others:
                 gradient = self._copied.get(index, self._parts[index])
                 gradient.copy_(gradient.float() * coefficient.to(gradient.device))
-        self._watched.increment_gradient_versions()
+        _C.increment_versions([param.grad for param in self.with_gradient])
 
     def forget_gradients(self) -> None:
         """Lets go of the gradients."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.devices import use_in_current_stream
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.kernels.strided import StridedCall
 from shardopt.layout import Shard, shard_of
 from shardopt.state.encoding import sharing_ranks

@@ -67,23 +67,17 @@ class Readout(Linear):
         return U.readout(input, self.weight, self.bias, share=self.share)
 
 
-class Embedding(_Split):
+class Embedding(_Split, nn.Embedding):
     """:func:`shardopt.unit.embedding` with entries of std 1."""
 
     mup_types: ClassVar[Mapping[str, str]] = {"weight": "weight"}
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=None))
-        self.reset_parameters()
+        super().__init__(num_embeddings, embedding_dim)
 
-    def reset_parameters(self) -> None:
-        """Normal entries of std 1."""
-        nn.init.normal_(self.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: int64, any shape."""
-        return U.embedding(tokens, self.weight, share=self.share)
+    def forward(self, input: Tensor) -> Tensor:
+        """input: tokens, int64 of any shape."""
+        return U.embedding(input, self.weight, share=self.share)
 
 
 class RMSNorm(_Split):

@@ -6,38 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import Tensor
 from torch.nn import Module
 
 from shardopt.layout.names import canonical_modules
 
-#: Matrices and embeddings; biases; gains of norms; the readout. The package unit-scaling has the same words.
+#: Matrices and embeddings; biases; gains of norms; the readout.
 KINDS = ("weight", "bias", "norm", "output")
 
 #: A kind, or a kind and the number of residual blocks in the stack around the parameter.
 KindPatterns = Mapping[str, str | tuple[str, int | None]]
 
-_LINEAR = {"weight": "weight", "bias": "bias"}
-_NORM = {"weight": "norm", "bias": "bias"}
-#: Kinds of the parameters of the unit-scaling package's modules, by class.
-_PACKAGE_KINDS = {
-    "Conv1d": _LINEAR,
-    "Embedding": _LINEAR,
-    "LayerNorm": _NORM,
-    "Linear": _LINEAR,
-    "LinearReadout": {"weight": "output", "bias": "bias"},
-    "RMSNorm": _NORM,
-}
-
 
 class UMup:
     """Learning rates of a model's parameters.
 
-    Kinds come from patterns first, then from the attributes ``mup_type`` and ``mup_scaling_depth`` of a parameter
-    (unit-scaling's; ``fully_shard`` drops them), then from the module around the parameter: the module's attribute
-    ``mup_types``, or its class if that is one of unit-scaling's. Depth comes from patterns and attributes likewise, and
-    at last from the innermost module around the parameter with an attribute ``mup_depth``, or from the length of
-    unit-scaling's ``DepthModuleList`` or ``DepthSequential``.
+    The kind of a parameter comes from patterns, or else from the attribute ``mup_types`` of its module. The depth comes
+    from patterns, too, or else from the innermost module around the parameter with an attribute ``mup_depth``.
 
     Args:
         model: bare, wrapped or sharded.
@@ -61,25 +45,25 @@ class UMup:
         self._kinds: dict[str, str] = {}
         self._depths: dict[str, int] = {}  # by prefix
         for prefix, module in canonical_modules(model, all_names=True):
-            kinds, depth = _of_module(module)
+            kinds: Mapping[str, str] = getattr(module, "mup_types", {})
             self._kinds.update((prefix + name, kind) for name, kind in kinds.items())
+            depth: int | None = getattr(module, "mup_depth", None)
             if depth is not None:
                 self._depths[prefix] = depth
 
-    def lr(self, param: Tensor, names: Sequence[str], shape: tuple[int, ...]) -> float:
+    def lr(self, names: Sequence[str], shape: tuple[int, ...]) -> float:
         """The learning rate of a parameter.
 
         Args:
-            param: the tensor that stands for the parameter in the model.
             names: all names of the parameter.
             shape: the parameter's global shape.
 
         Raises:
             ValueError: the kind is unknown, or the names have different kinds.
         """
-        distinct = {self._known(param, name) for name in names}
+        distinct = {self._known(name) for name in names}
         if len(distinct) > 1:
-            shown = ", ".join(f"{name} ({self._known(param, name)[0]})" for name in names)
+            shown = ", ".join(f"{name} ({self._known(name)[0]})" for name in names)
             raise ValueError(
                 f"got one parameter with the names {shown}, expected one kind for all names; give it by kinds=..., "
                 "with a pattern for each name, or do not share the parameter"
@@ -87,36 +71,22 @@ class UMup:
         ((kind, depth),) = distinct
         if kind is None:
             raise ValueError(
-                f"got parameter {names[0]} of unknown kind, expected a parameter of a module of shardopt.unit or "
-                f'unit_scaling; give its kind, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
+                f"got parameter {names[0]} of unknown kind, expected a parameter of a module of shardopt.unit; "
+                f'give its kind, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
             )
         of_stack = 1.0 if depth is None else depth**-0.5
         fan_in = math.prod(shape[1:] or shape)  # inputs of each output; of an embedding (entries, width) its width
         return self._lr * (of_stack * fan_in**-0.5 if kind == "weight" else of_stack)
 
-    def _known(self, param: Tensor, name: str) -> tuple[str | None, int | None]:
+    def _known(self, name: str) -> tuple[str | None, int | None]:
         """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""
         inside = [prefix for prefix in self._depths if name.startswith(prefix)]
         depth = self._depths[max(inside, key=len)] if inside else None
         kind = self._kinds.get(name)
-        if getattr(param, "mup_type", None) in KINDS:
-            kind, depth = param.mup_type, getattr(param, "mup_scaling_depth", depth)  # type: ignore[attr-defined]
         for pattern, (given, *deep) in self._patterns.items():
             if fnmatchcase(name, pattern):
                 kind, depth = given, *(deep or [depth])
         return kind, depth
-
-
-def _of_module(module: Module) -> tuple[Mapping[str, str], int | None]:
-    """Kinds of a module's own parameters, and the depth that it gives to all within."""
-    kinds: Mapping[str, str] = getattr(module, "mup_types", {})
-    depth: int | None = getattr(module, "mup_depth", None)
-    for base in type(module).__mro__:
-        if base.__module__.partition(".")[0] == "unit_scaling":
-            kinds = kinds or _PACKAGE_KINDS.get(base.__name__, {})
-            if base.__name__ in ("DepthModuleList", "DepthSequential"):
-                depth = len(module)  # type: ignore[arg-type]
-    return kinds, depth
 
 
 def _checked(pattern: str, value: str | tuple[str, int | None]) -> tuple[str] | tuple[str, int | None]:
@@ -125,6 +95,6 @@ def _checked(pattern: str, value: str | tuple[str, int | None]) -> tuple[str] | 
     if is_kind and all(depth is None or (isinstance(depth, int) and depth > 0) for depth in given[1:]):
         return given
     raise ValueError(
-        f"kinds[{pattern!r}]: got {value!r}, expected one of {', '.join(KINDS)}, or such a kind and the number of "
+        f"kinds[{pattern!r}]: got {value!r}, expected one of {', '.join(KINDS)}, or a kind and the number of "
         'residual blocks in its stack, ("weight", 12)'
     )

@@ -58,7 +58,7 @@ def cases(client: str, *rows: tuple[Any, ...]) -> list[Any]:
 
 
 HUGGING_FACE = ("plain", "ddp", "fsdp1", "fsdp1 sharded", "fsdp2", "fsdp2 sharded", "zero2", "zero2 offload")
-LIGHTNING = ("ddp", "fsdp1", "fsdp1 full", "fsdp1 sharded", "fsdp2", "fsdp2 in one file")
+LIGHTNING = ("ddp", "fsdp1", "fsdp1 sharded", "fsdp2", "fsdp2 in one file")
 
 
 @pytest.mark.parametrize(
@@ -252,14 +252,6 @@ def test_skipped_steps_in_fp16(name: str, max_norm: float | None, schedule_first
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------
-
-
-@lightning
-def test_fsdp1_validates(client_ranks: Pool, plain: Plain, tmp_path: Path) -> None:
-    """From a checkpoint that has an optimizer, which validation has not."""
-    client_ranks.run(2, lightning_runs.trained, "fsdp1", tmp_path)
-    expected = client_ranks.run(1, lightning_runs.validated, "plain", plain("Lightning")[1])
-    assert client_ranks.run(2, lightning_runs.validated, "fsdp1", tmp_path) == expected * 2
 
 
 def mixed(precision: Any, exactly: bool, kind: str) -> list[list[float]]:

@@ -14,8 +14,7 @@ from helpers import CODEC_NAMES, EIGHT_BIT, RULES, Named, step
 from kernel_problem import CPU, DTYPES, HUGE, clipped, gradients, make, run, start
 from ranks.layouts import values
 from ranks.snapshot import Snapshot, assert_same, snapshot
-from shardopt.kernels.devices import make_call
-from shardopt.kernels.skipped import SkippedElements
+from shardopt.kernels.dispatch_cuda import make_call
 from step_tables import FORMATS, HYPER, PIECES, ROWS, Problem
 from weight_formats import FP32
 
@@ -58,10 +57,7 @@ def test_weight_formats_and_cut_blocks(rule: str, codec: str, weights: str) -> N
     for piece in (*PIECES.values(), *ROWS.values()):
         for block_size in filter(piece.is_in_blocks, (32, 128, 512)):
             cpu, cuda = (Problem(rule, codec, weights, piece, block_size, device) for device in (CPU, CUDA))
-            wanted, skipped = (
-                problem.run(lambda device, tables: make_call(device, tables, SkippedElements()), steps=4)
-                for problem in (cpu, cuda)
-            )
+            wanted, skipped = (problem.run(make_call, steps=4) for problem in (cpu, cuda))
             assert_same(cuda.snapshot(), cpu.snapshot())
             cuda.assert_nothing_written_around()
             assert skipped == wanted > 0, (piece, block_size)

@@ -104,12 +104,8 @@ def test_neon(tables: Path, expected: list[str], tmp_path: Path) -> None:
     ids=["address", "thread"],
 )
 def test_threads(flags: Sequence[str], arguments: Sequence[str], tmp_path: Path) -> None:
-    """The sanitizers find nothing in the pool of threads and in copies."""
-    sources = [
-        SOURCES / "threads/pool.cpp",
-        SOURCES / "threads/copies.cpp",
-        ROOT / "tests/kernels/cpu_targets/threads.cpp",
-    ]
+    """The sanitizers find nothing in the pool of threads."""
+    sources = [SOURCES / "threads/pool.cpp", ROOT / "tests/kernels/cpu_targets/threads.cpp"]
     program = tmp_path / "threads"
     run([tool("g++"), *FLAGS, *flags, *sources, "-o", program, "-pthread"])
     assert run([program, *arguments]) == "done\n"

@@ -264,7 +264,7 @@ def test_a_table_with_a_cut_block_of_two_blocks_is_refused() -> None:
     """Scales and extremes of the second one would lie beyond the end."""
     problem = Problem("adam", "log8", "bf16", PIECES["fragment"], 32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"kernel row 0: got a cut block of 45 columns from 168, .* one block of 32"):
-        problem.run(lambda _, tables: CpuCall(tables), steps=1)
+        problem.run(lambda _, *tables: CpuCall(*tables), steps=1)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

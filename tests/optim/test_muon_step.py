@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def test_as_torch(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> N
     new weight together, since the step is no longer than both. Directions that differed would show: they are bfloat16.
     """
     # By the products that torch computes: on the CPU ours are computed in float32 and rounded.
-    monkeypatch.setattr(NewtonSchulz, "__call__", partialmethod(NewtonSchulz.__call__, in_float32=False))
+    monkeypatch.setattr(NewtonSchulz, "_in_float32", NewtonSchulz._in_bfloat16)
     given = {"lr": 0.02, "weight_decay": 0.1, **options}
     ours = shardopt.Muon(start(shapes=VECTORS), codec="fp32", **given)
     theirs = torch.optim.Muon(start(shapes=VECTORS), **given)

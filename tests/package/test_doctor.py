@@ -44,7 +44,6 @@ def test_what_is_sound(findings: list[Finding], text: str) -> None:
         (True, of_gpus([Gpu("Tesla P100", (6, 0), "no")], with_cuda=True), "begin at compute capability 7.5"),
         (True, of_packages({"deepspeed": "0.18.2"}), "pip install 'deepspeed>=0.19.8,<0.20'"),
         (False, of_torch("2.16.0", None), "not tried"),
-        (False, of_torch("2.14.0", None, "got a storage of another layout"), "read tensors through Python"),
         (False, of_cpu(("portable",), "portable", ()), "AVX2 or NEON"),
         (False, of_gpus([], with_cuda=True), "names the reason"),
         (False, of_packages({"transformers": "6.0.0"}), "optim= takes no names of ours in this version"),

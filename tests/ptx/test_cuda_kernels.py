@@ -18,7 +18,6 @@ from helpers import CODEC_NAMES, EIGHT_BIT, RULES, USUAL_RULES, Named, Shape, at
 from kernel_problem import DTYPES, clipped, gradients, make, run, start, using
 from ranks.snapshot import Snapshot, assert_same, snapshot
 from shardopt import _C
-from shardopt.kernels import dispatch_cuda
 from shardopt.kernels.dispatch import CpuCall
 from shardopt.kernels.dispatch_cuda import CudaCall
 from slow_cases import slow
@@ -157,7 +156,7 @@ def step_pieces(kernels: ModuleType, rule: str, codec: str, weights: str, pieces
     """Steps tables of the pieces by either kernels, and demands that no byte around the tensors is written."""
     for name, piece in pieces.items():
         cpu, cuda = (Problem(rule, codec, weights, piece, 128, torch.device("cpu")) for _ in range(2))
-        wanted = cpu.run(lambda _, tables: CpuCall(tables), steps=4)
+        wanted = cpu.run(lambda _, *tables: CpuCall(*tables), steps=4)
         before = kernels.quick_turns()
         with pytest.MonkeyPatch.context() as monkeypatch:
             cuda_interpreted.use(kernels, monkeypatch)
@@ -191,7 +190,7 @@ def test_weight_formats_and_cut_blocks(interpreted: ModuleType, rule: str, codec
 
 def test_a_launch_per_format(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Aligned and staged blocks are stepped by the same one; other block sizes by the rule's general kernel."""
-    batches: list[list[tuple[int, ...]]] = []
+    batches: list[Any] = []
 
     def spy(**call: Any) -> None:
         batches.append(call["batches"])
@@ -213,11 +212,11 @@ def test_captured_steps_between_others(interpreted: ModuleType, monkeypatch: pyt
     wanted, _ = run("adamw", "log8", start(FP32, SHAPES), steps)
     cuda_interpreted.use(interpreted, monkeypatch)
     params, optimizer = make("adamw", "log8", start(FP32, SHAPES))
-    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA graph"):  # a capture needs a step before it
         step(optimizer, params, steps[0])
     for gradient, capturing in zip(steps, (False, True, False, False, True), strict=True):
-        monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda value=capturing: value)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda value=capturing: value)
         step(optimizer, params, gradient)
     assert_same(snapshot(params, optimizer), wanted)
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pybind11
 import pytest
 import torch
@@ -188,14 +187,12 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
     monkeypatch.setattr(dispatch_cuda, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
-    monkeypatch.setattr(dispatch_cuda, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(batch, "make_call", dispatch_cuda.CudaCall)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(norms, "_pinned", lambda table: torch.from_numpy(table.reshape(-1).view(np.uint8)))
-    monkeypatch.setattr(gradient_norm, "make_norm_call", norms.CudaNormCall)
+    monkeypatch.setattr(gradient_norm, "make_norm_call", lambda *given: norms.CudaNormCall(*given).run)
 
 
 def compare(module: ModuleType, rule: str, codec: str, initial: Named, steps: list[Named], **options: object) -> None:

@@ -79,20 +79,20 @@ def strategy_of(mode: str) -> Any:
 
 
 def fsdp1_on_the_cpu(mode: str) -> Any:
-    """PortableFSDPStrategy or FSDPStrategy, which would ask for an accelerator by its index."""
+    """FSDPStrategy, which would ask for an accelerator by its index."""
     from lightning.pytorch.strategies import FSDPStrategy
 
-    from shardopt.clients.lightning import PortableFSDPStrategy
-
     FlatParamHandle.to_cpu = nullcontext  # parameters that are on the CPU would be freed there
-    base: Any = PortableFSDPStrategy if mode == "fsdp1" else FSDPStrategy
-    options = {} if mode == "fsdp1" else {"state_dict_type": mode.removeprefix("fsdp1 ")}
 
-    class OnTheCpu(base):
+    class OnTheCpu(FSDPStrategy):
         def _setup_model(self, model: nn.Module) -> nn.Module:
             return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
-    return OnTheCpu(process_group_backend="gloo", auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    return OnTheCpu(
+        process_group_backend="gloo",
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        state_dict_type="sharded" if mode == "fsdp1 sharded" else "full",
+    )
 
 
 def make_trainer(mode: str, folder: Path) -> Any:
@@ -118,14 +118,6 @@ def make_trainer(mode: str, folder: Path) -> Any:
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_epochs=3, save_top_k=-1)],
     )
-
-
-def validated(mode: str, folder: Path) -> float:
-    """The loss of the checkpoint after the third step; it has an optimizer, which validation has not."""
-    trainer = make_trainer(mode, folder)
-    module = make_module()
-    (found,) = trainer.validate(module, one_batch(), ckpt_path=folder / "step=3.ckpt", verbose=False)
-    return found["loss"]
 
 
 def trained(mode: str, folder: Path, resume: Path | None = None, *, max_norm: float | None = None) -> dict[str, Any]:

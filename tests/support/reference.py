@@ -16,7 +16,7 @@ from torch import Tensor
 from reference_rules import ELEMENT_RULES, REPAID, Scalars, Updated
 from reference_sums import SUM_RULES, TERMS, Sums, Terms
 from shardopt.kernels.numeric import bits, float32, float_from_bits, from_blocks, reciprocal, to_bf16, to_blocks
-from shardopt.kernels.weights import StoredWeights, WeightFormat
+from shardopt.kernels.weights import WeightFormat
 from shardopt.kernels.weights import noise_key as key_of_noise
 
 RULES = {**ELEMENT_RULES, **SUM_RULES}
@@ -143,7 +143,7 @@ def step(
 
     weights = WeightFormat(param.dtype) if weights is None else weights
     p, g = (
-        blocks_of(weights.load(StoredWeights(param, low_bits))),
+        blocks_of(weights.load(param, low_bits)),
         blocks_of(gradient.float()) * float32(gradient_scale),
     )
     old = coding.decode_moments(codec, moments, [as_blocks(s, m) for s, m in zip(coded, moments, strict=True)])
@@ -180,7 +180,7 @@ def step(
         p = REPAID[rule](p, error, unit, hyper, step)
     stored_weights = weights.store(flat(p))
     if weights.stochastic:
-        stored_weights = StoredWeights(bf16_at_random(flat(p), noise(noise_key, step, elements)), None)
+        stored_weights = bf16_at_random(flat(p), noise(noise_key, step, elements)), None
     return Stepped(
         *stored_weights,
         [

@@ -13,6 +13,7 @@ from ranks.layouts import values
 from shardopt import _C
 from shardopt.codec import CODECS
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, addresses
+from shardopt.kernels.skipped import SkippedElements
 
 #: The weight format, the parameter's dtype and that of its low bits.
 FORMATS: dict[str, tuple[_C.WeightFormat, torch.dtype, torch.dtype | None]] = {
@@ -145,11 +146,12 @@ class Problem:
             for now, then in ((buffer[:begin], before[:begin]), (buffer[end:], before[end:])):
                 assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
 
-    def run(self, make_call: Callable[[torch.device, Tables], Call], steps: int) -> int:
+    def run(self, make_call: Callable[[torch.device, Tables, SkippedElements], Call], steps: int) -> int:
         """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
         ordered = sorted(CODECS.values(), key=lambda codec: codec.index)
         tables = Tables(self.kernel_rows, addresses([self.tensors["step"]]), [codec.table for codec in ordered])
-        call = make_call(self.gradient.device, tables)
+        skipped = SkippedElements()
+        call = make_call(self.gradient.device, tables, skipped)
         for t in range(1, steps + 1):
             gradient = (values(tuple(self.gradient.shape), 100 + t) * 1e-2).to(self._gradient_dtype)
             if t == 3:
@@ -159,7 +161,7 @@ class Problem:
             call.update(t == 1, self.groups, LossScaling(None, None))
             for phase in self._phases:
                 call.run(phase)
-        return call.skipped.count(wait=True)
+        return skipped.count(wait=True)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Everything that a step writes."""

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "step/cpu_call.h"
+#include "step/cpu_targets.h"
 #include "step/instances.h"
 
 using namespace shardopt;

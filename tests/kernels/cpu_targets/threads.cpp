@@ -1,5 +1,5 @@
-// Uses the pool of threads as a process may: from several threads at once, with numbers of workers that change, from a
-// forked child, and for copies. Prints "done".
+// Uses the pool of threads as a process may: from several threads at once, with numbers of workers that change, and
+// from a forked child. Prints "done".
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,7 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "threads/copies.h"
 #include "threads/pool.h"
 
 using namespace shardopt;
@@ -41,34 +40,16 @@ void use(int rounds) {
   }
 }
 
-void copy(int rounds) {
-  for (int round = 0; round < rounds; ++round) {
-    std::vector<std::vector<char>> from, to;
-    std::vector<uint64_t> sources, targets;
-    std::vector<int64_t> sizes{0, 1, 63, 64, 200, 5000, (1 << 20) + round, 3 << 20};
-    for (const int64_t size : sizes) {
-      from.emplace_back(size, static_cast<char>(round + size));
-      to.emplace_back(size);
-      sources.push_back(reinterpret_cast<uint64_t>(from.back().data()));
-      targets.push_back(reinterpret_cast<uint64_t>(to.back().data()));
-    }
-    copy_ranges(targets.data(), sources.data(), sizes.data(), static_cast<int64_t>(sizes.size()), 1 + round % 4);
-    expect(from == to, "a copy");
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) callers.emplace_back(use, 500);
-  callers.emplace_back(copy, 20);
   for (std::thread& caller : callers) caller.join();
   if (argc > 1 && std::strcmp(argv[1], "fork") == 0) {
     const pid_t child = fork();
     if (child == 0) {
       use(100);
-      copy(5);
       _exit(0);
     }
     int status = -1;
