@@ -164,11 +164,10 @@ class ShardedOptimizer(OptimizerInterface):
     def offload(self) -> None:
         """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
 
-        The host's memory is page-locked and kept for the next time. Copies are
-        asynchronous: later work on the device goes on beside them, and PyTorch's allocator has the state's memory back
-        when they are complete. Step counts, 4 bytes per parameter, stay. State dicts and checkpoints are saved and
-        loaded as ever, and loading leaves the state in the host's memory. Where it is there already (parameters on the
-        CPU, ``offload="state"`` or ``"step"``), and after an earlier call, nothing is done.
+        The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
+        dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
+        is there already (parameters on the CPU, ``offload="state"`` or ``"step"``), and after an earlier call, nothing
+        is done.
 
         Raises:
             MemoryError: the host has too little memory. Nothing was moved.
@@ -181,8 +180,7 @@ class ShardedOptimizer(OptimizerInterface):
     def reload(self) -> None:
         """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
-        Copies are asynchronous: they go on beside a forward and backward pass, and the next step waits for them on the
-        device. That step would call this itself. Call :meth:`synchronize` before reading :attr:`state` by hand.
+        The next step would call this itself.
         """
         self._internals.residency.wake()
 

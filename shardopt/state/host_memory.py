@@ -37,7 +37,7 @@ class _HostMemory:
         except RuntimeError as error:
             raise MemoryError(
                 f"offload: got no memory on the host, expected {_text_of(nbytes)} for {what}; use more ranks, or "
-                "keep a part on the device with device_state_budget"
+                "give some parameters a param group with offload=None"
             ) from error
         first = -pages.data_ptr() % _PAGE
         self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
@@ -106,22 +106,20 @@ class StateEntry(NamedTuple):
 
 
 class Sleep:
-    """Moves the state to the host's memory and back, see ``ShardedOptimizer.offload``. A stream of its own copies it.
+    """Moves the state to the host's memory and back, see ``ShardedOptimizer.offload``.
 
     The host's memory is kept from one sleep to the next: page-locking memory takes longer than the copies.
 
     Attributes:
-        asleep: whether the state is in the host's memory, or on the way there.
+        asleep: whether the state is in the host's memory.
     """
 
     def __init__(self) -> None:
         self.asleep = False
         self._beds: list[Entry] = []  # the entries' places in the host's memory
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._arriving: dict[torch.device, torch.cuda.Event] = {}  # the ends of copies to devices
 
     def begin(self, entries: Sequence[StateEntry]) -> None:
-        """Copies entries to the host's memory, and lets go of the devices'.
+        """Moves entries to the host's memory.
 
         Raises:
             MemoryError: the host has too little memory. Nothing was moved.
@@ -131,65 +129,30 @@ class Sleep:
             self._beds = []  # freed before new memory is allocated
             gpu = next((entry.device for entry in entries if entry.device.type == "cuda"), None)
             self._beds = make_homes(likes, pin=gpu)
-        self._move(entries, [bed.view() for bed in self._beds])
-        self._arriving.clear()
+        _move(entries, [bed.view() for bed in self._beds])
         self.asleep = True
 
     def end(self, entries: Sequence[StateEntry]) -> None:
-        """Copies entries to their parameters' devices."""
+        """Moves entries to their parameters' devices."""
         dense = torch.contiguous_format
-        self._move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
-        self._arriving = {device: stream.record_event() for device, stream in self._streams.items()}
+        _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
         self.asleep = False
-
-    def _move(self, entries: Sequence[StateEntry], places: Sequence[Tensor]) -> None:
-        """Copies entries to other places, after work that is queued now: it may use the state and freed memory."""
-        for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        for entry, place in zip(entries, places, strict=True):
-            source, stream = entry.local, self._streams.get(entry.device)
-            if stream is None:
-                place.copy_(source)
-            else:
-                with torch.cuda.stream(stream):
-                    place.copy_(source, non_blocking=True)
-                (place if place.is_cuda else source).record_stream(stream)  # it may be freed before the copy is made
-            entry.replace(place)
-
-    def arrive(self) -> bool:
-        """Has the current streams wait for the copies to their devices.
-
-        Returns:
-            Whether all copies are complete.
-
-        Raises:
-            RuntimeError: copies are under way while a CUDA graph is captured, as the graph could not wait for them.
-        """
-        for device, event in list(self._arriving.items()):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "got a step captured into a CUDA graph while reload() copies the state, expected copies that are "
-                    "complete; call optimizer.synchronize() before the capture"
-                )
-            if event.query():  # type: ignore[no-untyped-call]
-                del self._arriving[device]
-            else:
-                torch.cuda.current_stream(device).wait_event(event)
-        return not self._arriving
-
-    def synchronize(self) -> None:
-        """Waits until all copies are complete."""
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._arriving.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the host's memory outside of state entries: all of it while awake, else the alignment's."""
         taken = sum(bed.like.nbytes for bed in self._beds) if self.asleep else 0
         return self._beds[0].host.memory.nbytes - taken if self._beds else 0
+
+
+def _move(entries: Sequence[StateEntry], places: Sequence[Tensor]) -> None:
+    """Moves entries to other places, and waits for the copies."""
+    for entry, place in zip(entries, places, strict=True):
+        place.copy_(entry.local, non_blocking=True)
+    for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    for entry, place in zip(entries, places, strict=True):
+        entry.replace(place)
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:
@@ -199,7 +162,7 @@ def demand_memory(nbytes: int, ranks: int) -> None:
         parts = f", {_text_of(nbytes)} for each of {ranks} ranks here" if ranks > 1 else ""
         raise MemoryError(
             f"offload: got {_text_of(available)} of available host memory, expected {_text_of(nbytes * ranks)}{parts}; "
-            "use more hosts, or keep a part on the device with device_state_budget"
+            "use more hosts, or give some parameters a param group with offload=None"
         )
 
 

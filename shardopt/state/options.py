@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeGuard
@@ -56,8 +55,6 @@ class Options(TypedDict, total=False):
         offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
-        device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
-            fit, in order: a whole number, or a text such as "2GiB"; the same in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
         capturable: ignored like ``foreach``.
@@ -73,7 +70,6 @@ class Options(TypedDict, total=False):
     stochastic_rounding: bool
     stochastic_rounding_seed: int
     offload: Literal["state", "step"] | None
-    device_state_budget: int | str
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -90,7 +86,6 @@ DEFAULTS: Options = {
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
     "offload": None,
-    "device_state_budget": 0,
     "foreach": None,
     "fused": None,
     "capturable": False,
@@ -101,7 +96,7 @@ DEFAULTS: Options = {
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
 #: Options of the state's place, which depends on the machine: an optimizer keeps its own when it loads.
-PLACEMENT = ("offload", "device_state_budget")
+PLACEMENT = ("offload",)
 
 #: Options that the tables of a step depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
@@ -161,10 +156,6 @@ def check_options(group: Mapping[str, Any]) -> None:
             f"stochastic_rounding: got True and master_weight_bits={group['master_weight_bits']}, expected one of the "
             "two options; master weights are rounded to nearest, so leave stochastic_rounding out"
         )
-    try:
-        bytes_of(group["device_state_budget"])
-    except ValueError as error:
-        raise ValueError(f"device_state_budget: {error}") from None
     if group["differentiable"]:
         raise ValueError("differentiable: got True, which shardopt does not support; leave the option out")
 
@@ -189,22 +180,6 @@ def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
             f"repay: got a parameter of {dtype} without master weights, expected float32 or master_weight_bits: 16-bit "
             f"weights would lose what is repaid; set master_weight_bits=24, or repay=False"
         )
-
-
-def bytes_of(size: int | str) -> int:
-    """A size in bytes: a whole number, or one with a unit, as "2GiB", "512MiB", "64KiB".
-
-    Raises:
-        ValueError: the size is neither.
-    """
-    if is_whole(size) and size >= 0:
-        return size
-    if isinstance(size, str):
-        for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
-            number = size.removesuffix(symbol).strip()
-            if size.endswith(symbol) and number.isascii() and number.replace(".", "", 1).isdigit():
-                return int(Decimal(number) * factor)
-    raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -18,7 +18,6 @@ from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import ALIGNMENT, Entry, Sleep, StateEntry, demand_memory, make_homes
 from shardopt.state.names import named
-from shardopt.state.options import bytes_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
@@ -72,14 +71,12 @@ class _Decision(NamedTuple):
     Attributes:
         device: the parameter's device at the time of the decision.
         residency: the place.
-        in_budget: the part of the budget that the parameter takes.
         entries: if the state is offloaded, its entries without memory, but the step count.
         home: their places in the optimizer's part of the host's memory.
     """
 
     device: torch.device
     residency: Residency
-    in_budget: int
     entries: dict[str, Tensor]
     home: dict[str, Entry]
 
@@ -87,27 +84,24 @@ class _Decision(NamedTuple):
 class StateResidency:
     """Decides, once per parameter, where its state lives, and keeps the memory of offloaded state.
 
-    Parameters are taken in the optimizer's order. Their state stays beside them as long as it fits into
-    ``device_state_budget``; so does the state of column shards which cut blocks, whose scales other ranks have to see.
+    The state of column shards which cut blocks stays beside the parameters, as other ranks have to see its scales.
     Frozen parameters get a place when they are stepped or have state. A parameter that was replaced in the param
-    groups, and whose state is gone, loses its place, memory and part of the budget at the next decision.
+    groups, and whose state is gone, loses its place and memory at the next decision.
 
     Args:
         optimizer: the parameters' optimizer.
         state_of: describes the state of a parameter, given its param group.
 
     Attributes:
-        settled: whether no state sleeps, or is on its way back: a step need not call :meth:`wake`.
+        foreseen_bytes: bytes of the state that is to be offloaded and has no memory yet, until places are decided on.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
         self._decisions: dict[Tensor, _Decision] = {}
-        # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
-        self._foreseen, self._taken_then = 0, 0
+        self.foreseen_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self._sleep = Sleep()
-        self.settled = True
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
@@ -124,7 +118,6 @@ class StateResidency:
     @asleep.setter
     def asleep(self, asleep: bool) -> None:
         self._sleep.asleep = asleep
-        self.settled = False  # the next wake() sees whether copies are under way
 
     def sleep(self) -> None:
         """Moves the state that is on devices to the host's memory.
@@ -134,13 +127,11 @@ class StateResidency:
         """
         if not self.asleep:
             self._sleep.begin(self._entries())
-            self.settled = False
 
     def wake(self) -> None:
-        """Moves the state back, and has the current streams wait until it is there."""
+        """Moves the state back."""
         if self.asleep:
             self._sleep.end(self._entries())
-        self.settled = self._sleep.arrive()
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
@@ -218,33 +209,23 @@ class StateResidency:
         """Waits until all results are in the host's memory."""
         for transfers in self._transfers.values():
             transfers.synchronize()
-        self._sleep.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that param groups agree on shared options, and that the host has memory for state to be offloaded.
+        """Checks that the host has memory for the state that is to be offloaded.
 
         Args:
             added: the last param group, if the others are checked already; None: all.
 
         Raises:
-            ValueError: param groups that offload differ in their budget, which they must share.
             MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
-        groups, before, taken = self._optimizer.param_groups, 0, _in_budget(self._decisions)
-        if added is not None:  # checks this group alone, so that making an optimizer of many groups stays linear
-            first = next((group for group in groups if group["offload"] is not None), added)
-            groups, before, taken = [first, added], self._foreseen, self._taken_then
-        chosen = self._choose(groups if added is None else [added], _shared_budget(groups) - taken)
-        new = sum(entry.nbytes for decision in chosen.values() for entry in decision.entries.values())
+        before, groups = (0, self._optimizer.param_groups) if added is None else (self.foreseen_bytes, [added])
+        chosen = self._choose(groups).values()
+        new = sum(entry.nbytes for decision in chosen for entry in decision.entries.values())
         if new:
             demand_memory(before + new, ranks_here())
-        self._foreseen, self._taken_then = before + new, taken + _in_budget(chosen)
-
-    @property
-    def foreseen_bytes(self) -> int:
-        """Bytes of the state that is to be offloaded and has no memory yet, until places are decided on."""
-        return self._foreseen
+        self.foreseen_bytes = before + new
 
     def _entries(self) -> list[StateEntry]:
         """The entries of state beside parameters on devices, except while it sleeps. Step counts stay: 4 bytes each."""
@@ -265,12 +246,8 @@ class StateResidency:
         """Whether a parameter has state or is about to get some, unlike frozen parameters."""
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
-    def _choose(self, groups: Iterable[Mapping[str, Any]], room: int) -> dict[Tensor, _Decision]:
-        """Chooses places for all parameters without one.
-
-        Args:
-            groups: the param groups.
-            room: bytes of the budget that are left.
+    def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
+        """Chooses places for all parameters of param groups that have none.
 
         Raises:
             RuntimeError: ``offload`` is not possible for a parameter.
@@ -280,7 +257,7 @@ class StateResidency:
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
-                offload, in_budget, entries = group["offload"], 0, {}
+                offload, entries = group["offload"], {}
                 if offload is not None:
                     try:
                         spec = self._state_of(param, group)
@@ -291,15 +268,11 @@ class StateResidency:
                             "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters "
                             "or DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                         )
-                    entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
-                    nbytes = sum(entry.nbytes for entry in entries.values())
                     if spec.exchanges_columns:
-                        offload, entries = None, {}
-                    elif nbytes <= room:
-                        offload, in_budget, entries = None, nbytes, {}
-                        room -= nbytes
-                residency = Residency.of(offload, param.device)
-                chosen[param] = _Decision(param.device, residency, in_budget, entries, {})
+                        offload = None
+                    else:
+                        entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
+                chosen[param] = _Decision(param.device, Residency.of(offload, param.device), entries, {})
         return chosen
 
     def _decide(self) -> None:
@@ -314,36 +287,14 @@ class StateResidency:
         }
         if len(decisions) < len(self._decisions):
             self.synchronize()  # copies to memory that is let go may be under way
-        chosen = self._choose(groups, _shared_budget(groups) - _in_budget(decisions))
+        chosen = self._choose(groups)
         moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
         likes = [like for entries in moved.values() for like in entries.values()]
         gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
         homes = iter(make_homes(likes, pin=gpu) if likes else ())
         for param, entries in moved.items():
             chosen[param] = chosen[param]._replace(home={key: next(homes) for key in entries})
-        self._decisions = {**decisions, **chosen}
-        self._foreseen, self._taken_then = 0, _in_budget(self._decisions)
-
-
-def _in_budget(decisions: Mapping[Tensor, _Decision]) -> int:
-    """Bytes of the budget that parameters take."""
-    return sum(decision.in_budget for decision in decisions.values())
-
-
-def _shared_budget(groups: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes that param groups which offload may keep on the device together; 0 without such groups.
-
-    Raises:
-        ValueError: param groups name different ones.
-    """
-    given = [group["device_state_budget"] for group in groups if group["offload"] is not None]
-    values = {bytes_of(value) for value in given}
-    if len(values) > 1:
-        raise ValueError(
-            f"device_state_budget: got {', '.join(map(repr, given))} in the param groups that offload, expected one "
-            "value, as they share the memory; give device_state_budget to the optimizer, not to param groups"
-        )
-    return next(iter(values), 0)
+        self._decisions, self.foreseen_bytes = {**decisions, **chosen}, 0
 
 
 def ranks_here() -> int:

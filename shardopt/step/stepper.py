@@ -86,8 +86,7 @@ class Stepper:
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
-        if not self._residency.settled:
-            self._residency.wake()
+        self._residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked

@@ -577,10 +577,6 @@ FEATURES: dict[str, Feature] = {
     "named, with noise": Feature(partial(named, **NOISE), OTHER_MODELS),
     "offload state": Feature(partial(offloaded, how="state"), ZERO),
     "offload step": Feature(partial(offloaded, how="step"), {*ZERO, *FSDP1}),
-    # Where columns cut blocks, all the state that may be offloaded fits into the budget.
-    "offload state, budget": Feature(
-        partial(offloaded, how="state", device_state_budget="20KiB"), {*ZERO, *ODDS_WAYS, *COLUMNS}
-    ),
     "saved": Feature(saved, ZERO),
     "saved asleep": Feature(partial(saved, asleep=True), ZERO),
     "saved lion, bf16 24": Feature(

@@ -33,10 +33,6 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"stochastic_rounding": True, "master_weight_bits": 24}, "got True and master_weight_bits=24, expected"),
     ("adamw", {"stochastic_rounding_seed": -1}, "stochastic_rounding_seed: got -1, expected a whole number"),
     ("adamw", {"offload": "disk"}, "offload: got 'disk', expected None, 'state' or 'step'"),
-    *(
-        ("adamw", {"device_state_budget": size}, f"device_state_budget: got {size!r}, expected bytes")
-        for size in ("2GB", -1, True)
-    ),
     ("adamw", {"amsgrad": 1}, "amsgrad: got 1, expected True or False"),
     ("adamw", {"lr": torch.tensor([1.0, 2.0])}, "lr: got a tensor of 2 elements"),
     ("adamw", {"lr": torch.tensor(1j)}, "lr: got 1j"),
@@ -79,7 +75,6 @@ MADE: list[tuple[str, dict[str, Any], str]] = [
 #: Refused between steps only.
 CHANGED: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected no"),
-    ("adamw", {"device_state_budget": 1}, "got 1 in a param group that was stepped with 0, expected no change"),
 ]
 
 

@@ -44,8 +44,6 @@ def from_cpu() -> Iterator[None]:
         {"micro_batches": 2, "max_norm": 1e-3, "norm_type": torch.inf, "kind": "Lion8bit"},
         {"micro_batches": 2, "max_norm": 1e-2, "kind": "LAMB8bit"},
         {"max_norm": 1e-3, "nonfinite": "propagate"},
-        # Some parameters are stepped where they are, and their gradients stay there.
-        {"micro_batches": 2, "max_norm": 1e-3, "device_state_budget": "20KiB"},
         {"dtype": torch.bfloat16, "master_weight_bits": 24, "max_norm": 1e-3},
         # The largest scale makes some gradients infinite: these steps are left out, and the scale goes down.
         {"scale": 1000.0, "micro_batches": 2, "max_norm": 1e-3},

@@ -26,7 +26,6 @@ from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import host_memory, residency
-from shardopt.state.options import bytes_of
 from slow_cases import slow
 
 BF16 = torch.bfloat16
@@ -104,7 +103,7 @@ SAME_BITS: list[tuple[str, str, dict[str, Any]]] = [
     ("state", "adamw", {"dtype": BF16, "master_weight_bits": 24}),
     ("step", "adamw", {"dtype": torch.float16, "master_weight_bits": 32}),
     *((offload, "adamw", {"dtype": BF16, "stochastic_rounding": True}) for offload in OFFLOADS),
-    *((offload, "prodigy", {"device_state_budget": budget}) for offload, budget in (("state", 0), ("step", 400_000))),
+    *((offload, "prodigy", {}) for offload in OFFLOADS),
 ]
 ALL = [(offload, rule, {"codec": codec}) for offload, rule, codec in product(OFFLOADS, RULES, CODEC_NAMES)]
 
@@ -137,34 +136,6 @@ def test_same_bits(offload: str, rule: str, options: dict[str, Any]) -> None:
         weights = sum(param.nbytes for param in model.parameters())
         assert copied == ((state, state) if offload == "state" else (2 * weights, weights))
     assert rule != "prodigy" or optimizer.param_groups[0]["d"] > RULES[rule].hyper["d0"]
-
-
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_budget(offload: str) -> None:
-    """State that fits stays, in order; all and nothing are the ends of it; the bits are the same."""
-    expected = make(None)
-    run(*expected)
-    sizes = [
-        sum(value.nbytes for key, value in expected[1].state[param].items() if key != "step")
-        for param in expected[0].parameters()
-    ]
-    for budget in (sizes[0], sizes[0] + sizes[2], sum(sizes) - 1, "1GiB"):
-        got = make(offload, device_state_budget=budget)
-        run(*got)
-        assert_equal(got, expected)
-        room = bytes_of(budget)
-        for param, size in zip(got[0].parameters(), sizes, strict=True):
-            stays = size <= room
-            room -= size if stays else 0
-            assert got[1]._internals.residency.of(param).offload == (None if stays else offload), (budget, size)
-
-
-def test_loading_keeps_the_budget() -> None:
-    saved, own = (make("state", device_state_budget=size) for size in (0, "1GiB"))
-    run(*saved, steps=1)
-    own[1].load_state_dict(saved[1].state_dict())
-    assert {group["device_state_budget"] for group in own[1].param_groups} == {"1GiB"}
-    own[1].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
 
 
 @pytest.mark.parametrize(
@@ -426,7 +397,7 @@ def test_reset_state(rule: str, options: dict[str, Any], offload: str | None, as
     assert_equal(used, new)
 
 
-# Host memory and the budget -------------------------------------------------------------------------------------------
+# Host memory -------------------------------------------------------------------------------------------
 
 SIZE = 1 << 20  # bytes of float32 Adam state of a parameter()
 FROZEN = {"requires_grad": False}
@@ -460,24 +431,6 @@ def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | N
     return [optimizer._internals.residency.of(param).offload for param in params]
 
 
-def test_param_groups_share_the_budget() -> None:
-    """So all that offload say the same about it: when they are made, and if one is changed by hand."""
-    params = [nn.Parameter(torch.ones(100, 64)) for _ in range(3)]
-    optimizer = shardopt.AdamW8bit(params[:1], offload="state", device_state_budget="1MiB")
-    message = "device_state_budget: got '1MiB', 0 in the param groups that offload, expected one value"
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": params[1:2], "device_state_budget": 0})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": params[1:2], "device_state_budget": 0, "offload": None})
-    optimizer.add_param_group({"params": params[2:], "device_state_budget": 1 << 20, "offload": "step"})
-    optimizer.param_groups[2]["device_state_budget"] = 0
-    with pytest.raises(ValueError, match=message):
-        stepped(optimizer, *params)
-    assert not any(optimizer.state.values())
-    optimizer.param_groups[2]["device_state_budget"] = 1 << 20
-    stepped(optimizer, *params)
-
-
 def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     available[0] = 1 << 20
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -487,7 +440,6 @@ def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatc
         match=r"got 1\.00 MiB of available host memory, expected 2\.00 MiB, 1\.00 MiB for each of 2 ranks here",
     ):
         shardopt.AdamW8bit(params, offload="state", codec="fp32")
-    shardopt.AdamW8bit(params, offload="state", codec="fp32", device_state_budget="1MiB")
     shardopt.AdamW8bit(params, codec="fp32")
 
 
@@ -510,17 +462,16 @@ def test_a_second_try_needs_the_memory_too(failing: str, available: list[int], m
 
 
 def test_frozen_parameters_take_nothing(available: list[int]) -> None:
-    """Neither host memory nor budget, until they are stepped or have state."""
+    """No host memory, until they are stepped or have state."""
     available[0] = 2 * SIZE
     frozen, first, second = parameter(**FROZEN), parameter(), parameter()
-    optimizer = over(frozen, first, second, device_state_budget=SIZE)
-    available[0] = SIZE
+    optimizer = over(frozen, first, second)
     stepped(optimizer, first, second)
-    assert offloads(optimizer, frozen, first, second) == [None, None, "state"]
+    assert offloads(optimizer, frozen, first, second) == [None, "state", "state"]
     assert not optimizer.state.get(frozen)
     frozen.requires_grad_(True)
     stepped(optimizer, frozen, first, second)
-    assert offloads(optimizer, frozen, first, second) == ["state", None, "state"]
+    assert offloads(optimizer, frozen, first, second) == ["state"] * 3
     available[0] = 100 * SIZE
     others = [parameter(**FROZEN) for _ in range(3)]
     other = over(*others)
@@ -529,16 +480,16 @@ def test_frozen_parameters_take_nothing(available: list[int]) -> None:
     assert offloads(other, *others) == ["state"] * 3
 
 
-def test_budget_over_param_groups_is_checked_as_it_is_spent(available: list[int]) -> None:
+def test_memory_for_all_param_groups_is_checked(available: list[int]) -> None:
     available[0] = 2 * SIZE
     params = [parameter() for _ in range(4)]
-    optimizer = over(params[0], device_state_budget=SIZE)
-    for param in params[1:3]:
-        optimizer.add_param_group({"params": [param]})
+    optimizer = over(params[0])
+    optimizer.add_param_group({"params": params[1:2], "offload": None})
+    optimizer.add_param_group({"params": params[2:3]})
     with pytest.raises(MemoryError, match=r"got 2\.00 MiB of available host memory, expected 3\.00 MiB;"):
         optimizer.add_param_group({"params": params[3:]})
     stepped(optimizer, *params[:3])
-    assert offloads(optimizer, *params[:3]) == [None, "state", "state"]
+    assert offloads(optimizer, *params[:3]) == ["state", None, "state"]
     optimizer.add_param_group({"params": params[3:]})  # the others have theirs now
 
 
@@ -556,7 +507,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     assert calls == [(1, address, nbytes), (1, address)]
     assert (address % 4096, nbytes) == (0, 8192)
-    with pytest.raises(MemoryError, match=r"got CUDA error 2 .* device_state_budget"):
+    with pytest.raises(MemoryError, match=r"got CUDA error 2 .* offload=None"):
         host_memory._HostMemory(5000, pin=gpu)
     assert len(calls) == 3
 
@@ -597,8 +548,3 @@ def test_copies_are_waited_for_before_memory_goes() -> None:
         before = Noting.waits
         assert offloads(optimizer, other) == ["state"]
         assert Noting.waits == before + 1
-
-
-def test_sizes() -> None:
-    sizes = {"12": 12, "2GiB": 2 << 30, "1.5 MiB": 3 << 19, "64KiB": 1 << 16}
-    assert {size: bytes_of(size) for size in sizes} == sizes
