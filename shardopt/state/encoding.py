@@ -123,10 +123,11 @@ def _messages(
         if ranks is None or not names:
             continue
         parts, (count, sent, local) = messages.setdefault(ranks, {}), _places(spec)
-        among = None if isinstance(local, slice) else local
-        found = {} if values is None else spec.extremes(values, known, among)
-        if not relative and among is None:
+        if not relative and not isinstance(spec.shard, FlatShard):
             parts[index, ""] = torch.tensor([[values is not None, values is None]], dtype=torch.int32, device="cpu")
+        found = {} if values is None else {name: _new_extremes(spec, values[0].device) for name in names}
+        if values is not None:
+            spec.encode(values, known, found)
         for name in names:
             part = parts[index, name] = torch.zeros((count, 2), dtype=torch.int32, device="cpu")
             if found:
@@ -145,9 +146,14 @@ def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed
                     "ranks saved together"
                 )
         elif values is not None:
-            (_, sent, local), count = _places(spec), math.prod(spec.shard.scales(spec.grid).local_shape)
-            extremes = agreed[index][moment] = torch.zeros((count, 2), dtype=torch.int32, device=values[0].device)
+            _, sent, local = _places(spec)
+            extremes = agreed[index][moment] = _new_extremes(spec, values[0].device)
             extremes[local] = part[sent].to(extremes.device)
+
+
+def _new_extremes(spec: SliceSpec, device: torch.device) -> Tensor:
+    """Extremes of this rank's blocks, of which none is known yet: 0 is neutral."""
+    return torch.zeros((math.prod(spec.shard.scales(spec.grid).local_shape), 2), dtype=torch.int32, device=device)
 
 
 def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]:

@@ -28,10 +28,8 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
     if spec.weights.low_bits and state:
         _check_state(state)
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-            low_bits = slice_.local_low_bits(slice_state)
-            assert low_bits is not None
             # The state may be in the host's memory.
-            stored = StoredWeights(slice_.elements(local), low_bits.to(local.device))
+            stored = StoredWeights(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
             slice_.elements(weights).copy_(spec.weights.load(stored))
     return spec.shard.like_parameter(weights)
 
@@ -123,11 +121,9 @@ def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tens
     local.copy_(wide)  # includes padding, which is in no slice
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
         stored = spec.weights.store(slice_.elements(wide))
-        low_bits = slice_.local_low_bits(slice_state)
         assert stored.low_bits is not None
-        assert low_bits is not None
         slice_.elements(local).copy_(stored.param)
-        low_bits.copy_(stored.low_bits)
+        slice_state[LOW_BITS].copy_(stored.low_bits)
     return state
 
 

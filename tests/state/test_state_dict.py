@@ -352,22 +352,6 @@ def test_state_of_torch_is_refused(codec: str, changes: list[Change], message: s
     assert_refused(made("adamw", codec=codec), state_dict, MATRIX_GOT + message)
 
 
-def test_scales_whose_product_no_element_has() -> None:
-    """The largest first moment in units of the root may be beside a small root."""
-    state_dict = of_torch()
-    state = state_dict["state"][MATRIX]
-    state["exp_avg"].zero_()
-    state["exp_avg_sq"].fill_(1e10)
-    state["exp_avg"][0, 0], state["exp_avg_sq"][0, 0] = 1e30, 1e-20
-    optimizer = made("adamw")
-    optimizer.load_state_dict(state_dict)
-    own = optimizer.state[optimizer.param_groups[0]["params"][MATRIX]]
-    assert (own["exp_avg_scales"][0, 0] * own["exp_avg_sq_scales"][0, 0, 0]).isinf()
-    again = made("adamw")
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(entries["exp_avg"].isfinite().all() for entries in again.state_dict(dequantize=True)["state"].values())
-
-
 WRONG_STEPS: dict[str, object] = {
     "nan": torch.tensor(NAN),
     "a fraction": torch.tensor(1.5),
