@@ -10,17 +10,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import FlatShard, RankGroup, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
 
 def shared_blocks(spec: SliceSpec) -> list[int]:
     """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
-    shard = spec.shard
-    if not isinstance(shard, FlatShard) or shard.ranks is None:
-        return []
-    return shard.cut_blocks(spec.grid) if spec.codec.blockwise else []
+    return cut_blocks(spec.shard, spec.grid) if spec.codec.blockwise else []
+
+
+def cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
+    """The blocks of a grid that flat shards cut, on this rank or not: numbers in the grid, equal on all ranks."""
+    return shard.cut_blocks(grid) if isinstance(shard, FlatShard) and shard.ranks is not None else []
+
+
+def held_of(numbers: Sequence[int], shard: Shard, grid: BlockGrid) -> tuple[list[int], list[int]]:
+    """Which of some cut blocks this rank holds parts of, and their places in this rank's scales."""
+    first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, 0)
+    held = [place for place, number in enumerate(numbers) if first <= number < end]
+    return held, [numbers[place] - first for place in held]
 
 
 def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
@@ -161,9 +170,7 @@ def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]
 
     Column shards send the extremes of all blocks of their rows.
     """
-    shard = spec.shard
-    if not isinstance(shard, FlatShard):
-        return math.prod(shard.scales(spec.grid).local_shape), slice(None), slice(None)
-    numbers, (first, end) = shared_blocks(spec), shard.blocks(spec.grid)
-    sent = [place for place, number in enumerate(numbers) if first <= number < end]
-    return len(numbers), sent, [numbers[place] - first for place in sent]
+    if not isinstance(spec.shard, FlatShard):
+        return math.prod(spec.shard.scales(spec.grid).local_shape), slice(None), slice(None)
+    numbers = shared_blocks(spec)
+    return len(numbers), *held_of(numbers, spec.shard, spec.grid)
