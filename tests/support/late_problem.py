@@ -172,6 +172,20 @@ def replaced(device: torch.device) -> Named:
     return problem.result()
 
 
+def let_go(device: torch.device) -> Named:
+    """Parameters are replaced while copies of their state are on their way to the host."""
+    problem = Problem(device, offload="state")
+    for t in range(2):
+        problem.step(t)
+        problem.optimizer.state.clear()
+        group = problem.optimizer.param_groups[0]
+        group["params"] = [Parameter(param.detach().clone()) for param in group["params"]]
+        problem.params = dict(zip(problem.params, group["params"], strict=True))
+        gc.collect()
+    problem.step(2)
+    return problem.result()
+
+
 def slept(device: torch.device, **options: Any) -> Named:
     """State that goes to the host and comes back while steps are under way, and is read there, in all orders."""
     problem, found = Problem(device, **options), {}
@@ -388,6 +402,7 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "clipped offloaded step": partial(clipped, offload="step"),
         "dropped step": partial(dropped, offload="step"),
         "replaced": replaced,
+        "let go": let_go,
         "slept": partial(slept, master_weight_bits=24),
         "captured": captured,
         "released": partial(released, offload="state"),
