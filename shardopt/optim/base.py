@@ -359,7 +359,6 @@ class ShardedOptimizer(OptimizerInterface):
             weights: for every parameter of the optimizer a float32 tensor, sharded like the parameter.
 
         Raises:
-            TypeError: ``weights`` is no mapping of tensors.
             ValueError: some weights are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
         """
         self.synchronize()

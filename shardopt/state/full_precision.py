@@ -73,27 +73,16 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
         params: all parameters of the optimizer.
 
     Raises:
-        TypeError: ``weights`` is no mapping, or a value is no tensor.
         ValueError: weights are missing, unknown or of another shape, dtype or sharding.
     """
-    if not isinstance(weights, Mapping):
-        raise TypeError(
-            f"got weights as {type(weights).__name__}, expected a dict by parameter; change what "
-            "full_precision_parameters() gives"
-        )
     if weights.keys() != set(params):
         raise ValueError(
             f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "
             f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
         )
     for place, param in enumerate(params):
-        given = weights[param]
-        if not isinstance(given, Tensor):
-            raise TypeError(
-                f"parameter {place}: got {type(given).__name__}, expected a tensor, sharded like the parameter; change "
-                "what full_precision_parameters() gives"
-            )
-        got, expected = _described(given, given.dtype), _described(param, torch.float32)
+        given, expected = weights[param], _described(param, torch.float32)
+        got = _described(given, given.dtype) if isinstance(given, Tensor) else type(given).__name__
         if got != expected:
             raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
 

@@ -192,22 +192,16 @@ _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
 def make_plain(group: dict[str, Any]) -> None:
-    """Replaces sequences of other classes in a param group (OmegaConf's ListConfig, UserList, arrays) by tuples.
+    """Replaces sequences in a param group (lists, OmegaConf's ListConfig, arrays) by tuples of plain numbers.
 
     State dicts then load with ``weights_only=True``.
     """
     for name in _SEQUENCES:
-        value = group.get(name)
-        if value is not None and not _is_plain(value):
-            group[name] = _plain(value)
+        if group.get(name) is not None:
+            group[name] = _plain(group[name])
     names = group.get("param_names")
     if isinstance(names, Sequence) and not isinstance(names, str | list):
         group["param_names"] = list(names)
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    return kind is float or kind is int or kind is str or (kind in (tuple, list) and all(map(_is_plain, value)))
 
 
 def _plain(value: Any) -> Any:
@@ -237,14 +231,14 @@ LARGEST = 2.0**128 - 2.0**104
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
-#: Name, least and largest value of hyper-parameters that are single numbers.
-_RANGES = (
-    ("lr", 0.0, LARGEST),
-    ("eps", 0.0, LARGEST),
-    ("weight_decay", 0.0, LARGEST),
-    ("momentum", 0.0, LARGEST),
-    ("dampening", -LARGEST, LARGEST),
-)
+#: Least and largest value of hyper-parameters that are single numbers.
+_RANGES = {
+    "lr": (0.0, LARGEST),
+    "eps": (0.0, LARGEST),
+    "weight_decay": (0.0, LARGEST),
+    "momentum": (0.0, LARGEST),
+    "dampening": (-LARGEST, LARGEST),
+}
 
 
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
@@ -254,22 +248,17 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
         group: the param group.
         beta_count: number of decay rates in ``betas``, if the optimizer has any.
 
-    A step calls this whenever a hyper-parameter changed: the ordinary case, a float in its range, is checked first.
-
     Raises:
         ValueError: a hyper-parameter is out of range, or infinite in float32.
     """
-    for name, least, largest in _RANGES:
+    for name, (least, largest) in _RANGES.items():
         if name in group:
-            value = group[name]
-            if type(value) is not float or not least <= value <= largest:
-                _check_range(name, value, least, largest)
+            _check_range(name, group[name], least, largest)
     betas = group.get("betas", (0.0,) * beta_count)
     if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
         raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {_CORRECT}")
     for index, beta in enumerate(betas):
-        if type(beta) is not float or not 0.0 <= beta < 1.0:
-            _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
+        _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
@@ -295,6 +284,8 @@ _CORRECT = "correct it where it is set: an argument, a param group, a scheduler 
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
+    if type(value) is float and least <= value <= largest:  # the ordinary case, in each step that changed a number
+        return
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")

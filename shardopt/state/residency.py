@@ -59,10 +59,8 @@ class Residency(NamedTuple):
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
-            coders = [(m.codec(spec.codec), m.signed) for m in spec.moments]
-            scales = sum(codec.scales(signed=signed) for codec, signed in coders)
-            element_bytes = sum(codec.code_dtype.itemsize for codec, _ in coders) + spec.weights.low_bits / 8
-            element_bytes += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
+            nbytes = sum(entry.new(_META).nbytes for key, entry in spec.entries.items() if key != "step")
+            element_bytes = nbytes / max(param.numel(), 1)
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
 

@@ -204,7 +204,7 @@ class SliceSpec:
         """
         local, agreed, found = [x.float() for x in values], agreed or {}, found or {}
         if not self.codec.blockwise:
-            return self._entries_of(encode_moments(self.codec, self.moments, local))
+            return self.coded_entries(encode_moments(self.codec, self.moments, local))
         new: list[Coded] = []
         for moment, x in zip(self.moments, local, strict=True):
             codec, scales = moment.codec(self.codec), None
@@ -230,7 +230,7 @@ class SliceSpec:
                 self._put(entries.codes, rectangle, codes)
                 if entries.scales is not None and scales is not None:
                     _per_block(entries.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
-        return self._entries_of(new)
+        return self.coded_entries(new)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The moments as float32."""
@@ -308,7 +308,7 @@ class SliceSpec:
         width = moment.codec(self.codec).scales(signed=moment.signed)
         return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
-    def _entries_of(self, coded: Sequence[Coded]) -> StateDict:
+    def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
         """The state entries with the codes and scales of all moments."""
         state: StateDict = {}
         for moment, (codes, scales) in zip(self.moments, coded, strict=True):

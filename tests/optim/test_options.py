@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections import UserList
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,17 +141,16 @@ def test_a_learning_rate_on_a_device_is_not_read() -> None:
 
 
 def test_wrong_values_put_in_place() -> None:
-    """Into a tensor or list that the param group had before; what is read for the step is what is checked."""
-    optimizer = make(lr=torch.tensor(0.01), betas=[0.9, 0.99])
+    """Into a tensor that the param group had before; what is read for the step is what is checked."""
+    optimizer = make(lr=torch.tensor(0.01))
     advance(optimizer, range(1))
-    group, before = optimizer.param_groups[0], everything(optimizer)
-    for what, put, right in (("lr", group["lr"].fill_, 0.1), ("betas", partial(group["betas"].__setitem__, 0), 0.5)):
-        for value in (NAN, INF):
-            put(value)
-            with pytest.raises(ValueError, match=f"{what}.*: got {value}, expected"):
-                advance(optimizer, range(1))
-            assert_same(everything(optimizer), before)
-        put(right)
+    lr, before = optimizer.param_groups[0]["lr"], everything(optimizer)
+    for value in (NAN, INF):
+        lr.fill_(value)
+        with pytest.raises(ValueError, match=f"lr: got {value}, expected"):
+            advance(optimizer, range(1))
+        assert_same(everything(optimizer), before)
+    lr.fill_(0.1)
     advance(optimizer, range(1))
 
 
