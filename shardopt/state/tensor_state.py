@@ -181,8 +181,7 @@ class TensorState:
         if not self.weights.low_bits and LOW_BITS in loaded:
             raise ValueError(
                 f"{name}: got state with {got}, expected no {LOW_BITS} for a parameter of {self.weights.dtype}, which "
-                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
-                "full_precision_parameters() gave"
+                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True)"
             )
         has_floats, template = self.has_floats(loaded), self.new(torch.device("meta"))
         wanted = {key: like for key, like in template.items() if key not in BESIDE_MOMENTS}
