@@ -399,7 +399,7 @@ def test_layouts() -> None:
         assert_refused(optimizer, state_dict, MATRIX_GOT + entry)
     del state_dict["state"][1]["master_low_bits"]
     state_dict["state"][MATRIX] = copy.deepcopy(optimizer.state_dict())["state"][MATRIX]
-    assert_refused(optimizer, state_dict, "expected master_low_bits too")
+    assert_refused(optimizer, state_dict, "master_low_bits; was it saved")
     advance(optimizer, range(2, 3), torch.bfloat16)
 
 
