@@ -27,7 +27,7 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
     """
-    *offsets, nbytes = accumulate((like.nbytes + padding_of(like) for like in likes), initial=0)
+    *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes), initial=0)
     demand_memory(nbytes, ranks=1)  # other ranks may have their memory already
     try:
         pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
@@ -51,11 +51,6 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
         else:  # NumPy's empty arrays have strides of 0
             homes.append(torch.empty_like(like, device="cpu"))
     return homes
-
-
-def padding_of(tensor: Tensor) -> int:
-    """Bytes of the memory of :func:`make_homes` that are lost behind a tensor."""
-    return -tensor.nbytes % _ALIGNMENT
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:

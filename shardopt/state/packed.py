@@ -256,15 +256,13 @@ def _packed_bytes(spec: TensorState, entries: Mapping[str, Any], name: str) -> T
     like = torch.empty(spec.shard.local_shape, device="meta")
     for key in keys:
         check_entry(entries[key], like, key, name)
-        if entries[key].dtype != torch.float32:
-            raise ValueError(
-                f"{name}: got {key} of {entries[key].dtype}, expected torch.float32; load it as it was saved"
-            )
     check_entry(entries[_EXACT], torch.empty((), device="meta"), _EXACT, name)
-    if float(entries[_EXACT]) != _EXACT_VALUE:
+    dtypes, exact = {entries[key].dtype for key in keys}, float(entries[_EXACT])
+    if dtypes != {torch.float32} or exact != _EXACT_VALUE:
         raise ValueError(
-            f"{name}: got {_EXACT} {float(entries[_EXACT])!r}, expected {_EXACT_VALUE!r}: packed state was converted, "
-            "as to half precision and back, and its bytes are lost; carry it as it was saved"
+            f"{name}: got packed state of {', '.join(map(str, dtypes))} with {_EXACT} {exact!r}, expected "
+            f"torch.float32 with {_EXACT_VALUE!r}: it was converted, as to half precision and back, and its bytes are "
+            "lost; carry it as it was saved"
         )
     return torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
 

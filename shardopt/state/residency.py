@@ -17,7 +17,7 @@ from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVE
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import demand_memory, make_homes, padding_of
+from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -171,7 +171,7 @@ class StateResidency:
         if not state:
             state.update(spec.new(self.of(param).state))
         fit_low_bits(spec, param, state, self.of(param).state)
-        for key in spec.state_names & state.keys():
+        for key in spec.entries.keys() & state.keys():
             with named(f"{name}: state {key}"):
                 entry = state[key] if key == "step" else spec.shard.local(state[key])
             check_storage(name, f"state {key}", entry)
@@ -211,20 +211,14 @@ class StateResidency:
         return self._transfers[key]
 
     @property
-    def padding_bytes(self) -> int:
-        """Bytes of the host's memory lost to the alignment of entries."""
-        return sum(padding_of(home) for decision in self._decisions.values() for home in decision.homes.values())
-
-    @property
     def buffer_bytes(self) -> dict[torch.device, int]:
         """Bytes of the slots, and of memory that is kept for the next sleep, by device."""
         nbytes: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
             nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
-        if self._beds:
-            kept = sum(padding_of(bed) + (0 if self.asleep else bed.nbytes) for bed in self._beds)
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + kept
+        if self._beds and not self.asleep:
+            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(bed.nbytes for bed in self._beds)
         return nbytes
 
     def synchronize(self) -> None:

@@ -249,11 +249,6 @@ class SliceSpec:
         scales = state[self.scales_name(moment)] if self.has_scales(moment) else None
         codes = state[self.codes_name(moment)]
         if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
-            if codes.storage_offset() % 2:
-                raise RuntimeError(
-                    f"got {self.codes_name(moment)} at an odd address, expected an even one for codes of 16 bits; load "
-                    "the state with load_state_dict"
-                )
             codes = codes.view(torch.int16).squeeze(-1)
         return Coded(codes, scales)
 

@@ -75,11 +75,6 @@ class TensorState:
         return entries
 
     @property
-    def state_names(self) -> frozenset[str]:
-        """The names of the state's entries."""
-        return frozenset(self.entries)
-
-    @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
         return any(slice_.exchanges_columns for slice_ in self.slices)

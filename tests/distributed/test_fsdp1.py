@@ -319,8 +319,8 @@ def _damage(saved: dict[str, Any], what: str) -> None:
 
 #: Damages, and the error.
 DAMAGES = {
-    "dtype": "got packed_0 of torch.float64, expected torch.float32",
-    "float16": "got packed_exact 1.0, expected 1.0000001192092896: packed state was converted",
+    "dtype": "got packed state of torch.float64 with packed_exact 1.0000001192092896, expected torch.float32",
+    "float16": "packed_exact 1.0, expected torch.float32 with 1.0000001192092896: it was converted",
     "missing": "expected step, packed_exact, packed_0, packed_1; was",
     "options": "got state saved with block_size=64, expected 128",
     "values": "that stands for NaN or Inf|NaN, Inf or numbers below zero",

@@ -148,7 +148,7 @@ def test_state_of_a_moment_that_is_switched_off_is_left_out(rule: str, off: dict
     for each in (optimizer, loaded):
         advance(each, range(1, 3))
     for param, own in loaded.state.items():
-        assert own.keys() == loaded._internals.state_of(param, loaded.param_groups[0]).state_names
+        assert own.keys() == loaded._internals.state_of(param, loaded.param_groups[0]).entries.keys()
     kept = everything(loaded)
     assert_same(kept, {key: value for key, value in everything(optimizer).items() if key in kept})
 
