@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_MIB = 1 << 20
 _PAGE = 4096  # bytes
 _ALIGNMENT = 64  # of each tensor, in bytes
 
@@ -33,8 +34,8 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
         pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise MemoryError(
-            f"offload: got no memory on the host, expected {_text_of(nbytes)} for {what}; use more ranks, or "
-            "give some parameters a param group with offload=None"
+            f"offload: got no memory on the host, expected {nbytes / _MIB:.0f} MiB for {what}; use more ranks, or give "
+            "some parameters a param group with offload=None"
         ) from error
     first = -pages.data_ptr() % _PAGE
     memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
@@ -57,19 +58,11 @@ def demand_memory(nbytes: int, ranks: int) -> None:
     """Raises MemoryError if the host does not have ``nbytes`` for each of ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:
-        parts = f", {_text_of(nbytes)} for each of {ranks} ranks here" if ranks > 1 else ""
+        parts = f", {nbytes / _MIB:.0f} MiB for each of {ranks} ranks here" if ranks > 1 else ""
         raise MemoryError(
-            f"offload: got {_text_of(available)} of available host memory, expected {_text_of(nbytes * ranks)}{parts}; "
-            "use more hosts, or give some parameters a param group with offload=None"
+            f"offload: got {available / _MIB:.0f} MiB of available host memory, expected "
+            f"{nbytes * ranks / _MIB:.0f} MiB{parts}; use more hosts, or give some parameters a param group with offload=None"
         )
-
-
-def _text_of(nbytes: int) -> str:
-    """A size in GiB, MiB, KiB or bytes: the largest that is not larger than the size."""
-    for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {symbol}"
-    return f"{nbytes} bytes"
 
 
 def _available_host_bytes() -> int | None:

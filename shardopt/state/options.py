@@ -138,6 +138,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stochastic_rounding_seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
     "maximize": (lambda x: isinstance(x, bool), "True or False"),
     "offload": (lambda x: x in (None, "state", "step"), "None, 'state' or 'step'"),
+    "differentiable": (lambda x: not x, "False: shardopt does not support it"),
 }
 
 
@@ -156,8 +157,6 @@ def check_options(group: Mapping[str, Any]) -> None:
             f"stochastic_rounding: got True and master_weight_bits={group['master_weight_bits']}, expected one of the "
             "two options; master weights are rounded to nearest, so leave stochastic_rounding out"
         )
-    if group["differentiable"]:
-        raise ValueError("differentiable: got True, which shardopt does not support; leave the option out")
 
 
 def repays(group: Mapping[str, Any]) -> bool:

@@ -124,11 +124,9 @@ class _Field(NamedTuple):
 
     def carriers(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Local indices of elements that carry scales' bytes, 1-D, and a mask ``(blocks, carriers per block)``."""
-        shard, first, end = self.spec.shard, 0, grid.rows * grid.blocks_per_row
-        start = 0
-        if isinstance(shard, FlatShard):
-            (first, end), start = shard.blocks(grid), shard.start
-        numbers = torch.arange(first, end, device=device)
+        shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
+        ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+        numbers = torch.arange(*ends, device=device)
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
         count = -(-sum(self.widths.values()) // self.beside)
         elements = begins[:, None] + torch.arange(count, device=device) - start

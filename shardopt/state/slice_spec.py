@@ -208,10 +208,10 @@ class SliceSpec:
         new: list[Coded] = []
         for moment, x in zip(self.moments, local, strict=True):
             codec, scales = moment.codec(self.codec), None
-            if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
-                scales = codec.scales_for(agreed[moment.name], signed=moment.signed).view(self._scales_shape(moment))
-            elif self.has_scales(moment):
+            if self.has_scales(moment):
                 scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
+                if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
+                    scales.copy_(codec.scales_for(agreed[moment.name], signed=moment.signed).view_as(scales))
             new.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
         for rectangle in self._rectangles():
 

@@ -398,7 +398,7 @@ def test_too_little_host_memory_is_reported_at_the_release(monkeypatch: pytest.M
     model = Layers()
     optimizer = shardopt.AdamW8bit(model.parameters(), offload="step")
     monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: 120_000)
-    with pytest.raises(MemoryError, match=r"offload: got 117.19 KiB of available host memory, expected"):
+    with pytest.raises(MemoryError, match=r"offload: got 0 MiB of available host memory, expected"):
         shardopt.release_gradients(model, optimizer, overlap_forward=True)
     shardopt.release_gradients(model, optimizer)
 

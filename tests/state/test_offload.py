@@ -340,7 +340,7 @@ def test_too_little_memory_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     run(model, optimizer, steps=1)
     before = addresses(optimizer)
     monkeypatch.setattr(host_memory, "_available_host_bytes", lambda: 1000)
-    with pytest.raises(MemoryError, match="got 1000 bytes of available host memory"):
+    with pytest.raises(MemoryError, match="got 0 MiB of available host memory"):
         optimizer.offload()
     assert addresses(optimizer) == before
     assert not optimizer._internals.residency.asleep
@@ -423,7 +423,7 @@ def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatc
     params = [parameter()]
     with pytest.raises(
         MemoryError,
-        match=r"got 1\.00 MiB of available host memory, expected 2\.00 MiB, 1\.00 MiB for each of 2 ranks here",
+        match=r"got 1 MiB of available host memory, expected 2 MiB, 1 MiB for each of 2 ranks here",
     ):
         shardopt.AdamW8bit(params, offload="state", codec="fp32")
     shardopt.AdamW8bit(params, codec="fp32")
@@ -439,7 +439,7 @@ def test_a_second_try_needs_the_memory_too(failing: str, available: list[int], m
         else:
             patch.setattr(host_memory, "_PAGE", 1 << 60)
         for _ in range(2):
-            with pytest.raises(MemoryError, match=r"expected (1\.00 MiB|it for the state)"):
+            with pytest.raises(MemoryError, match="expected 1 MiB"):
                 stepped(optimizer, param)
             assert bool((param == 1).all())
             assert not optimizer.state[param]
@@ -472,7 +472,7 @@ def test_memory_for_all_param_groups_is_checked(available: list[int]) -> None:
     optimizer = over(params[0])
     optimizer.add_param_group({"params": params[1:2], "offload": None})
     optimizer.add_param_group({"params": params[2:3]})
-    with pytest.raises(MemoryError, match=r"got 2\.00 MiB of available host memory, expected 3\.00 MiB;"):
+    with pytest.raises(MemoryError, match="got 2 MiB of available host memory, expected 3 MiB;"):
         optimizer.add_param_group({"params": params[3:]})
     stepped(optimizer, *params[:3])
     assert offloads(optimizer, *params[:3]) == ["state", None, "state"]
