@@ -39,8 +39,10 @@ STEP_SIZES = {"step_size"}
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = {"grad_avg", "square_avg"}
 
-#: Ends of the names of codes and scales.
-CODING_ENDS = ("_codes", "_scales")
+#: The dtypes of entries that are quantized, beside the parameter's: double precision would be lost in codes.
+CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Ends of the names of codes and scales, and of the dtype of an entry in floats that is not the parameter's.
+CODING_ENDS, DTYPE = ("_codes", "_scales"), "_dtype"
 #: Ends the codec's name in state dicts and checkpoints: shardopt's own optimizers code some moments in units of others.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
@@ -79,6 +81,8 @@ class Entries:
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | STEP_SIZES | frozenset(keep)
+        self.may_make_state = True  # the next step may be one that a framework takes to have state made
+        self.was_made = False  # the present state is of such a step
 
     @property
     def format(self) -> dict[str, Any]:
@@ -94,21 +98,21 @@ class Entries:
         Raises:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
-        pairs = {key: (saved.get(key), expected) for key, expected in self.format.items()}
-        signs, _ = pairs["unsigned"]
+        got, expected = {key: saved.get(key) for key in self.format}, self.format
+        signs = got["unsigned"]
         if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
-            del pairs["unsigned"]
-            for name in names:
-                pairs[name] = tuple("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
-        codec, block_size = str(saved.get("codec")), saved.get("block_size")
+            for options, unsigned in ((got, signs), (expected, self.unsigned)):
+                del options["unsigned"]
+                options.update({name: "unsigned" if name in unsigned else "signed" for name in names})
+        codec, block_size = str(got["codec"]), got["block_size"]
         own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
         if codec.endswith(_BY_ENTRY) and not exact:
             check_options(own_options)
-            del pairs["codec"], pairs["block_size"]
-        for key, (got, expected) in pairs.items():
-            if got != expected:
+            got |= {key: expected[key] for key in ("codec", "block_size")}
+        for key, value in expected.items():
+            if got[key] != value:
                 raise ValueError(
-                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
         return own_options
@@ -128,19 +132,21 @@ class Entries:
         return sorted(
             name
             for name, x in (state.items() if self.is_quantized(shard) else ())
-            if isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape
-            if name not in kept and not name.endswith(CODING_ENDS)
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*CODED_DTYPES, param.dtype)
+            if x.shape == param.shape and name not in kept and not name.endswith(CODING_ENDS)
         )
 
     def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> State:
         """The state in floats, up to rounding errors of the codec."""
         names, shard = coded_names(stored), shard_of(param)
-        coding = {name + end for name in names for end in CODING_ENDS}
+        coding = {name + end for name in names for end in (*CODING_ENDS, DTYPE)}
         floats = {key: x for key, x in stored.items() if key not in coding}
         local = shard.local(param).detach()
         for name, value in self.coding(shard, names).decode(stored).items() if names else ():
-            # In the parameter's order of memory, in which fused kernels take elements.
-            floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
+            x = value.to(stored.get(name + DTYPE, param.dtype))
+            if not local.is_contiguous():  # fused kernels take elements in the order of memory
+                x = shard.like_parameter(torch.empty_like(local, dtype=x.dtype).copy_(shard.local(x)))
+            floats[name] = x
         return floats
 
     def encoded(self, param: Tensor, floats: Mapping[str, Any], stored: Mapping[str, Any]) -> State:
@@ -153,7 +159,8 @@ class Entries:
         """
         shard = shard_of(param)
         values = {name: floats[name] for name in self.names(shard, param, floats)}
-        state: State = {key: x for key, x in floats.items() if key not in values}
+        state: State = {name + DTYPE: x.dtype for name, x in values.items() if x.dtype != param.dtype}
+        state.update((key, x) for key, x in floats.items() if key not in values)
         for name in values.keys() & self.checked:
             x = shard.local(values[name])
             if x.numel() and (least := x.amin()) < 0:
@@ -210,7 +217,8 @@ class Entries:
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: steps keep no tables of state."""
+        """Ends a load: the present state is the run's own, and the next step may be one that only makes state."""
+        self.may_make_state, self.was_made = True, False
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""
@@ -220,22 +228,24 @@ class Entries:
         """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
 
         Returns:
-            A state dict without state for the inner optimizer to load, and the state of all parameters, as it is kept.
+            A state dict with the param groups, and of state only numbers, for the inner optimizer to load; and the
+            state of all parameters, as it is kept.
 
         Raises:
             ValueError: the state was quantized in another way, is damaged, or is of other parameters.
         """
         saved, states = checked_containers(state_dict)
-        groups, adopted = self.inner.param_groups, {}
+        groups, numbers, adopted = self.inner.param_groups, dict(states), {}
         saved = by_name(saved, groups)
         for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
                 name = listed_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
                     with reading(name):
-                        adopted[param] = self._adopted(param, saved_group, entries, name)
+                        adopted[param] = new = self._adopted(param, saved_group, entries, name)
+                    numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        return {**state_dict, "state": {}, "param_groups": plain}, adopted
+        return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> State:
         """A parameter's loaded state as it is kept."""
@@ -246,6 +256,11 @@ class Entries:
         form = self.coding(shard, names)
         mine = {key: x for key, x in loaded.items() if key in form.entries or key in names}
         kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in mine}
+        for key in names:
+            if not is_coded and loaded[key].dtype != param.dtype:
+                kept[key + DTYPE] = loaded[key].dtype
+            if key + DTYPE in kept:
+                _check_dtype(key + DTYPE, kept[key + DTYPE])
         form.check_loaded(mine, name, of_torch=True)
         (encoded,) = encode_loaded([form], [mine], [name], ())
         state = form.adopt(encoded or {}, param.device, name)
@@ -264,7 +279,9 @@ def _kept(shard: Shard, key: str, x: Any) -> KeptEntry:
         ValueError: no save wrote it, or ranks may have different ones.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
-    if kind and (shape or _NUMBERS.get(kind) != x.dtype):
+    if kind == "dtype":
+        _check_dtype(name, x.dtype)
+    elif kind and (shape or _NUMBERS.get(kind) != x.dtype):
         raise ValueError(f"got {key!r:.80} of {x.dtype} and shape {shape}, expected a number; load another checkpoint")
     is_whole = not shape or shape != shard.global_shape
     if is_whole and shape and shard.local_shape != shard.global_shape:
@@ -273,6 +290,11 @@ def _kept(shard: Shard, key: str, x: Any) -> KeptEntry:
             "expected numbers, and tensors of the parameter's shape; use an optimizer that is element by element"
         )
     return KeptEntry(key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,)), is_whole)
+
+
+def _check_dtype(key: str, dtype: object) -> None:
+    if not any(dtype is coded for coded in CODED_DTYPES):
+        raise ValueError(f"got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state")
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
@@ -285,6 +307,8 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):
             return key, value.detach()
+        if isinstance(value, torch.dtype):
+            return f"{key}:dtype", torch.zeros((), dtype=value, device="cpu")
         if kind in _NUMBERS and not (kind == "int" and abs(value) >= 2**63):
             return f"{key}:{kind}", torch.tensor(value, dtype=_NUMBERS[kind], device="cpu")
     raise ValueError(
@@ -296,7 +320,7 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
 def _unpacked(key: str, x: Tensor) -> tuple[str, Any]:
     """The inverse of :func:`_packed`."""
     name, _, kind = key.partition(":")
-    return name, x.item() if kind else x
+    return name, x.dtype if kind == "dtype" else x.item() if kind else x
 
 
 def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
 from shardopt.removed import explained
 from shardopt.state.loaded_entries import check_keys
@@ -27,6 +28,8 @@ from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_opti
 
 #: Keys of a param group that each parameter has its own of.
 _PARAMS = frozenset(["params", "param_names"])
+#: State entries that count steps, with their values before the first one.
+_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def quantize_state(
@@ -158,7 +161,16 @@ class QuantizedState(Optimizer):
         if self._is_first_step:
             self.check_group(*self.param_groups)  # parameters may have been sharded since
             self._is_first_step = False
-        self._step_all()
+        entries = self._internals
+        if entries.may_make_state:
+            if entries.was_made:
+                self.state.clear()
+            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+            entries.was_made = entries.may_make_state
+        if entries.was_made:
+            self._make_state()
+        else:
+            self._step_all()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -201,7 +213,9 @@ class QuantizedState(Optimizer):
         self.check_group(*checked_containers(state_dict)[0])
         for_inner, states = self._internals.adopt(state_dict)
         self._inner.load_state_dict(for_inner)
-        self.state.update(states)
+        for param, entries in states.items():
+            self.state[param] = {**entries, **self.state.get(param, {})}
+        self._internals.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -244,11 +258,12 @@ class QuantizedState(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param], {}) for param in params})
 
-    def _step_all(self) -> None:
+    def _step_all(self, *, counts: bool = True) -> None:
         """Takes a step of all parameters that have gradients.
 
-        Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
-        parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
+        Each call of the inner ``step()`` advances counters, and all calls together must advance them once, or not at
+        all if not ``counts``: every parameter begins with the same values of its param group, and of the numbers among
+        the optimizer's attributes.
         """
         inner, groups = self._inner, self.param_groups
         elementwise = is_elementwise(inner, groups)
@@ -268,9 +283,12 @@ class QuantizedState(Optimizer):
                     else:
                         self._step_parameter(param, elementwise=elementwise)
                     options = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                _put(group, options)
+                if counts:
+                    _put(group, options)
         finally:
             inner.param_groups = groups
+            if not counts:
+                _restore(inner, numbers)
 
     def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
         """Steps one parameter. If that fails, its state is as it was.
@@ -298,6 +316,18 @@ class QuantizedState(Optimizer):
             states.pop(target, None)
             if new:
                 states[param] = new
+
+    def _make_state(self) -> None:
+        """Takes a step of which only state is left, with step counts of zero: weights and counters are restored."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        weights = [param.detach().clone() for param in params]
+        self._step_all(counts=False)
+        for param, value in zip(params, weights, strict=True):
+            param.copy_(value)
+            state = self.state.get(param, {})
+            for key in _COUNTS.keys() & state.keys():
+                old, new = state[key], _COUNTS[key]
+                state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
 
 
 def _restore(inner: Optimizer, numbers: Mapping[str, int | float]) -> None:

@@ -206,6 +206,10 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no scales": (lambda index: index["tensors"].pop("optimizer.0.moment_scales"), "expected"),
     "another kind": (lambda index: _rename(index, "count:float"), "expected"),
     "an unknown kind": (lambda index: _rename(index, "count:blob"), "expected"),
+    "another dtype": (
+        lambda index: index["tensors"]["optimizer.0.squares_dtype:dtype"].update(dtype="int32"),
+        r"squares_dtype as torch\.int32, expected torch\.float32",
+    ),
     "a huge shape": (  # which takes no memory
         lambda index: index["tensors"]["optimizer.0.rows"].update(shape=[2**45]),
         "got tensors of more bytes than the data files have",

@@ -219,9 +219,26 @@ def test_negative_values_in_an_unsigned_entry() -> None:
     assert params[0] not in optimizer.state
 
 
+def test_dtypes() -> None:
+    """Entries keep their dtypes: the parameter's, or another. One that no entry can have is refused."""
+    params = parameters(torch.bfloat16)
+    optimizer = trained(quietly(Custom(params), unsigned=("squares",)), params)
+    again = quietly(Custom(parameters(torch.bfloat16)), unsigned=("squares",))
+    saved = optimizer.state_dict()
+    again.load_state_dict(saved)
+    for each in (optimizer, again):
+        state = each.state_dict(dequantize=True)["state"][0]
+        assert (state["moment"].dtype, state["squares"].dtype) == (torch.bfloat16, torch.float32)
+    assert same(bits([], again), bits([], optimizer))
+    for dtype in (torch.float64, 3):
+        saved["state"][0]["squares_dtype"] = dtype
+        with pytest.raises(ValueError, match=r"got squares_dtype as .*, expected torch.float32 or one of 16 bits"):
+            optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_double_precision(dtype: torch.dtype) -> None:
-    """An entry of another dtype than the parameter is kept as it is."""
+    """A float64 entry of a float64 parameter is quantized; beside a float32 parameter it is kept."""
     params = [Parameter(x.to(dtype)) for x in parameters()]
     trained_before = trained(Custom(params), params)
     for state in trained_before.state.values():
