@@ -61,7 +61,8 @@ def demand_memory(nbytes: int, ranks: int) -> None:
         parts = f", {nbytes / _MIB:.0f} MiB for each of {ranks} ranks here" if ranks > 1 else ""
         raise MemoryError(
             f"offload: got {available / _MIB:.0f} MiB of available host memory, expected "
-            f"{nbytes * ranks / _MIB:.0f} MiB{parts}; use more hosts, or give some parameters a param group with offload=None"
+            f"{nbytes * ranks / _MIB:.0f} MiB{parts}; use more hosts, or give some parameters a param group with "
+            "offload=None"
         )
 
 

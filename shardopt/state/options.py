@@ -22,8 +22,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import Unpack as Unpack
 
-NonFinite = Literal["skip", "raise", "propagate"]
-
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE: int = _C.max_block_size
 
@@ -65,7 +63,7 @@ class Options(TypedDict, total=False):
     codec: str
     block_size: int
     min_quantized_numel: int
-    nonfinite: NonFinite
+    nonfinite: Literal["skip", "raise", "propagate"]
     master_weight_bits: int | None
     stochastic_rounding: bool
     stochastic_rounding_seed: int

@@ -54,20 +54,6 @@ class EntryFormat(NamedTuple):
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
 
 
-class KeptEntry(NamedTuple):
-    """A state entry of quantize_state that is no moment: the optimizer inside decides what it is.
-
-    Attributes:
-        name: the entry's name.
-        format: this rank's part.
-        is_whole: whether all ranks have the same; else it is sharded as the parameter is.
-    """
-
-    name: str
-    format: EntryFormat
-    is_whole: bool
-
-
 @dataclass(frozen=True)
 class SliceSpec:
     """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
@@ -78,7 +64,8 @@ class SliceSpec:
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
     ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
-    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``.
+    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
+    decides what they are. Those of the parameter's shape are sharded as it is, others are the same on all ranks.
 
     All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors. In a
     flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
@@ -90,7 +77,7 @@ class SliceSpec:
     moments: tuple[Moment, ...]
     weights: WeightFormat
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
-    kept: tuple[KeptEntry, ...] | None = None
+    kept: tuple[tuple[str, EntryFormat], ...] | None = None
     offset: int = field(default=0, compare=False)
     name: str | None = field(default=None, compare=False)
     number: int | None = field(default=None, compare=False)
@@ -139,7 +126,7 @@ class SliceSpec:
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
         if self.kept is not None:
-            return {**self.moment_entries, **{entry.name: entry.format for entry in self.kept}}
+            return {**self.moment_entries, **dict(self.kept)}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
             formats[ROW_MOMENTS] = EntryFormat(self.shard.scales(self.row_grid).local_shape, torch.float32, (0,))
@@ -181,7 +168,10 @@ class SliceSpec:
 
     def is_whole(self, key: str) -> bool:
         """Whether a state entry is replicated on all ranks, not sharded."""
-        return key == "step" if self.kept is None else any(entry.name == key and entry.is_whole for entry in self.kept)
+        if self.kept is None:
+            return key == "step"
+        entry = dict(self.kept).get(key)
+        return entry is not None and (not entry.shape or entry.shape != self.shard.local_shape)
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
