@@ -117,10 +117,9 @@ class Item:
         stored = new.store(old.load(StoredWeights(self.values, self.state.pop(LOW_BITS, None))))
         if stored.low_bits is not None and self.state:
             self.state[LOW_BITS] = stored.low_bits
-        if self.saved is not None and self.state:
-            for key, entry in self.saved.kept or ():
-                if not self.saved.is_whole(key) and entry.dtype == old.dtype:  # of the weights' dtype in quantize_state
-                    self.state[key] = self.state[key].to(new.dtype)
+        for key, entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
+            if (entry.shape, entry.dtype) == (self.shard.local_shape, old.dtype):  # the weights', in quantize_state
+                self.state[key] = self.state[key].to(new.dtype)
         self.values = stored.param
 
     def moments(self) -> list[Tensor] | None:

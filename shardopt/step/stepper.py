@@ -86,7 +86,8 @@ class Stepper:
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
-        self._residency.wake()
+        if self._residency.asleep:
+            self._residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
         changed = tables is None or tables.options_changed(param_groups)
         checked = self._check(param_groups, state) if changed else self._checked

@@ -97,12 +97,13 @@ class Entries:
         Raises:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
-        pairs = {key: (saved.get(key), expected) for key, expected in self.format.items()}
+        pairs: dict[str, tuple[Any, Any]] = {key: (saved.get(key), own) for key, own in self.format.items()}
         signs, _ = pairs["unsigned"]
         if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
             del pairs["unsigned"]
             for name in names:
-                pairs[name] = tuple("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
+                got, own = ("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
+                pairs[name] = got, own
         codec, block_size = str(saved.get("codec")), saved.get("block_size")
         own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
         if codec.endswith(_BY_ENTRY) and not exact:
