@@ -228,22 +228,24 @@ class Entries:
         """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
 
         Returns:
-            A state dict without state for the inner optimizer to load, and the state of all parameters, as it is kept.
+            A state dict with the param groups, and of state only numbers, for the inner optimizer to load; and the
+            state of all parameters, as it is kept.
 
         Raises:
             ValueError: the state was quantized in another way, is damaged, or is of other parameters.
         """
         saved, states = checked_containers(state_dict)
-        groups, adopted = self.inner.param_groups, {}
+        groups, numbers, adopted = self.inner.param_groups, dict(states), {}
         saved = by_name(saved, groups)
         for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
                 name = listed_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
                     with reading(name):
-                        adopted[param] = self._adopted(param, saved_group, entries, name)
+                        adopted[param] = new = self._adopted(param, saved_group, entries, name)
+                    numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        return {**state_dict, "state": {}, "param_groups": plain}, adopted
+        return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> State:
         """A parameter's loaded state as it is kept."""

@@ -213,7 +213,8 @@ class QuantizedState(Optimizer):
         self.check_group(*checked_containers(state_dict)[0])
         for_inner, states = self._internals.adopt(state_dict)
         self._inner.load_state_dict(for_inner)
-        self.state.update(states)
+        for param, entries in states.items():
+            self.state[param] = {**entries, **self.state.get(param, {})}
         self._internals.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -261,31 +262,36 @@ class QuantizedState(Optimizer):
         """Takes a step of all parameters that have gradients.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once, or not at
-        all if not ``counts``: every parameter is stepped by a copy of the optimizer, with copies of the values of its
-        param group. Attributes other than numbers, and the state, are shared by the copies.
+        all if not ``counts``: every parameter begins with the same values of its param group, and of the numbers among
+        the optimizer's attributes.
         """
-        inner, alone = self._inner, self._inner
-        elementwise = is_elementwise(inner, self.param_groups)
-        for group in self.param_groups:
-            listed = list(zip(group["params"], group.get("param_names", group["params"]), strict=False))
-            stepped = [(param, name) for param, name in listed if param.grad is not None]
-            for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
-                alone = object.__new__(type(inner))
-                vars(alone).update(vars(inner))
-                names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
-                options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
-                alone.param_groups = [{**options, "params": [], **names}]
-                if param is None:
-                    type(inner).step(alone)
-                else:
-                    self._step_parameter(alone, param, elementwise=elementwise)
-            if counts:
-                _put(group, {key: x for key, x in alone.param_groups[0].items() if key not in _PARAMS})
-        if counts:
-            vars(inner).update((key, x) for key, x in vars(alone).items() if type(x) in (int, float))
+        inner, groups = self._inner, self.param_groups
+        elementwise = is_elementwise(inner, groups)
+        numbers = {key: x for key, x in vars(inner).items() if type(x) in (int, float)}
+        try:
+            for group in groups:
+                listed = list(zip(group["params"], group.get("param_names", group["params"]), strict=False))
+                stepped = [(param, name) for param, name in listed if param.grad is not None]
+                options: dict[str, Any] = {}
+                for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
+                    _restore(inner, numbers)
+                    options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+                    names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
+                    inner.param_groups = [{**options, "params": [], **names}]
+                    if param is None:
+                        inner.step()
+                    else:
+                        self._step_parameter(param, elementwise=elementwise)
+                    options = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
+                if counts:
+                    _put(group, options)
+        finally:
+            inner.param_groups = groups
+            if not counts:
+                _restore(inner, numbers)
 
-    def _step_parameter(self, alone: Optimizer, param: Tensor, *, elementwise: bool) -> None:
-        """Steps one parameter by its copy of the optimizer. If that fails, its state is as it was.
+    def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
+        """Steps one parameter. If that fails, its state is as it was.
 
         An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
         """
@@ -300,8 +306,8 @@ class QuantizedState(Optimizer):
             floats = self._internals.decoded(param, stored)
             states[target] = {key: local_of(shard, x) for key, x in floats.items()} if is_local else floats
         try:
-            alone.param_groups[0]["params"] = [target]
-            type(alone).step(alone)
+            self._inner.param_groups[0]["params"] = [target]
+            self._inner.step()
             floats = states.get(target, {})
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
@@ -322,6 +328,14 @@ class QuantizedState(Optimizer):
             for key in _COUNTS.keys() & state.keys():
                 old, new = state[key], _COUNTS[key]
                 state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
+
+
+def _restore(inner: Optimizer, numbers: Mapping[str, int | float]) -> None:
+    """Restores the attributes that are numbers; a counter may have begun as an attribute of the class."""
+    attributes = vars(inner)
+    for key in [key for key, x in attributes.items() if type(x) in (int, float) and key not in numbers]:
+        del attributes[key]
+    attributes.update(numbers)
 
 
 def _sharded(shard: Shard, x: Any) -> Any:
