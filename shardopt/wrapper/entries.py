@@ -149,10 +149,8 @@ class Entries:
             floats[name] = shard.like_parameter(x)
         return floats
 
-    def encoded(self, param: Tensor, floats: Mapping[str, Any], stored: Mapping[str, Any]) -> State:
+    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> State:
         """The state to keep for one in floats: the inverse of ``decoded``.
-
-        ``stored`` is the former state, whose memory is used again.
 
         Raises:
             ValueError: an unsigned entry has a value below zero.
@@ -168,11 +166,7 @@ class Entries:
                     f"{name}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
                     f"out of unsigned=, or pass keep=({name!r},) if it is in shardopt's table"
                 )
-        for key, x in self.coding(shard, values).encode(values).items() if values else ():
-            if key in stored:
-                shard.local(stored[key]).copy_(shard.local(x))
-            state[key] = stored.get(key, x)
-        return state
+        return {**state, **self.coding(shard, values).encode(values)} if values else state
 
     @property
     def name(self) -> str:
@@ -259,7 +253,7 @@ class Entries:
             form.check_loaded(coded, name, of_torch=True)
             state = {**kept, **form.adopt(coded, param.device, name)}
         else:
-            state = self.encoded(param, kept, {})
+            state = self.encoded(param, kept)
         for key in (name + DTYPE for name in coded_names(state)):
             if key in state:
                 _check_dtype(key, state[key])

@@ -256,7 +256,7 @@ class QuantizedState(Optimizer):
     @without_autograd
     def _quantize_present_state(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
-        self.state.update({param: self._internals.encoded(param, self.state[param], {}) for param in params})
+        self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
     def _step_all(self, *, counts: bool = True) -> None:
         """Takes a step of all parameters that have gradients.
@@ -311,7 +311,7 @@ class QuantizedState(Optimizer):
             floats = states.get(target, {})
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
-            new = self._internals.encoded(param, floats, stored)
+            new = self._internals.encoded(param, floats)
         finally:
             states.pop(target, None)
             if new:
