@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -346,6 +346,13 @@ class ShardedOptimizer(OptimizerInterface):
         return {
             p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
         }
+
+    def load_full_precision_parameters(self, weights: object) -> NoReturn:
+        """Raises AttributeError: the method was removed."""
+        raise AttributeError(
+            "load_full_precision_parameters was removed: save with shardopt.checkpoint before a cast of the model, and "
+            "load with convert=True after it"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

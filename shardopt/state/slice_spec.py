@@ -65,7 +65,7 @@ class SliceSpec:
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
     ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
     State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
-    decides what they are. Those of the parameter's shape are sharded as it is, others are the same on all ranks.
+    decides what they are. Entries of the parameter's shape are sharded as it is, others are alike on all ranks.
 
     All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors. In a
     flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
