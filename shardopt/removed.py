@@ -16,6 +16,7 @@ NAMES = {
 }
 
 OPTIONS = {
+    "device_state_budget": "give the parameters whose state is to stay on the device a param group with offload=None",
     "exact_cut_blocks": "ranks always agree on the scales of blocks that they share; leave the option out",
     "ns_method": "the Newton-Schulz iteration is always the standard one; leave the option out",
     "orthogonalize_memory": "it is always 512 MiB; leave the option out",

@@ -172,7 +172,7 @@ def _chunk_rows(
     """The indices of each chunk's kernel rows: whole transfer units, cut blocks apart from others."""
     sizes = np.zeros(len(units), np.int64)
     for field in moves:
-        sizes += extents[field].reshape(len(units), -1).sum(1) * (MAX_GRADIENT_BYTES if field == "gradient" else 1)
+        sizes += np.atleast_2d(extents[field].T).sum(0) * (MAX_GRADIENT_BYTES if field == "gradient" else 1)
     chunk_rows: list[npt.NDArray[np.int64]] = []
     for rows in filter(len, (np.flatnonzero(~cut), np.flatnonzero(cut))):
         begins = np.flatnonzero(np.diff(units[rows], prepend=-1))

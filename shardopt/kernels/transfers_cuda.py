@@ -188,7 +188,7 @@ def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
     if error != 0:
         raise MemoryError(
             f"offload: got CUDA error {error} for locking {memory.nbytes / 2**30:.2f} GiB of host memory, expected a "
-            "system that lets so much be locked; offload less with device_state_budget"
+            "system that lets so much be locked; give some parameters a param group with offload=None"
         )
     _finalize(owner, partial(_unpin, memory, index))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.removed import OPTIONS, explained
-from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.full_precision import joined
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
@@ -163,11 +163,10 @@ class ShardedOptimizer(OptimizerInterface):
     def offload(self) -> None:
         """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
 
-        The host's memory is page-locked and kept for the next time. Copies are
-        asynchronous: later work on the device goes on beside them, and PyTorch's allocator has the state's memory back
-        when they are complete. Step counts, 4 bytes per parameter, stay. State dicts and checkpoints are saved and
-        loaded as ever, and loading leaves the state in the host's memory. Where it is there already (parameters on the
-        CPU, ``offload="state"`` or ``"step"``), and after an earlier call, nothing is done.
+        The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
+        dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
+        is there already (parameters on the CPU, ``offload="state"`` or ``"step"``), and after an earlier call, nothing
+        is done.
 
         Raises:
             MemoryError: the host has too little memory. Nothing was moved.
@@ -180,8 +179,7 @@ class ShardedOptimizer(OptimizerInterface):
     def reload(self) -> None:
         """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
-        Copies are asynchronous: they go on beside a forward and backward pass, and the next step waits for them on the
-        device. That step would call this itself. Call :meth:`synchronize` before reading :attr:`state` by hand.
+        The next step would call this itself.
         """
         self._internals.residency.wake()
 
@@ -347,29 +345,12 @@ class ShardedOptimizer(OptimizerInterface):
             p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
         }
 
-    @without_autograd
-    def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
-        """Loads float32 weights, such as those of :meth:`full_precision_parameters`, into parameters and low bits.
-
-        Frozen parameters without state are rounded. In a ZeroRedundancyOptimizer ``z``, call both methods on
-        ``z.optim``, which has this rank's parameters only: the other ranks' copies of loaded parameters are stale until
-        the next step, unless each owner broadcasts its own (``torch.distributed.broadcast``).
-
-        Args:
-            weights: for every parameter of the optimizer a float32 tensor, sharded like the parameter.
-
-        Raises:
-            TypeError: ``weights`` is no mapping of tensors.
-            ValueError: some weights are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
-        """
-        self.synchronize()
-        params = {param: group for group, param in self._all_params()}
-        check_weights(weights, params)
-        for param, group in params.items():
-            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
-            if state:
-                self.state[param] = state
+    def load_full_precision_parameters(self, weights: object) -> NoReturn:
+        """Raises AttributeError: the method was removed."""
+        raise AttributeError(
+            "load_full_precision_parameters was removed: save with shardopt.checkpoint before a cast of the model, and "
+            "load with convert=True after it"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

@@ -129,7 +129,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             entries = checked_entries(states.get(index), name)
             off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and off:  # moments that the optimizer would keep with other hyper-parameters
-                left_out = tensor_state_of(param, options, off).state_names - spec.state_names
+                left_out = tensor_state_of(param, options, off).entries.keys() - spec.entries.keys()
                 left_out |= {moment.name for moment in off}
                 entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_LoadedParameter(param, index, name, spec, entries))

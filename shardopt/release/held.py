@@ -16,13 +16,13 @@ from torch.nn import Module
 
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
-from shardopt.layout import Counted, RankGroup, shard_of
+from shardopt.layout import Counted, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.released import ReleasedParameters
 from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
-from shardopt.state.residency import StateResidency, ranks_here
+from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
 
@@ -58,7 +58,7 @@ class HeldParameters(ReleasedParameters):
         super().__init__(optimizer, model, params, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
         foreseen = residency.foreseen_bytes
-        held = _on_all_hosts(params, residency)
+        held = [param for param in params if residency.of(param).offload == "step"]
         likes = [self._like(shard_of(param).local(param), param.dtype) for param in held]
         demand_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None)
@@ -241,21 +241,3 @@ class HeldParameters(ReleasedParameters):
     def host_bytes(self) -> int:
         """Bytes of the host's memory for gradients, held now or not."""
         return sum(held.sum.nbytes for held in self._gradients.values()) + self._staging.nbytes
-
-
-def _on_all_hosts(params: Collection[Tensor], residency: StateResidency) -> list[Tensor]:
-    """The parameters with ``offload="step"`` on all ranks that hold parts, which step them in one order.
-
-    Parts that differ in size may fit into ``device_state_budget`` on some ranks only.
-    """
-    offloaded = {param: residency.of(param).offload == "step" for param in params}
-    by_holders: dict[RankGroup, list[Tensor]] = {}
-    for param in params:
-        holders = shard_of(param).part_owners
-        if holders is not None and any(len(numbers) > 1 for numbers in holders.numbers_in_world):
-            by_holders.setdefault(holders, []).append(param)
-    for holders, shared in by_holders.items():
-        stays = torch.tensor([not offloaded[param] for param in shared], dtype=torch.int32, device=shared[0].device)
-        holders.all_reduce_max(stays)
-        offloaded.update((param, not on_some) for param, on_some in zip(shared, stays.tolist(), strict=True))
-    return [param for param in params if offloaded[param]]

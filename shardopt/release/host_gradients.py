@@ -12,7 +12,6 @@ from shardopt import _C
 from shardopt.kernels.norms import take_pass
 from shardopt.layout import Counted
 from shardopt.state import residency
-from shardopt.state.host_memory import Entry
 
 
 class HostGradient:
@@ -20,7 +19,7 @@ class HostGradient:
 
     Args:
         name: the parameter's, in errors.
-        place: memory for this rank's part, which is locked as long as this lives.
+        place: memory for this rank's part.
         holders: the ranks that hold the parts of the parameter.
 
     Attributes:
@@ -31,9 +30,8 @@ class HostGradient:
         arrival: done once the last gradient's memory on the device is not read any more.
     """
 
-    def __init__(self, name: str, place: Entry, holders: Counted | None) -> None:
-        self.name, self.holders, self._place = name, holders, place
-        self.sum = place.view()
+    def __init__(self, name: str, place: Tensor, holders: Counted | None) -> None:
+        self.name, self.holders, self.sum = name, holders, place
         self.count = 0
         self.squares: Tensor | None = None
         self.is_lost = False

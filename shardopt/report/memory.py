@@ -104,7 +104,6 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
                 for tensor in counter.tensors:
                     add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):
-        report.host.state += owner._internals.residency.padding_bytes
         for device, nbytes in owner._internals.residency.buffer_bytes.items():
             (report.host if device.type == "cpu" else report.device).offload_buffers += nbytes
         if owner._internals.held_release is not None:

@@ -10,17 +10,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import FlatShard, RankGroup, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 
 
 def shared_blocks(spec: SliceSpec) -> list[int]:
     """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
-    shard = spec.shard
-    if not isinstance(shard, FlatShard) or shard.ranks is None:
-        return []
-    return shard.cut_blocks(spec.grid) if spec.codec.blockwise else []
+    return cut_blocks(spec.shard, spec.grid) if spec.codec.blockwise else []
+
+
+def cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
+    """The blocks of a grid that flat shards cut, on this rank or not: numbers in the grid, equal on all ranks."""
+    return shard.cut_blocks(grid) if isinstance(shard, FlatShard) and shard.ranks is not None else []
+
+
+def held_of(numbers: Sequence[int], shard: Shard, grid: BlockGrid) -> tuple[list[int], list[int]]:
+    """Which of some cut blocks this rank holds parts of, and their places in this rank's scales."""
+    first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, 0)
+    held = [place for place, number in enumerate(numbers) if first <= number < end]
+    return held, [numbers[place] - first for place in held]
 
 
 def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
@@ -123,10 +132,11 @@ def _messages(
         if ranks is None or not names:
             continue
         parts, (count, sent, local) = messages.setdefault(ranks, {}), _places(spec)
-        among = None if isinstance(local, slice) else local
-        found = {} if values is None else spec.extremes(values, known, among)
-        if not relative and among is None:
+        if not relative and not isinstance(spec.shard, FlatShard):
             parts[index, ""] = torch.tensor([[values is not None, values is None]], dtype=torch.int32, device="cpu")
+        found = {} if values is None else {name: _new_extremes(spec, values[0].device) for name in names}
+        if values is not None:
+            spec.encode(values, known, found)
         for name in names:
             part = parts[index, name] = torch.zeros((count, 2), dtype=torch.int32, device="cpu")
             if found:
@@ -145,9 +155,14 @@ def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed
                     "ranks saved together"
                 )
         elif values is not None:
-            (_, sent, local), count = _places(spec), math.prod(spec.shard.scales(spec.grid).local_shape)
-            extremes = agreed[index][moment] = torch.zeros((count, 2), dtype=torch.int32, device=values[0].device)
+            _, sent, local = _places(spec)
+            extremes = agreed[index][moment] = _new_extremes(spec, values[0].device)
             extremes[local] = part[sent].to(extremes.device)
+
+
+def _new_extremes(spec: SliceSpec, device: torch.device) -> Tensor:
+    """Extremes of this rank's blocks, of which none is known yet: 0 is neutral."""
+    return torch.zeros((math.prod(spec.shard.scales(spec.grid).local_shape), 2), dtype=torch.int32, device=device)
 
 
 def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]:
@@ -155,9 +170,7 @@ def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]
 
     Column shards send the extremes of all blocks of their rows.
     """
-    shard = spec.shard
-    if not isinstance(shard, FlatShard):
-        return math.prod(shard.scales(spec.grid).local_shape), slice(None), slice(None)
-    numbers, (first, end) = shared_blocks(spec), shard.blocks(spec.grid)
-    sent = [place for place, number in enumerate(numbers) if first <= number < end]
-    return len(numbers), sent, [numbers[place] - first for place in sent]
+    if not isinstance(spec.shard, FlatShard):
+        return math.prod(spec.shard.scales(spec.grid).local_shape), slice(None), slice(None)
+    numbers = shared_blocks(spec)
+    return len(numbers), *held_of(numbers, spec.shard, spec.grid)

@@ -1,8 +1,8 @@
-"""Weights in the full precision of parameter and low bits together: reading and writing them."""
+"""Weights in the full precision of parameter and low bits together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,13 +25,20 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
-        _check_state(state)
+        if LOW_BITS not in state:
+            raise RuntimeError(
+                f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the "
+                "optimizer is made, or load a state that has low bits"
+            )
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-            low_bits = slice_.local_low_bits(slice_state)
-            assert low_bits is not None
             # The state may be in the host's memory.
+<<<<<<< HEAD
             stored = spec.weights.load(slice_.elements(local), low_bits.to(local.device))
             slice_.elements(weights).copy_(stored)
+=======
+            stored = StoredWeights(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
+            slice_.elements(weights).copy_(spec.weights.load(stored))
+>>>>>>> h-state
     return spec.shard.like_parameter(weights)
 
 
@@ -60,10 +67,11 @@ def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: tor
             state[LOW_BITS] = spec.like(LOW_BITS, spec.entries[LOW_BITS].new(device))
         warn_user(
             f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
-            "weights begin equal to the parameters; take full_precision_parameters() before a cast, and load them "
-            "after it",
+            "weights begin equal to the parameters; to keep them, save with shardopt.checkpoint before a cast, and "
+            "load with convert=True after it",
             UserWarning,
         )
+<<<<<<< HEAD
 
 
 def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
@@ -142,3 +150,5 @@ def _described(x: Tensor, dtype: torch.dtype) -> str:
     placements = getattr(x, "placements", None)
     sharding = "" if placements is None else f" placed {placements}"
     return f"{tuple(x.shape)} of {dtype}{sharding}"
+=======
+>>>>>>> h-state

@@ -1,4 +1,4 @@
-"""Memory of the CPU for state of parameters: offloaded for good, or asleep while other work has the device."""
+"""Memory of the CPU for parameters' state and gradients: in one piece, page-locked for copies to and from a GPU."""
 
 from __future__ import annotations
 
@@ -6,209 +6,64 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.state.slice_spec import StateDict
-from shardopt.state.tensor_state import TensorState
-
+_MIB = 1 << 20
 _PAGE = 4096  # bytes
-#: How entries of the state are aligned, in bytes.
-ALIGNMENT = 64
+_ALIGNMENT = 64  # of each tensor, in bytes
 
 
-class _HostMemory:
-    """Memory of the CPU in whole pages, locked for copies from and to a GPU (``pin``) for as long as this object lives.
+def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Tensor]:
+    """Tensors in one piece of the CPU's memory, which lasts as long as one of them.
 
-    Args:
-        nbytes: bytes of the memory.
-        pin: a GPU for whose copies the memory is locked; None leaves it pageable.
-        what: names the contents in errors.
-
-    Raises:
-        MemoryError: the host does not have ``nbytes``, or refuses to lock them.
-    """
-
-    def __init__(self, nbytes: int, *, pin: torch.device | None, what: str = "the state") -> None:
-        try:
-            pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
-            raise MemoryError(
-                f"offload: got no memory on the host, expected {_text_of(nbytes)} for {what}; use more ranks, or "
-                "keep a part on the device with device_state_budget"
-            ) from error
-        first = -pages.data_ptr() % _PAGE
-        self.memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
-        if pin is not None and nbytes:
-            from shardopt.kernels.transfers_cuda import pin_memory
-
-            pin_memory(self.memory, self, pin)
-
-
-class Entry(NamedTuple):
-    """A state entry's place in the host's memory."""
-
-    host: _HostMemory
-    offset: int
-    like: Tensor
-
-    def view(self) -> Tensor:
-        """The entry's elements, with a storage of their own: torch.save refuses several dtypes in one storage."""
-        if not self.like.nbytes:  # NumPy's empty arrays have strides of 0
-            return torch.empty_like(self.like, device="cpu")
-        part = self.host.memory.numpy()[self.offset : self.offset + self.like.nbytes]
-        return torch.from_numpy(part).view(self.like.dtype).view(self.like.shape)
-
-
-def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Entry]:
-    """Places for entries of parameters' state, in one piece of memory.
+    Each has a storage of its own: torch.save refuses several dtypes in one storage.
 
     Args:
-        likes: tensors of the entries' shapes and dtypes.
+        likes: tensors of the same shapes and dtypes.
         pin: a GPU for whose copies the memory is locked; None leaves it pageable.
         what: names the contents in errors.
 
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
     """
-    *offsets, end = accumulate((-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes), initial=0)
-    demand_memory(end, ranks=1)  # other ranks may have their memory already
-    host = _HostMemory(end, pin=pin, what=what)
-    return [Entry(host, offset, like) for offset, like in zip(offsets, likes, strict=True)]
+    *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes), initial=0)
+    demand_memory(nbytes, ranks=1)  # other ranks may have their memory already
+    try:
+        pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise MemoryError(
+            f"offload: got no memory on the host, expected {nbytes / _MIB:.0f} MiB for {what}; use more ranks, or give "
+            "some parameters a param group with offload=None"
+        ) from error
+    first = -pages.data_ptr() % _PAGE
+    memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
+    array = memory.numpy()  # the base of all arrays below, which keep it
+    if pin is not None and nbytes:
+        from shardopt.kernels.transfers_cuda import pin_memory
 
-
-class StateEntry(NamedTuple):
-    """A state entry of a parameter that is moved from and to the parameter's device.
-
-    Attributes:
-        device: the parameter's device.
-        state: the optimizer's entries of the parameter, of which this one is replaced.
-        key: the entry's name.
-        spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
-            entries are plain tensors.
-    """
-
-    device: torch.device
-    state: StateDict
-    key: str
-    spec: TensorState | None
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's part."""
-        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
-
-    def replace(self, local: Tensor) -> None:
-        """Replaces this rank's part; the entry's sharding does not change."""
-        self.state[self.key] = local if self.spec is None else self.spec.like(self.key, local)
-
-
-class Sleep:
-    """Moves the state to the host's memory and back, see ``ShardedOptimizer.offload``. A stream of its own copies it.
-
-    The host's memory is kept from one sleep to the next: page-locking memory takes longer than the copies.
-
-    Attributes:
-        asleep: whether the state is in the host's memory, or on the way there.
-    """
-
-    def __init__(self) -> None:
-        self.asleep = False
-        self._beds: list[Entry] = []  # the entries' places in the host's memory
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._arriving: dict[torch.device, torch.cuda.Event] = {}  # the ends of copies to devices
-
-    def begin(self, entries: Sequence[StateEntry]) -> None:
-        """Copies entries to the host's memory, and lets go of the devices'.
-
-        Raises:
-            MemoryError: the host has too little memory. Nothing was moved.
-        """
-        likes = [torch.empty_like(entry.local, device="meta") for entry in entries]
-        if [(x.shape, x.dtype) for x in likes] != [(bed.like.shape, bed.like.dtype) for bed in self._beds]:
-            self._beds = []  # freed before new memory is allocated
-            gpu = next((entry.device for entry in entries if entry.device.type == "cuda"), None)
-            self._beds = make_homes(likes, pin=gpu)
-        self._move(entries, [bed.view() for bed in self._beds])
-        self._arriving.clear()
-        self.asleep = True
-
-    def end(self, entries: Sequence[StateEntry]) -> None:
-        """Copies entries to their parameters' devices."""
-        dense = torch.contiguous_format
-        self._move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
-        self._arriving = {device: stream.record_event() for device, stream in self._streams.items()}
-        self.asleep = False
-
-    def _move(self, entries: Sequence[StateEntry], places: Sequence[Tensor]) -> None:
-        """Copies entries to other places, after work that is queued now: it may use the state and freed memory."""
-        for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        for entry, place in zip(entries, places, strict=True):
-            source, stream = entry.local, self._streams.get(entry.device)
-            if stream is None:
-                place.copy_(source)
-            else:
-                with torch.cuda.stream(stream):
-                    place.copy_(source, non_blocking=True)
-                (place if place.is_cuda else source).record_stream(stream)  # it may be freed before the copy is made
-            entry.replace(place)
-
-    def arrive(self) -> bool:
-        """Has the current streams wait for the copies to their devices.
-
-        Returns:
-            Whether all copies are complete.
-
-        Raises:
-            RuntimeError: copies are under way while a CUDA graph is captured, as the graph could not wait for them.
-        """
-        for device, event in list(self._arriving.items()):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "got a step captured into a CUDA graph while reload() copies the state, expected copies that are "
-                    "complete; call optimizer.synchronize() before the capture"
-                )
-            if event.query():  # type: ignore[no-untyped-call]
-                del self._arriving[device]
-            else:
-                torch.cuda.current_stream(device).wait_event(event)
-        return not self._arriving
-
-    def synchronize(self) -> None:
-        """Waits until all copies are complete."""
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._arriving.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the host's memory outside of state entries: all of it while awake, else the alignment's."""
-        taken = sum(bed.like.nbytes for bed in self._beds) if self.asleep else 0
-        return self._beds[0].host.memory.nbytes - taken if self._beds else 0
+        pin_memory(memory, array, pin)
+    homes = []
+    for offset, like in zip(offsets, likes, strict=True):
+        if like.nbytes:
+            part = torch.from_numpy(array[offset : offset + like.nbytes])
+            homes.append(part.view(like.dtype).view(like.shape))
+        else:  # NumPy's empty arrays have strides of 0
+            homes.append(torch.empty_like(like, device="cpu"))
+    return homes
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:
     """Raises MemoryError if the host does not have ``nbytes`` for each of ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:
-        parts = f", {_text_of(nbytes)} for each of {ranks} ranks here" if ranks > 1 else ""
+        parts = f", {nbytes / _MIB:.0f} MiB for each of {ranks} ranks here" if ranks > 1 else ""
         raise MemoryError(
-            f"offload: got {_text_of(available)} of available host memory, expected {_text_of(nbytes * ranks)}{parts}; "
-            "use more hosts, or keep a part on the device with device_state_budget"
+            f"offload: got {available / _MIB:.0f} MiB of available host memory, expected "
+            f"{nbytes * ranks / _MIB:.0f} MiB{parts}; use more hosts, or give some parameters a param group with "
+            "offload=None"
         )
-
-
-def _text_of(nbytes: int) -> str:
-    """A size in GiB, MiB, KiB or bytes: the largest that is not larger than the size."""
-    for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {symbol}"
-    return f"{nbytes} bytes"
 
 
 def _available_host_bytes() -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeGuard
@@ -22,8 +21,6 @@ if sys.version_info >= (3, 11):
     from typing import Unpack as Unpack
 else:
     from typing_extensions import Unpack as Unpack
-
-NonFinite = Literal["skip", "raise", "propagate"]
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE: int = _C.max_block_size
@@ -56,8 +53,6 @@ class Options(TypedDict, total=False):
         offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
             streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
             are copied to it, and parameters back.
-        device_state_budget: with ``offload``, bytes of state that stay on the device after all, as many parameters as
-            fit, in order: a whole number, or a text such as "2GiB"; the same in all param groups that offload.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
         capturable: ignored like ``foreach``.
@@ -68,12 +63,11 @@ class Options(TypedDict, total=False):
     codec: str
     block_size: int
     min_quantized_numel: int
-    nonfinite: NonFinite
+    nonfinite: Literal["skip", "raise", "propagate"]
     master_weight_bits: int | None
     stochastic_rounding: bool
     stochastic_rounding_seed: int
     offload: Literal["state", "step"] | None
-    device_state_budget: int | str
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -90,7 +84,6 @@ DEFAULTS: Options = {
     "stochastic_rounding": False,
     "stochastic_rounding_seed": 0,
     "offload": None,
-    "device_state_budget": 0,
     "foreach": None,
     "fused": None,
     "capturable": False,
@@ -101,7 +94,7 @@ DEFAULTS: Options = {
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
 #: Options of the state's place, which depends on the machine: an optimizer keeps its own when it loads.
-PLACEMENT = ("offload", "device_state_budget")
+PLACEMENT = ("offload",)
 
 #: Options that the tables of a step depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
@@ -143,6 +136,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stochastic_rounding_seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
     "maximize": (lambda x: isinstance(x, bool), "True or False"),
     "offload": (lambda x: x in (None, "state", "step"), "None, 'state' or 'step'"),
+    "differentiable": (lambda x: not x, "False: shardopt does not support it"),
 }
 
 
@@ -161,12 +155,6 @@ def check_options(group: Mapping[str, Any]) -> None:
             f"stochastic_rounding: got True and master_weight_bits={group['master_weight_bits']}, expected one of the "
             "two options; master weights are rounded to nearest, so leave stochastic_rounding out"
         )
-    try:
-        bytes_of(group["device_state_budget"])
-    except ValueError as error:
-        raise ValueError(f"device_state_budget: {error}") from None
-    if group["differentiable"]:
-        raise ValueError("differentiable: got True, which shardopt does not support; leave the option out")
 
 
 def repays(group: Mapping[str, Any]) -> bool:
@@ -191,22 +179,6 @@ def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         )
 
 
-def bytes_of(size: int | str) -> int:
-    """A size in bytes: a whole number, or one with a unit, as "2GiB", "512MiB", "64KiB".
-
-    Raises:
-        ValueError: the size is neither.
-    """
-    if is_whole(size) and size >= 0:
-        return size
-    if isinstance(size, str):
-        for symbol, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
-            number = size.removesuffix(symbol).strip()
-            if size.endswith(symbol) and number.isascii() and number.replace(".", "", 1).isdigit():
-                return int(Decimal(number) * factor)
-    raise ValueError(f"got {size!r}, expected bytes: a whole number >= 0, or a text such as '2GiB' or '512MiB'")
-
-
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number, which True and False are not meant to be."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -217,22 +189,16 @@ _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
 def make_plain(group: dict[str, Any]) -> None:
-    """Replaces sequences of other classes in a param group (OmegaConf's ListConfig, UserList, arrays) by tuples.
+    """Replaces sequences in a param group (lists, OmegaConf's ListConfig, arrays) by tuples of plain numbers.
 
     State dicts then load with ``weights_only=True``.
     """
     for name in _SEQUENCES:
-        value = group.get(name)
-        if value is not None and not _is_plain(value):
-            group[name] = _plain(value)
+        if group.get(name) is not None:
+            group[name] = _plain(group[name])
     names = group.get("param_names")
     if isinstance(names, Sequence) and not isinstance(names, str | list):
         group["param_names"] = list(names)
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    return kind is float or kind is int or kind is str or (kind in (tuple, list) and all(map(_is_plain, value)))
 
 
 def _plain(value: Any) -> Any:
@@ -262,14 +228,14 @@ LARGEST = 2.0**128 - 2.0**104
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
-#: Name, least and largest value of hyper-parameters that are single numbers.
-_RANGES = (
-    ("lr", 0.0, LARGEST),
-    ("eps", 0.0, LARGEST),
-    ("weight_decay", 0.0, LARGEST),
-    ("momentum", 0.0, LARGEST),
-    ("dampening", -LARGEST, LARGEST),
-)
+#: Least and largest value of hyper-parameters that are single numbers.
+_RANGES = {
+    "lr": (0.0, LARGEST),
+    "eps": (0.0, LARGEST),
+    "weight_decay": (0.0, LARGEST),
+    "momentum": (0.0, LARGEST),
+    "dampening": (-LARGEST, LARGEST),
+}
 
 
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
@@ -279,22 +245,17 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
         group: the param group.
         beta_count: number of decay rates in ``betas``, if the optimizer has any.
 
-    A step calls this whenever a hyper-parameter changed: the ordinary case, a float in its range, is checked first.
-
     Raises:
         ValueError: a hyper-parameter is out of range, or infinite in float32.
     """
-    for name, least, largest in _RANGES:
+    for name, (least, largest) in _RANGES.items():
         if name in group:
-            value = group[name]
-            if type(value) is not float or not least <= value <= largest:
-                _check_range(name, value, least, largest)
+            _check_range(name, group[name], least, largest)
     betas = group.get("betas", (0.0,) * beta_count)
     if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
         raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {_CORRECT}")
     for index, beta in enumerate(betas):
-        if type(beta) is not float or not 0.0 <= beta < 1.0:
-            _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
+        _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
@@ -320,6 +281,8 @@ _CORRECT = "correct it where it is set: an argument, a param group, a scheduler 
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
+    if type(value) is float and least <= value <= largest:  # the ordinary case, in each step that changed a number
+        return
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: got a tensor of {value.numel()} elements, expected a single one")

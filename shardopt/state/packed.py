@@ -31,6 +31,7 @@ from shardopt.layout import (
     on_any_rank,
     reduce_together,
 )
+from shardopt.state.encoding import cut_blocks, held_of
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
@@ -117,27 +118,15 @@ class _Field(NamedTuple):
     first: int
     beside: int
 
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The blocks of which this rank has numbers: their indices in the grid are ``[first, end)``."""
-        shard, grid = self.spec.shard, self.grid
-        if grid is None:
-            return 0, 0
-        return shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+    def of(self, packed: Tensor) -> Tensor:
+        """The field of the slice's elements: a view."""
+        return packed[:, self.first : self.first + self.beside]
 
-    @property
-    def cut(self) -> list[int]:
-        """The blocks whose numbers are on several ranks, on this rank or not: their indices in the grid."""
-        shard = self.spec.shard
-        if self.grid is None or not isinstance(shard, FlatShard) or shard.ranks is None:
-            return []
-        return shard.cut_blocks(self.grid)
-
-    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def carriers(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Local indices of elements that carry scales' bytes, 1-D, and a mask ``(blocks, carriers per block)``."""
-        grid, shard = self.grid, self.spec.shard
-        assert grid is not None
-        numbers, start = torch.arange(*self.blocks, device=device), getattr(shard, "start", 0)
+        shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
+        ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+        numbers = torch.arange(*ends, device=device)
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
         count = -(-sum(self.widths.values()) // self.beside)
         elements = begins[:, None] + torch.arange(count, device=device) - start
@@ -147,32 +136,29 @@ class _Field(NamedTuple):
     def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
         """Writes the entries' bytes to the slice's elements: uint8, ``(numel, 4 * words)``."""
         of_entries = [state[key].detach().reshape(-1).view(torch.uint8).view(-1, w) for key, w in self.widths.items()]
-        fields = packed[:, self.first : self.first + self.beside]
-        if self.grid is None:
-            torch.cat(of_entries, 1, out=fields)
-            return
-        elements, inside = self.places(packed.device)
         carried = torch.cat(of_entries, 1)
+        if self.grid is None:
+            self.of(packed).copy_(carried)
+            return
+        elements, inside = self.carriers(self.grid, packed.device)
         carried = torch.nn.functional.pad(carried, (0, inside.shape[1] * self.beside - carried.shape[1]))
-        fields[elements] = carried.view(*inside.shape, self.beside)[inside]
+        self.of(packed)[elements] = carried.view(*inside.shape, self.beside)[inside]
 
     def unpack(self, packed: Tensor | None) -> _Unpacked:
         """Reads the bytes that this rank's elements carry, if there are any."""
-        width, (first, end) = sum(self.widths.values()), self.blocks
-        cut = torch.zeros((len(self.cut), width + 1), dtype=torch.int32, device="cpu")
+        width, numbers = sum(self.widths.values()), [] if self.grid is None else cut_blocks(self.spec.shard, self.grid)
+        cut = torch.zeros((len(numbers), width + 1), dtype=torch.int32, device="cpu")
         if packed is None:
             return _Unpacked(self, None, cut)
-        fields = packed[:, self.first : self.first + self.beside]
         if self.grid is None:
-            return _Unpacked(self, fields, cut)
-        elements, inside = self.places(packed.device)
+            return _Unpacked(self, self.of(packed), cut)
+        elements, inside = self.carriers(self.grid, packed.device)
         carried = packed.new_zeros((*inside.shape, self.beside))
-        carried[inside] = fields[elements]
+        carried[inside] = self.of(packed)[elements]
         found = carried.flatten(1)[:, :width].contiguous()
-        known = inside[..., None].expand_as(carried).flatten(1)[:, :width].sum(1)
-        for row, number in zip(cut, self.cut, strict=True):
-            if first <= number < end:
-                row[:-1], row[-1] = found[number - first], known[number - first]
+        known = inside.repeat_interleave(self.beside, 1)[:, :width].sum(1, keepdim=True)
+        sent, local = held_of(numbers, self.spec.shard, self.grid)
+        cut[sent] = torch.cat([found, known], 1)[local].int().cpu()
         return _Unpacked(self, found, cut)
 
 
@@ -196,19 +182,23 @@ class _Unpacked(NamedTuple):
         Raises:
             ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
         """
-        assert self.found is not None
-        (first, end), formats = self.field.blocks, self.field.spec.entries
-        for row, number in zip(self.cut, self.field.cut, strict=True):
-            if first <= number < end:
-                if row[-1] != len(row) - 1:
-                    raise ValueError(
-                        f"{name}: got packed state with {int(row[-1])} bytes of the scales of block {number}, expected "
-                        f"{len(row) - 1}; load on all ranks what torch's optim_state_dict_to_load gives"
-                    )
-                self.found[number - first] = row[:-1].to(self.found)
-        parts = torch.split(self.found, list(self.field.widths.values()), 1)
-        of_keys = zip(self.field.widths, parts, strict=True)
-        return {key: x.contiguous().view(formats[key].dtype).view(formats[key].shape) for key, x in of_keys}
+        (spec, grid, widths, *_), found, cut = self
+        assert found is not None
+        if len(cut) and grid is not None:
+            sent, local = held_of(cut_blocks(spec.shard, grid), spec.shard, grid)
+            *_, known = cut[sent].unbind(1)
+            if (known != sum(widths.values())).any():
+                raise ValueError(
+                    f"{name}: got packed state with {known.tolist()} bytes of the scales of blocks, expected "
+                    f"{sum(widths.values())} of each; load on all ranks what torch's optim_state_dict_to_load gives"
+                )
+            found[local] = cut[sent, :-1].to(found)
+        parts = torch.split(found, list(widths.values()), 1)
+        formats = [spec.entries[key] for key in widths]
+        return {
+            key: part.clone(memory_format=torch.contiguous_format).view(dtype).view(shape)
+            for key, part, (shape, dtype, _) in zip(widths, parts, formats, strict=True)
+        }
 
 
 def _fields(spec: SliceSpec) -> list[_Field]:
@@ -264,15 +254,13 @@ def _packed_bytes(spec: TensorState, entries: Mapping[str, Any], name: str) -> T
     like = torch.empty(spec.shard.local_shape, device="meta")
     for key in keys:
         check_entry(entries[key], like, key, name)
-        if entries[key].dtype != torch.float32:
-            raise ValueError(
-                f"{name}: got {key} of {entries[key].dtype}, expected torch.float32; load it as it was saved"
-            )
     check_entry(entries[_EXACT], torch.empty((), device="meta"), _EXACT, name)
-    if float(entries[_EXACT]) != _EXACT_VALUE:
+    dtypes, exact = {entries[key].dtype for key in keys}, float(entries[_EXACT])
+    if dtypes != {torch.float32} or exact != _EXACT_VALUE:
         raise ValueError(
-            f"{name}: got {_EXACT} {float(entries[_EXACT])!r}, expected {_EXACT_VALUE!r}: packed state was converted, "
-            "as to half precision and back, and its bytes are lost; carry it as it was saved"
+            f"{name}: got packed state of {', '.join(map(str, dtypes))} with {_EXACT} {exact!r}, expected "
+            f"torch.float32 with {_EXACT_VALUE!r}: it was converted, as to half precision and back, and its bytes are "
+            "lost; carry it as it was saved"
         )
     return torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import ALIGNMENT, Entry, Sleep, StateEntry, demand_memory, make_homes
+from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
-from shardopt.state.options import bytes_of
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 from shardopt.state.warn import warn_user
@@ -59,10 +59,8 @@ class Residency(NamedTuple):
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
-            coders = [(m.codec(spec.codec), m.signed) for m in spec.moments]
-            scales = sum(codec.scales(signed=signed) for codec, signed in coders)
-            element_bytes = sum(codec.code_dtype.itemsize for codec, _ in coders) + spec.weights.low_bits / 8
-            element_bytes += 4 * scales * (1 / spec.grid.block_size + 1 / spec.grid.row_numel) if scales else 0
+            nbytes = sum(entry.new(_META).nbytes for key, entry in spec.entries.items() if key != "step")
+            element_bytes = nbytes / max(param.numel(), 1)
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
 
@@ -72,42 +70,61 @@ class _Decision(NamedTuple):
     Attributes:
         device: the parameter's device at the time of the decision.
         residency: the place.
-        in_budget: the part of the budget that the parameter takes.
         entries: if the state is offloaded, its entries without memory, but the step count.
-        home: their places in the optimizer's part of the host's memory.
+        homes: with ``offload="state"``, the entries in the host's memory.
     """
 
     device: torch.device
     residency: Residency
-    in_budget: int
     entries: dict[str, Tensor]
-    home: dict[str, Entry]
+    homes: dict[str, Tensor]
+
+
+class _Movable(NamedTuple):
+    """A state entry of a parameter that is moved from and to the parameter's device.
+
+    Attributes:
+        device: the parameter's device.
+        state: the optimizer's entries of the parameter, of which this one is replaced.
+        key: the entry's name.
+        spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
+            entries are plain tensors.
+    """
+
+    device: torch.device
+    state: StateDict
+    key: str
+    spec: TensorState | None
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
 
 
 class StateResidency:
     """Decides, once per parameter, where its state lives, and keeps the memory of offloaded state.
 
-    Parameters are taken in the optimizer's order. Their state stays beside them as long as it fits into
-    ``device_state_budget``; so does the state of column shards which cut blocks, whose scales other ranks have to see.
-    Frozen parameters get a place when they are stepped or have state. A parameter that was replaced in the param
-    groups, and whose state is gone, loses its place, memory and part of the budget at the next decision.
+    The state of column shards which cut blocks stays beside the parameters, as other ranks have to see its scales.
+    Frozen parameters get a place when they are stepped or have state.
 
     Args:
         optimizer: the parameters' optimizer.
         state_of: describes the state of a parameter, given its param group.
 
     Attributes:
-        settled: whether no state sleeps, or is on its way back: a step need not call :meth:`wake`.
+        asleep: whether all state is in the host's memory until :meth:`wake`. That memory is kept from one sleep to the
+            next: page-locking memory takes longer than the copies.
+        foreseen_bytes: bytes of the state that is to be offloaded and has no memory yet, until places are decided on.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
-        self._decisions: dict[Tensor, _Decision] = {}
-        # Of parameters that were checked but have no place yet: bytes to offload, and the budget after them.
-        self._foreseen, self._taken_then = 0, 0
+        self._decisions: MutableMapping[Tensor, _Decision] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self.foreseen_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
-        self._sleep = Sleep()
-        self.settled = True
+        self.asleep = False
+        self._beds: list[Tensor] = []  # memory for the state while it sleeps
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
@@ -116,31 +133,28 @@ class StateResidency:
         where = self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
         return where._replace(state=_CPU) if self.asleep and where.offload is None else where
 
-    @property
-    def asleep(self) -> bool:
-        """Whether all state is in the host's memory until :meth:`wake`."""
-        return self._sleep.asleep
-
-    @asleep.setter
-    def asleep(self, asleep: bool) -> None:
-        self._sleep.asleep = asleep
-        self.settled = False  # the next wake() sees whether copies are under way
-
     def sleep(self) -> None:
         """Moves the state that is on devices to the host's memory.
 
         Raises:
             MemoryError: there is not enough. Nothing was moved.
         """
-        if not self.asleep:
-            self._sleep.begin(self._entries())
-            self.settled = False
+        if self.asleep:
+            return
+        entries = self._movable()
+        likes = [torch.empty_like(entry.local, device=_META) for entry in entries]
+        if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._beds]:
+            self._beds = []  # freed before new memory is allocated
+            self._beds = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
+        _move(entries, self._beds)
+        self.asleep = True
 
     def wake(self) -> None:
-        """Moves the state back, and has the current streams wait until it is there."""
+        """Moves the state back."""
         if self.asleep:
-            self._sleep.end(self._entries())
-        self.settled = self._sleep.arrive()
+            entries, dense = self._movable(), torch.contiguous_format
+            _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
+            self.asleep = False
 
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
@@ -157,7 +171,7 @@ class StateResidency:
         if not state:
             state.update(spec.new(self.of(param).state))
         fit_low_bits(spec, param, state, self.of(param).state)
-        for key in spec.state_names & state.keys():
+        for key in spec.entries.keys() & state.keys():
             with named(f"{name}: state {key}"):
                 entry = state[key] if key == "step" else spec.shard.local(state[key])
             check_storage(name, f"state {key}", entry)
@@ -174,11 +188,10 @@ class StateResidency:
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.like(key, spec.shard.local(value).cpu())
-        home_of = self._decisions[param].home if self._is_decided(param) else {}
-        for key, entry in home_of.items():
+        homes = self._decisions[param].homes if self._is_decided(param) else {}
+        for key, home in homes.items():
             if key in state:
                 local = spec.shard.local(state[key])
-                home = entry.view()
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
                     self.synchronize()  # copies to this place may be under way
                     home.copy_(local)
@@ -198,55 +211,39 @@ class StateResidency:
         return self._transfers[key]
 
     @property
-    def padding_bytes(self) -> int:
-        """Bytes of the host's memory lost to the alignment of entries."""
-        homes = (decision.home for decision in self._decisions.values())
-        return sum(-entry.like.nbytes % ALIGNMENT for home in homes for entry in home.values())
-
-    @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """Bytes of the slots, by device."""
+        """Bytes of the slots, and of memory that is kept for the next sleep, by device."""
         nbytes: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
             nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
-        if self._sleep.nbytes:
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + self._sleep.nbytes
+        if self._beds and not self.asleep:
+            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(bed.nbytes for bed in self._beds)
         return nbytes
 
     def synchronize(self) -> None:
         """Waits until all results are in the host's memory."""
         for transfers in self._transfers.values():
             transfers.synchronize()
-        self._sleep.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that param groups agree on shared options, and that the host has memory for state to be offloaded.
+        """Checks that the host has memory for the state that is to be offloaded.
 
         Args:
             added: the last param group, if the others are checked already; None: all.
 
         Raises:
-            ValueError: param groups that offload differ in their budget, which they must share.
             MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
-        groups, before, taken = self._optimizer.param_groups, 0, _in_budget(self._decisions)
-        if added is not None:  # checks this group alone, so that making an optimizer of many groups stays linear
-            first = next((group for group in groups if group["offload"] is not None), added)
-            groups, before, taken = [first, added], self._foreseen, self._taken_then
-        chosen = self._choose(groups if added is None else [added], _shared_budget(groups) - taken)
-        new = sum(entry.nbytes for decision in chosen.values() for entry in decision.entries.values())
+        before, groups = (0, self._optimizer.param_groups) if added is None else (self.foreseen_bytes, [added])
+        chosen = self._choose(groups).values()
+        new = sum(entry.nbytes for decision in chosen for entry in decision.entries.values())
         if new:
             demand_memory(before + new, ranks_here())
-        self._foreseen, self._taken_then = before + new, taken + _in_budget(chosen)
+        self.foreseen_bytes = before + new
 
-    @property
-    def foreseen_bytes(self) -> int:
-        """Bytes of the state that is to be offloaded and has no memory yet, until places are decided on."""
-        return self._foreseen
-
-    def _entries(self) -> list[StateEntry]:
+    def _movable(self) -> list[_Movable]:
         """The entries of state beside parameters on devices, except while it sleeps. Step counts stay: 4 bytes each."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
@@ -255,7 +252,7 @@ class StateResidency:
                 spec = self._state_of(param, group_of[param]) if param in group_of else None
                 for key, value in state.items():
                     if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
-                        entries.append(StateEntry(param.device, state, key, spec))
+                        entries.append(_Movable(param.device, state, key, spec))
         return entries
 
     def _is_decided(self, param: Tensor) -> bool:
@@ -265,12 +262,8 @@ class StateResidency:
         """Whether a parameter has state or is about to get some, unlike frozen parameters."""
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
-    def _choose(self, groups: Iterable[Mapping[str, Any]], room: int) -> dict[Tensor, _Decision]:
-        """Chooses places for all parameters without one.
-
-        Args:
-            groups: the param groups.
-            room: bytes of the budget that are left.
+    def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
+        """Chooses places for all parameters of param groups that have none.
 
         Raises:
             RuntimeError: ``offload`` is not possible for a parameter.
@@ -280,7 +273,7 @@ class StateResidency:
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
-                offload, in_budget, entries = group["offload"], 0, {}
+                offload, entries = group["offload"], {}
                 if offload is not None:
                     try:
                         spec = self._state_of(param, group)
@@ -291,59 +284,38 @@ class StateResidency:
                             "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters "
                             "or DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                         )
-                    entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
-                    nbytes = sum(entry.nbytes for entry in entries.values())
                     if spec.exchanges_columns:
-                        offload, entries = None, {}
-                    elif nbytes <= room:
-                        offload, in_budget, entries = None, nbytes, {}
-                        room -= nbytes
-                residency = Residency.of(offload, param.device)
-                chosen[param] = _Decision(param.device, residency, in_budget, entries, {})
+                        offload = None
+                    else:
+                        entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
+                chosen[param] = _Decision(param.device, Residency.of(offload, param.device), entries, {})
         return chosen
 
     def _decide(self) -> None:
-        """Decides for all parameters without a place, and lets go of parameters that the optimizer no longer has."""
-        groups = self._optimizer.param_groups
-        listed = {param for group in groups for param in group["params"]}
-        decisions = {
-            param: decision
-            for param, decision in self._decisions.items()
-            # Param groups may show a part of the parameters at a time, as DeepSpeed does.
-            if self._is_decided(param) and (param in listed or self._optimizer.state.get(param))
-        }
-        if len(decisions) < len(self._decisions):
-            self.synchronize()  # copies to memory that is let go may be under way
-        chosen = self._choose(groups, _shared_budget(groups) - _in_budget(decisions))
+        """Decides for all parameters without a place."""
+        chosen = self._choose(self._optimizer.param_groups)
         moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
         likes = [like for entries in moved.values() for like in entries.values()]
-        gpu = next((param.device for param in moved if param.device.type == "cuda"), None)
-        homes = iter(make_homes(likes, pin=gpu) if likes else ())
+        homes = iter(make_homes(likes, pin=_a_gpu(param.device for param in moved)) if likes else ())
         for param, entries in moved.items():
-            chosen[param] = chosen[param]._replace(home={key: next(homes) for key in entries})
-        self._decisions = {**decisions, **chosen}
-        self._foreseen, self._taken_then = 0, _in_budget(self._decisions)
+            chosen[param] = chosen[param]._replace(homes={key: next(homes) for key in entries})
+        self._decisions.update(chosen)
+        self.foreseen_bytes = 0
 
 
-def _in_budget(decisions: Mapping[Tensor, _Decision]) -> int:
-    """Bytes of the budget that parameters take."""
-    return sum(decision.in_budget for decision in decisions.values())
+def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
+    """Moves entries to other places, and waits for the copies."""
+    for entry, place in zip(entries, places, strict=True):
+        place.copy_(entry.local, non_blocking=True)
+    for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    for (_, state, key, spec), place in zip(entries, places, strict=True):
+        state[key] = place if spec is None else spec.like(key, place)
 
 
-def _shared_budget(groups: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes that param groups which offload may keep on the device together; 0 without such groups.
-
-    Raises:
-        ValueError: param groups name different ones.
-    """
-    given = [group["device_state_budget"] for group in groups if group["offload"] is not None]
-    values = {bytes_of(value) for value in given}
-    if len(values) > 1:
-        raise ValueError(
-            f"device_state_budget: got {', '.join(map(repr, given))} in the param groups that offload, expected one "
-            "value, as they share the memory; give device_state_budget to the optimizer, not to param groups"
-        )
-    return next(iter(values), 0)
+def _a_gpu(devices: Iterable[torch.device]) -> torch.device | None:
+    """The first GPU among devices."""
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 def ranks_here() -> int:

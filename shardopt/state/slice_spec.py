@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -54,20 +54,6 @@ class EntryFormat(NamedTuple):
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
 
 
-class KeptEntry(NamedTuple):
-    """A state entry of quantize_state that is no moment: the optimizer inside decides what it is.
-
-    Attributes:
-        name: the entry's name.
-        format: this rank's part.
-        is_whole: whether all ranks have the same; else it is sharded as the parameter is.
-    """
-
-    name: str
-    format: EntryFormat
-    is_whole: bool
-
-
 @dataclass(frozen=True)
 class SliceSpec:
     """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
@@ -78,7 +64,8 @@ class SliceSpec:
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
     ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
-    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``.
+    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
+    decides what they are. Entries of the parameter's shape are sharded as it is, others are alike on all ranks.
 
     All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors. In a
     flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
@@ -90,7 +77,7 @@ class SliceSpec:
     moments: tuple[Moment, ...]
     weights: WeightFormat
     row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
-    kept: tuple[KeptEntry, ...] | None = None
+    kept: tuple[tuple[str, EntryFormat], ...] | None = None
     offset: int = field(default=0, compare=False)
     name: str | None = field(default=None, compare=False)
     number: int | None = field(default=None, compare=False)
@@ -139,7 +126,7 @@ class SliceSpec:
     def entries(self) -> dict[str, EntryFormat]:
         """The entries of the state, by name."""
         if self.kept is not None:
-            return {**self.moment_entries, **{entry.name: entry.format for entry in self.kept}}
+            return {**self.moment_entries, **dict(self.kept)}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
             formats[ROW_MOMENTS] = EntryFormat(self.shard.scales(self.row_grid).local_shape, torch.float32, (0,))
@@ -181,116 +168,79 @@ class SliceSpec:
 
     def is_whole(self, key: str) -> bool:
         """Whether a state entry is replicated on all ranks, not sharded."""
-        return key == "step" if self.kept is None else any(entry.name == key and entry.is_whole for entry in self.kept)
+        if self.kept is None:
+            return key == "step"
+        entry = dict(self.kept).get(key)
+        return entry is not None and (not entry.shape or entry.shape != self.shard.local_shape)
 
     def new(self, device: torch.device) -> StateDict:
         """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
         return {key: entry.new(device) for key, entry in self.entries.items()}
 
-    def encode(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor] | None = None) -> StateDict:
-        """The state entries for float moments, without communication.
+    def encode(
+        self,
+        values: Sequence[Tensor],
+        agreed: Mapping[str, Tensor] | None = None,
+        found: Mapping[str, Tensor] | None = None,
+    ) -> StateDict:
+        """The state entries for float moments, without communication; see :func:`encoding.encode_slices`.
+
+        Extremes of blocks are int32, ``(blocks, 2)``, in the order of the scales, by moment.
 
         Args:
             values: one tensor of the slice's shape per moment.
-            agreed: :meth:`extremes` over all ranks, 0 for blocks that this rank holds alone; see
-                :func:`shardopt.state.encoding.encode_slices`.
+            agreed: the extremes over all ranks, 0 for blocks that this rank holds alone.
+            found: filled with the extremes of this rank's parts.
         """
-        local, agreed = [x.float() for x in values], agreed or {}
+        local, agreed, found = [x.float() for x in values], agreed or {}, found or {}
         if not self.codec.blockwise:
             return self.coded_entries(encode_moments(self.codec, self.moments, local))
         new: list[Coded] = []
         for moment, x in zip(self.moments, local, strict=True):
             codec, scales = moment.codec(self.codec), None
-            if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
-                scales = codec.scales_for(agreed[moment.name], signed=moment.signed).view(self._scales_shape(moment))
-            elif self.has_scales(moment):
+            if self.has_scales(moment):
                 scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
+                if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
+                    scales.copy_(codec.scales_for(agreed[moment.name], signed=moment.signed).view_as(scales))
             new.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
-        for rectangle, coded in self._encoded(local, agreed):
-            end = rectangle.first_col % self.grid.block_size + rectangle.cols
-            for entries, (codes, scales) in zip(new, coded, strict=True):
-                _matrix(entries.codes.view(-1), rectangle).copy_(from_blocks(codes, end)[:, end - rectangle.cols :])
-                if entries.scales is not None and scales is not None:
-                    _per_block(entries.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
-        return self.coded_entries(new)
-
-    def extremes(
-        self, values: Sequence[Tensor], agreed: Mapping[str, Tensor], among: Collection[int] | None
-    ) -> dict[str, Tensor]:
-        """The extremes of this rank's parts of blocks, by moment: int32, ``(blocks, 2)``, in the order of the scales.
-
-        A moment in units of another's root needs the other's in ``agreed``.
-
-        Args:
-            values: as for :meth:`encode`.
-            agreed: as for :meth:`encode`.
-            among: indices of the blocks that matter; None: all.
-        """
-        count = math.prod(self.shard.scales(self.grid).local_shape)
-        found = {m.name: torch.zeros((count, 2), dtype=torch.int32, device=values[0].device) for m in self.moments}
-        for _ in self._encoded([x.float() for x in values], agreed, found, among):
-            pass
-        return found
-
-    def _encoded(
-        self,
-        values: Sequence[Tensor],
-        agreed: Mapping[str, Tensor],
-        found: Mapping[str, Tensor] | None = None,
-        among: Collection[int] | None = None,
-    ) -> Iterator[tuple[Rectangle, list[Coded]]]:
-        """Encoded blocks ``(rows, blocks, block_size)``, by rectangles, noting their extremes in ``found``."""
-        size = self.grid.block_size
         for rectangle in self._rectangles():
-            lead, first = rectangle.first_col % size, rectangle.block
-            count = -(-(lead + rectangle.cols) // size)
-            end = first + (rectangle.rows - 1) * rectangle.blocks_stride + count
-            if rectangle.rows * rectangle.cols == 0 or not (among is None or any(first <= i < end for i in among)):
-                continue
 
-            def agree(moment: Moment, extremes: Tensor, rectangle: Rectangle = rectangle, count: int = count) -> Tensor:
+            def agree(moment: Moment, extremes: Tensor, rectangle: Rectangle = rectangle) -> Tensor:
                 if moment.name in agreed:
-                    extremes = torch.maximum(extremes, _per_block(agreed[moment.name], 2, rectangle, count))
-                if found is not None:
-                    seen = _per_block(found[moment.name], 2, rectangle, count)
+                    known = _per_block(agreed[moment.name], 2, rectangle, extremes.shape[1])
+                    extremes = torch.maximum(extremes, known)
+                if moment.name in found:
+                    seen = _per_block(found[moment.name], 2, rectangle, extremes.shape[1])
                     seen.copy_(torch.maximum(seen, extremes))
                 return extremes
 
-            blocks = [to_blocks(_padded(_matrix(x.reshape(-1), rectangle), lead), size) for x in values]
-            yield rectangle, encode_moments(self.codec, self.moments, blocks, agree=agree)
+            blocks = [self._blocks(x, rectangle) for x in local]
+            coded = encode_moments(self.codec, self.moments, blocks, agree=agree)
+            for entries, (codes, scales) in zip(new, coded, strict=True):
+                self._put(entries.codes, rectangle, codes)
+                if entries.scales is not None and scales is not None:
+                    _per_block(entries.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
+        return self.coded_entries(new)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The moments as float32."""
         local = [self.local_coded(state, moment) for moment in self.moments]
         if not self.codec.blockwise:
             return decode_moments(self.codec, self.moments, local).values
-        moments = [torch.zeros(codes.numel(), dtype=torch.float32, device=codes.device) for codes, _ in local]
-        for rectangle, coded in self.blocks_of(local):
-            lead = rectangle.first_col % self.grid.block_size
+        moments = [torch.zeros(codes.shape, dtype=torch.float32, device=codes.device) for codes, _ in local]
+        for rectangle in self._rectangles():
+            coded = self._coded_blocks(local, rectangle)
             for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
-                _matrix(x, rectangle).copy_(from_blocks(values, lead + rectangle.cols)[:, lead:])
-        return [x.view(self.shard.local_shape) for x in moments]
+                self._put(x, rectangle, values)
+        return moments
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
         """Codes, in the codec's dtype, and scales of a moment: views of the state."""
         scales = state[self.scales_name(moment)] if self.has_scales(moment) else None
         codes = state[self.codes_name(moment)]
         if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
-            if codes.storage_offset() % 2:
-                raise RuntimeError(
-                    f"got {self.codes_name(moment)} at an odd address, expected an even one for codes of 16 bits; load "
-                    "the state with load_state_dict"
-                )
             codes = codes.view(torch.int16).squeeze(-1)
         return Coded(codes, scales)
-
-    def local_low_bits(self, state: Mapping[str, Any]) -> Tensor | None:
-        """The low bits of the master weights; None for a format without low bits.
-
-        Raises:
-            KeyError: the format has low bits, but the state does not.
-        """
-        return state[LOW_BITS] if self.weights.low_bits else None
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the values of the state.
@@ -307,46 +257,37 @@ class SliceSpec:
         if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
             raise unsound(ROW_MOMENTS, name, signed=False)
         local = [self.local_coded(state, moment) for moment in self.moments]
-        blocks = (coded for _, coded in self.blocks_of(local)) if self.codec.blockwise else iter([local])
-        for coded in blocks:
-            for moment, (codes, scales) in zip(self.moments, coded, strict=True):
-                if not moment.codec(self.codec).is_sound(
-                    codes, codes if scales is None else scales, signed=moment.signed
-                ):
-                    coded_as = "" if scales is None else f" with {self.scales_name(moment)}"
-                    raise unsound(self.codes_name(moment) + coded_as, name, signed=moment.signed)
-            if self.relative and not self._products_are_finite(coded):
-                root_moment, *relative = self._related
-                scales_of = " and ".join(self.scales_name(moment) for moment in (*relative, root_moment))
-                raise unsound(f"{self.codes_name(relative[0])} with {scales_of}", name, signed=True)
+        if not self.codec.blockwise:
+            self._check_coded(local, name)
+            return
+        for rectangle in self._rectangles():
+            self._check_coded(self._coded_blocks(local, rectangle), name)
 
-    def _products_are_finite(self, coded: Sequence[Coded]) -> bool:
-        """Whether moments in units of a root are finite. Decodes only blocks whose scales leave doubt."""
+    def _check_coded(self, coded: Sequence[Coded], name: str) -> None:
+        """Raises ValueError if codes and scales stand for numbers that are not finite, or below zero and not signed."""
         by_moment = dict(zip(self.moments, coded, strict=True))
-        root_moment, *relative = self._related
-        root_scales = by_moment[root_moment].scales
-        assert root_scales is not None
-        root = self.codec.decode(self.codec.largest_codes(root_scales[..., :1]), root_scales, signed=False)
-        doubtful = torch.zeros(root.shape[:-1], dtype=torch.bool, device=root.device)
-        for moment in relative:
+        for moment, (codes, scales) in by_moment.items():
+            if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+                what = "" if scales is None else f" with {self.scales_name(moment)}"
+                raise unsound(self.codes_name(moment) + what, name, signed=moment.signed)
+        if not self.relative:
+            return
+        unit = next(moment for moment in self.moments if not moment.signed)
+        scales = by_moment[unit].scales
+        assert scales is not None
+        largest = self.codec.decode(self.codec.largest_codes(scales[..., :1]), scales, signed=False)
+        for moment in (moment for moment in self.moments if moment.is_relative(self.codec)):
             scales = by_moment[moment].scales
             assert scales is not None
-            doubtful |= ~(root * scales[..., :1])[..., 0].isfinite()
-        if not doubtful.any():
-            return True
-        blocks = [Coded(codes[doubtful], None if scales is None else scales[doubtful]) for codes, scales in coded]
-        return all(are_finite(x, signed=True) for x in decode_moments(self.codec, self.moments, blocks).values)
-
-    @property
-    def _related(self) -> list[Moment]:
-        """The moment whose root is the unit of others, and these others."""
-        root_moment = next(moment for moment in self.moments if not moment.signed)
-        return [root_moment, *(moment for moment in self.moments if moment.is_relative(self.codec))]
+            if not are_finite(largest * scales[..., :1], signed=True):
+                of_scales = f"{self.scales_name(moment)} and {self.scales_name(unit)}"
+                raise unsound(f"{self.codes_name(moment)} with {of_scales}", name, signed=True)
 
     def _rectangles(self) -> Iterator[Rectangle]:
         """The slice as matrices of at most :data:`CODED_AT_A_TIME` elements."""
         for rectangle in self.shard.rectangles(self.grid):
-            yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
+            if rectangle.rows * rectangle.cols:
+                yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
         width = moment.codec(self.codec).scales(signed=moment.signed)
@@ -361,24 +302,28 @@ class SliceSpec:
                 state[self.scales_name(moment)] = scales
         return state
 
-    def blocks_of(self, local: Sequence[Coded]) -> Iterator[tuple[Rectangle, list[Coded]]]:
-        """Codes and scales in blocks ``(rows, blocks, block_size)``, rectangle by rectangle."""
-        size = self.grid.block_size
-        for rectangle in self._rectangles():
-            if rectangle.rows * rectangle.cols == 0:
-                continue
-            coded = []
-            for moment, (codes, scales) in zip(self.moments, local, strict=True):
-                codec = moment.codec(self.codec)
-                zero = codec.zero_code(signed=moment.signed)
-                rows = _matrix(codes.reshape(-1), rectangle)
-                blocks = to_blocks(_padded(rows, rectangle.first_col % size, zero), size, fill=zero)
-                if scales is None:
-                    coded.append(Coded(blocks, None))
-                    continue
-                width = codec.scales(signed=moment.signed)
-                coded.append(Coded(blocks, _per_block(scales, width, rectangle, blocks.shape[1])))
-            yield rectangle, coded
+    def _coded_blocks(self, local: Sequence[Coded], rectangle: Rectangle) -> list[Coded]:
+        """A rectangle's codes, and scales, in blocks ``(rows, blocks, block_size)``."""
+        coded = []
+        for moment, (codes, scales) in zip(self.moments, local, strict=True):
+            codec = moment.codec(self.codec)
+            blocks = self._blocks(codes, rectangle, codec.zero_code(signed=moment.signed))
+            if scales is not None:
+                scales = _per_block(scales, codec.scales(signed=moment.signed), rectangle, blocks.shape[1])
+            coded.append(Coded(blocks, scales))
+        return coded
+
+    def _blocks(self, x: Tensor, rectangle: Rectangle, fill: int = 0) -> Tensor:
+        """A rectangle's elements of a tensor of the slice's shape, in blocks ``(rows, blocks, block_size)``."""
+        rows = _matrix(x.reshape(-1), rectangle)
+        if lead := rectangle.first_col % self.grid.block_size:
+            rows = torch.nn.functional.pad(rows, (lead, 0), value=fill)
+        return to_blocks(rows, self.grid.block_size, fill=fill)
+
+    def _put(self, x: Tensor, rectangle: Rectangle, blocks: Tensor) -> None:
+        """Writes blocks to a rectangle of a tensor of the slice's shape: the inverse of :meth:`_blocks`."""
+        lead = rectangle.first_col % self.grid.block_size
+        _matrix(x.view(-1), rectangle).copy_(from_blocks(blocks, lead + rectangle.cols)[:, lead:])
 
 
 def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | None:
@@ -419,8 +364,3 @@ def _per_block(entry: Tensor, width: int, rectangle: Rectangle, count: int) -> T
     stride = rectangle.blocks_stride if rectangle.rows > 1 else count
     rows = entry.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
     return rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))
-
-
-def _padded(rows: Tensor, lead: int, value: float = 0) -> Tensor:
-    """A matrix with ``lead`` more columns in front."""
-    return torch.nn.functional.pad(rows, (lead, 0), value=value) if lead else rows

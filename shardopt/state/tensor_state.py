@@ -75,11 +75,6 @@ class TensorState:
         return entries
 
     @property
-    def state_names(self) -> frozenset[str]:
-        """The names of the state's entries."""
-        return frozenset(self.entries)
-
-    @property
     def exchanges_columns(self) -> bool:
         """Whether column shards cut blocks, whose scales all owners keep."""
         return any(slice_.exchanges_columns for slice_ in self.slices)
@@ -168,36 +163,25 @@ class TensorState:
                 that are not finite.
         """
         got, expected = ", ".join(loaded), ", ".join(self.entries)
-        known = {"step", LOW_BITS, *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
-        unknown = [key for key, value in loaded.items() if key not in known and isinstance(value, Tensor)]
-        if unknown:
-            raise ValueError(
-                f"{name}: got state with {', '.join(unknown)}, expected {expected}; was it saved by another optimizer?"
-            )
-        if self.weights.low_bits and not of_torch and LOW_BITS not in loaded:
-            raise ValueError(
-                f"{name}: got state with {got}, expected {LOW_BITS} too; was it saved with other master_weight_bits?"
-            )
         if not self.weights.low_bits and LOW_BITS in loaded:
             raise ValueError(
                 f"{name}: got state with {got}, expected no {LOW_BITS} for a parameter of {self.weights.dtype}, which "
-                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
-                "full_precision_parameters() gave"
+                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True)"
             )
-        has_floats, template = self.has_floats(loaded), self.new(torch.device("meta"))
-        wanted = {key: like for key, like in template.items() if key not in BESIDE_MOMENTS}
+        has_floats, wanted = self.has_floats(loaded), self.new(torch.device("meta"))
+        optional = {"step"} | ({LOW_BITS} if of_torch else set()) | ({ROW_MOMENTS} if has_floats else set())
         if has_floats:
             floats = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
-            wanted = {moment.name: floats for moment in self.moments}
-        if LOW_BITS in loaded:
-            wanted[LOW_BITS] = template[LOW_BITS]
-        if ROW_MOMENTS in template and (ROW_MOMENTS in loaded or not has_floats):
-            wanted[ROW_MOMENTS] = template[ROW_MOMENTS]
-        if not wanted.keys() <= loaded.keys():
+            wanted = {key: like for key, like in wanted.items() if key in BESIDE_MOMENTS}
+            wanted.update((moment.name, floats) for moment in self.moments)
+        known = {"step", *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
+        is_unknown = any(key not in known and isinstance(value, Tensor) for key, value in loaded.items())
+        if is_unknown or not wanted.keys() - optional <= loaded.keys():
             raise ValueError(
                 f"{name}: got state with {got}, expected {expected}; was it saved by another optimizer, or with other "
-                "quantization options?"
+                "quantization options or master_weight_bits?"
             )
+        wanted = {key: like for key, like in wanted.items() if key != "step" and key in loaded}
         for key, like in wanted.items():
             check_entry(loaded[key], like, key, name)
             if loaded[key].dtype != like.dtype and not (has_floats and key not in BESIDE_MOMENTS):

@@ -127,7 +127,7 @@ def _checked(
             _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
         codes.append(coded.codes)
         scales.append(coded.scales)
-    low_bits = spec.local_low_bits(state)
+    low_bits = state[LOW_BITS] if spec.weights.low_bits else None
     if low_bits is not None:
         _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state)
     return codes, scales, low_bits

@@ -64,7 +64,7 @@ class Stepper:
                 Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
-        if not self._context.residency.settled:
+        if self._context.residency.asleep:
             self._context.residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
         options = self._checked

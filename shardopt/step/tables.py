@@ -92,7 +92,7 @@ class StepTables:
             wave.take_rows(table)
         self._table = table[~np.isin(table["tensor"], list(self._in_waves))]
         shards = [None if p.spec is None else p.shard for p in inputs]
-        names = [p.spec.state_names if p.spec and p.step else None for p in inputs]
+        names = [frozenset(p.spec.entries) if p.spec and p.step else None for p in inputs]
         read_gradient = partial(local_gradient, inputs)
         self.watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
         self._kinds: bytes | None = None  # of the gradients of the last step

@@ -16,10 +16,9 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
-from shardopt.state.encoding import encode_loaded
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS, check_options
-from shardopt.state.slice_spec import EntryFormat, KeptEntry, SliceSpec
+from shardopt.state.slice_spec import EntryFormat, SliceSpec
 from shardopt.state.tensor_state import TensorState
 from shardopt.wrapper.known import full_name, is_known
 
@@ -98,21 +97,22 @@ class Entries:
         Raises:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
-        got, expected = {key: saved.get(key) for key in self.format}, self.format
-        signs = got["unsigned"]
+        pairs: dict[str, tuple[Any, Any]] = {key: (saved.get(key), own) for key, own in self.format.items()}
+        signs, _ = pairs["unsigned"]
         if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
-            for options, unsigned in ((got, signs), (expected, self.unsigned)):
-                del options["unsigned"]
-                options.update({name: "unsigned" if name in unsigned else "signed" for name in names})
-        codec, block_size = str(got["codec"]), got["block_size"]
+            del pairs["unsigned"]
+            for name in names:
+                got, own = ("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
+                pairs[name] = got, own
+        codec, block_size = str(saved.get("codec")), saved.get("block_size")
         own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
         if codec.endswith(_BY_ENTRY) and not exact:
             check_options(own_options)
-            got |= {key: expected[key] for key in ("codec", "block_size")}
-        for key, value in expected.items():
-            if got[key] != value:
+            del pairs["codec"], pairs["block_size"]
+        for key, (got, expected) in pairs.items():
+            if got != expected:
                 raise ValueError(
-                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
         return own_options
@@ -120,7 +120,8 @@ class Entries:
     def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorState:
         """The form of the quantized entries of these names, each in units of its own; by default coded as here."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
-        return _form(shard, replace(SliceSpec.of(shard, torch.float32, options or self.options, moments), kept=()))
+        spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
+        return TensorState(shard, (replace(spec, kept=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
@@ -143,16 +144,13 @@ class Entries:
         floats = {key: x for key, x in stored.items() if key not in coding}
         local = shard.local(param).detach()
         for name, value in self.coding(shard, names).decode(stored).items() if names else ():
-            x = value.to(stored.get(name + DTYPE, param.dtype))
-            if not local.is_contiguous():  # fused kernels take elements in the order of memory
-                x = shard.like_parameter(torch.empty_like(local, dtype=x.dtype).copy_(shard.local(x)))
-            floats[name] = x
+            # In the parameter's order of memory, in which fused kernels take elements.
+            x = torch.empty_like(local, dtype=stored.get(name + DTYPE, param.dtype)).copy_(shard.local(value))
+            floats[name] = shard.like_parameter(x)
         return floats
 
-    def encoded(self, param: Tensor, floats: Mapping[str, Any], stored: Mapping[str, Any]) -> State:
+    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> State:
         """The state to keep for one in floats: the inverse of ``decoded``.
-
-        ``stored`` is the former state, whose memory is used again.
 
         Raises:
             ValueError: an unsigned entry has a value below zero.
@@ -168,11 +166,7 @@ class Entries:
                     f"{name}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
                     f"out of unsigned=, or pass keep=({name!r},) if it is in shardopt's table"
                 )
-        for key, x in self.coding(shard, values).encode(values).items() if values else ():
-            if key in stored:
-                shard.local(stored[key]).copy_(shard.local(x))
-            state[key] = stored.get(key, x)
-        return state
+        return {**state, **self.coding(shard, values).encode(values)} if values else state
 
     @property
     def name(self) -> str:
@@ -202,7 +196,7 @@ class Entries:
         """
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
-        return _form(shard, self.form(shard, param.dtype, {}, tensors)), tensors
+        return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> State:
         """The new state of a parameter, on its device, from the entries that were read."""
@@ -250,30 +244,25 @@ class Entries:
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> State:
         """A parameter's loaded state as it is kept."""
         shard, is_coded = shard_of(param), "codec" in saved
-        names = coded_names(loaded) if is_coded else self.names(shard, param, loaded)
+        names = coded_names(loaded) if is_coded else []
+        form = self.coding(shard, names)
+        kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in form.entries}
         if is_coded:
             self.saved_options(saved, names, exact=True)
-        form = self.coding(shard, names)
-        mine = {key: x for key, x in loaded.items() if key in form.entries or key in names}
-        kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in mine}
-        for key in names:
-            if not is_coded and loaded[key].dtype != param.dtype:
-                kept[key + DTYPE] = loaded[key].dtype
-            if key + DTYPE in kept:
-                _check_dtype(key + DTYPE, kept[key + DTYPE])
-        form.check_loaded(mine, name, of_torch=True)
-        (encoded,) = encode_loaded([form], [mine], [name], ())
-        state = form.adopt(encoded or {}, param.device, name)
-        form.check_local(state, name)
-        return {**kept, **state}
+            coded = {key: x for key, x in loaded.items() if key in form.entries}
+            form.check_loaded(coded, name, of_torch=True)
+            state = {**kept, **form.adopt(coded, param.device, name)}
+        else:
+            state = self.encoded(param, kept)
+        for key in (name + DTYPE for name in coded_names(state)):
+            if key in state:
+                _check_dtype(key, state[key])
+        self.coding(shard, coded_names(state)).check_local(state, name)
+        return state
 
 
-def _form(shard: Shard, spec: SliceSpec) -> TensorState:
-    return TensorState(shard, (spec,))
-
-
-def _kept(shard: Shard, key: str, x: Any) -> KeptEntry:
-    """The form of an entry that is not quantized; ``x`` has a dtype and a global shape.
+def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
+    """Name and form of an entry that is not quantized; ``x`` has a dtype and a global shape.
 
     Raises:
         ValueError: no save wrote it, or ranks may have different ones.
@@ -289,7 +278,7 @@ def _kept(shard: Shard, key: str, x: Any) -> KeptEntry:
             f"got a state entry {name!r:.80} of shape {shape} for a part of a parameter of shape {shard.global_shape}, "
             "expected numbers, and tensors of the parameter's shape; use an optimizer that is element by element"
         )
-    return KeptEntry(key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,)), is_whole)
+    return key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,))
 
 
 def _check_dtype(key: str, dtype: object) -> None:

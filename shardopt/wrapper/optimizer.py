@@ -165,8 +165,8 @@ class QuantizedState(Optimizer):
         if entries.may_make_state:
             if entries.was_made:
                 self.state.clear()
-            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-            entries.was_made = entries.may_make_state
+            has_begun = any(map(bool, self.state.values()))
+            entries.may_make_state = entries.was_made = only_makes_state(self.param_groups, lambda: has_begun)
         if entries.was_made:
             self._make_state()
         else:
@@ -256,7 +256,7 @@ class QuantizedState(Optimizer):
     @without_autograd
     def _quantize_present_state(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
-        self.state.update({param: self._internals.encoded(param, self.state[param], {}) for param in params})
+        self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
     def _step_all(self, *, counts: bool = True) -> None:
         """Takes a step of all parameters that have gradients.
@@ -311,7 +311,7 @@ class QuantizedState(Optimizer):
             floats = states.get(target, {})
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
-            new = self._internals.encoded(param, floats, stored)
+            new = self._internals.encoded(param, floats)
         finally:
             states.pop(target, None)
             if new:

@@ -195,7 +195,7 @@ def raising(run: Run, rule: str = "adamw") -> None:
 
 
 def weighted(run: Run, weights: str, **options: Any) -> None:
-    """Weights narrower than float32; where their low bits are kept they are given out in full, and taken again."""
+    """Weights narrower than float32; where their low bits are kept they are given out in full."""
     dtype, kept = FORMATS[weights]
     run.begin(dtype=dtype, **kept, **options)
     run.steps(2)
@@ -205,10 +205,6 @@ def weighted(run: Run, weights: str, **options: Any) -> None:
         for param, x in found.items() if run.is_tested else ():
             assert x.dtype == torch.float32
             assert type(x) is type(param.detach())
-            param.data.mul_(2)
-            if param in run.inner.state:  # a rank with none of its elements has not stepped it
-                run.inner.state[param]["master_low_bits"].fill_(3)
-        run.inner.load_full_precision_parameters(found)
     run.steps(1)
 
 
@@ -576,10 +572,6 @@ FEATURES: dict[str, Feature] = {
     "named, with noise": Feature(partial(named, **NOISE), OTHER_MODELS),
     "offload state": Feature(partial(offloaded, how="state"), ZERO),
     "offload step": Feature(partial(offloaded, how="step"), {*ZERO, *FSDP1}),
-    # Where columns cut blocks, all the state that may be offloaded fits into the budget.
-    "offload state, budget": Feature(
-        partial(offloaded, how="state", device_state_budget="20KiB"), {*ZERO, *ODDS_WAYS, *COLUMNS}
-    ),
     "saved": Feature(saved, ZERO),
     "saved asleep": Feature(partial(saved, asleep=True), ZERO),
     "saved lion, bf16 24": Feature(

@@ -24,11 +24,10 @@ from live_bytes import LiveBytes
 from ranks.layouts import mesh_of
 from ranks.loop import OFFLOADED, RELEASED, STEPS, Layers, Loop, batch, compare, mean_square
 from ranks.models import Net, loss_of, make_batch, make_net
-from ranks.offload import offload_from_cpu, slow_steps
+from ranks.offload import slow_steps
 from ranks.pool import Pool
 from shardopt.release import host_gradients
 from shardopt.release.held import HeldParameters
-from versions import needs_fsdp2_on_the_cpu
 
 
 def _of_rank(model: Any, number: int) -> Tensor:
@@ -361,30 +360,6 @@ def test_gathering_without_waiting_has_other_bits() -> None:
     with patch.object(HeldParameters, "wait_for", lambda self, params: None), wrong:
         test_what_is_gathered_by_hand("the model")
     dist.barrier()
-
-
-@needs_fsdp2_on_the_cpu
-@pytest.mark.ranks(2)
-def test_state_that_fits_into_the_budget_of_one_rank() -> None:
-    """The state of a parameter's part stays on the device of the rank that has fewer rows."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 3), nn.Linear(3, 64))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh_of((2,)))
-        return model
-
-    def loss(model: Any, number: int) -> Tensor:
-        torch.manual_seed(10 * number + dist.get_rank())
-        return model(torch.randn(4, 64)).square().mean()
-
-    with offload_from_cpu():
-        params = list(make().parameters())
-        optimizer = shardopt.LAMB8bit(params, min_quantized_numel=64, offload="step", device_state_budget=600)
-        is_offloaded = optimizer._internals.residency.of(params[-1]).offload is not None
-    assert is_offloaded == (dist.get_rank() == 0), "the budget does not tell the ranks apart"
-    compare(make=make, loss=loss, kind="LAMB8bit", device_state_budget=600, max_norm=1e-3)
 
 
 class _Outer(nn.Module):

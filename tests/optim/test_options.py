@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections import UserList
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,6 @@ WRONG_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"stochastic_rounding": True, "master_weight_bits": 24}, "got True and master_weight_bits=24, expected"),
     ("adamw", {"stochastic_rounding_seed": -1}, "stochastic_rounding_seed: got -1, expected a whole number"),
     ("adamw", {"offload": "disk"}, "offload: got 'disk', expected None, 'state' or 'step'"),
-    *(
-        ("adamw", {"device_state_budget": size}, f"device_state_budget: got {size!r}, expected bytes")
-        for size in ("2GB", -1, True)
-    ),
     ("adamw", {"amsgrad": 1}, "amsgrad: got 1, expected True or False"),
     ("adamw", {"lr": torch.tensor([1.0, 2.0])}, "lr: got a tensor of 2 elements"),
     ("adamw", {"lr": torch.tensor(1j)}, "lr: got 1j"),
@@ -79,7 +74,6 @@ MADE: list[tuple[str, dict[str, Any], str]] = [
 #: Refused between steps only.
 CHANGED: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"offload": "state"}, "offload: got 'state' in a param group that was stepped with None, expected no"),
-    ("adamw", {"device_state_budget": 1}, "got 1 in a param group that was stepped with 0, expected no change"),
 ]
 
 
@@ -149,17 +143,16 @@ def test_a_learning_rate_on_a_device_is_not_read() -> None:
 
 
 def test_wrong_values_put_in_place() -> None:
-    """Into a tensor or list that the param group had before; what is read for the step is what is checked."""
-    optimizer = make(lr=torch.tensor(0.01), betas=[0.9, 0.99])
+    """Into a tensor that the param group had before; what is read for the step is what is checked."""
+    optimizer = make(lr=torch.tensor(0.01))
     advance(optimizer, range(1))
-    group, before = optimizer.param_groups[0], everything(optimizer)
-    for what, put, right in (("lr", group["lr"].fill_, 0.1), ("betas", partial(group["betas"].__setitem__, 0), 0.5)):
-        for value in (NAN, INF):
-            put(value)
-            with pytest.raises(ValueError, match=f"{what}.*: got {value}, expected"):
-                advance(optimizer, range(1))
-            assert_same(everything(optimizer), before)
-        put(right)
+    lr, before = optimizer.param_groups[0]["lr"], everything(optimizer)
+    for value in (NAN, INF):
+        lr.fill_(value)
+        with pytest.raises(ValueError, match=f"lr: got {value}, expected"):
+            advance(optimizer, range(1))
+        assert_same(everything(optimizer), before)
+    lr.fill_(0.1)
     advance(optimizer, range(1))
 
 

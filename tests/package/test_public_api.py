@@ -20,8 +20,7 @@ from shardopt.state.options import DEFAULTS, Options
 OPTIONS: dict[str, Any] = {
     **{"maximize": False, "codec": "fp32", "block_size": 128, "min_quantized_numel": 4096, "nonfinite": "skip"},
     **{"master_weight_bits": None, "stochastic_rounding": False, "stochastic_rounding_seed": 0},
-    **{"offload": None, "device_state_budget": 0},
-    **{"foreach": None, "fused": None, "capturable": False, "differentiable": False},
+    **{"offload": None, "foreach": None, "fused": None, "capturable": False, "differentiable": False},
 }
 
 

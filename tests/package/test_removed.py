@@ -16,6 +16,7 @@ from shardopt.removed import NAMES, OF_QUANTIZE_STATE, OPTIONS
 
 #: As earlier versions saved them in param groups, some with other values than the default.
 SAVED: dict[str, Any] = {
+    "device_state_budget": "1GiB",
     "exact_cut_blocks": True,
     "ns_method": "gram",
     "orthogonalize_memory": "64MiB",
@@ -52,6 +53,11 @@ def test_options(name: str) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(said)}$"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 64))], name: SAVED[name]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_method() -> None:
+    with pytest.raises(AttributeError, match=r"was removed: .* load with convert=True"):
+        trained(0)[1].load_full_precision_parameters({})
 
 
 @pytest.mark.parametrize("name", OF_QUANTIZE_STATE)

@@ -148,7 +148,7 @@ def test_state_of_a_moment_that_is_switched_off_is_left_out(rule: str, off: dict
     for each in (optimizer, loaded):
         advance(each, range(1, 3))
     for param, own in loaded.state.items():
-        assert own.keys() == loaded._internals.state_of(param, loaded.param_groups[0]).state_names
+        assert own.keys() == loaded._internals.state_of(param, loaded.param_groups[0]).entries.keys()
     kept = everything(loaded)
     assert_same(kept, {key: value for key, value in everything(optimizer).items() if key in kept})
 
@@ -352,22 +352,6 @@ def test_state_of_torch_is_refused(codec: str, changes: list[Change], message: s
     assert_refused(made("adamw", codec=codec), state_dict, MATRIX_GOT + message)
 
 
-def test_scales_whose_product_no_element_has() -> None:
-    """The largest first moment in units of the root may be beside a small root."""
-    state_dict = of_torch()
-    state = state_dict["state"][MATRIX]
-    state["exp_avg"].zero_()
-    state["exp_avg_sq"].fill_(1e10)
-    state["exp_avg"][0, 0], state["exp_avg_sq"][0, 0] = 1e30, 1e-20
-    optimizer = made("adamw")
-    optimizer.load_state_dict(state_dict)
-    own = optimizer.state[optimizer.param_groups[0]["params"][MATRIX]]
-    assert (own["exp_avg_scales"][0, 0] * own["exp_avg_sq_scales"][0, 0, 0]).isinf()
-    again = made("adamw")
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(entries["exp_avg"].isfinite().all() for entries in again.state_dict(dequantize=True)["state"].values())
-
-
 WRONG_STEPS: dict[str, object] = {
     "nan": torch.tensor(NAN),
     "a fraction": torch.tensor(1.5),
@@ -415,7 +399,7 @@ def test_layouts() -> None:
         assert_refused(optimizer, state_dict, MATRIX_GOT + entry)
     del state_dict["state"][1]["master_low_bits"]
     state_dict["state"][MATRIX] = copy.deepcopy(optimizer.state_dict())["state"][MATRIX]
-    assert_refused(optimizer, state_dict, "expected master_low_bits too")
+    assert_refused(optimizer, state_dict, "master_low_bits; was it saved")
     advance(optimizer, range(2, 3), torch.bfloat16)
 
 

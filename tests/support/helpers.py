@@ -270,7 +270,7 @@ class ReferenceOptimizer:
         weights = {
             "param": self.params[name],
             "weights": spec.weights,
-            "low_bits": spec.local_low_bits(state),
+            "low_bits": state.get("master_low_bits"),
             "noise_key": noise_key(group["stochastic_rounding_seed"], self._places[original]),
         }
         first = partial(

@@ -64,14 +64,23 @@ class Problem:
     before_gradients: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
-        self, device: torch.device, rule: str = "adamw", codec: str = "log8", strided: bool = False, **options: Any
+        self,
+        device: torch.device,
+        rule: str = "adamw",
+        codec: str = "log8",
+        strided: bool = False,
+        kept: int = 0,
+        **options: Any,
     ) -> None:
         initial = [values(s, seed, BF16) for seed, s in enumerate(SHAPES)]
         if strided:
             initial = [x.T.contiguous().T if x.dim() == 2 else x for x in initial]
         self.params = {str(s): Parameter(x.to(device)) for s, x in zip(SHAPES, initial, strict=True)}
         options = {"codec": codec, "min_quantized_numel": 0, **options}
-        self.optimizer: ShardedOptimizer = CASES[rule].make(list(self.params.values()), **options)
+        params: list[Any] = list(self.params.values())
+        if kept:  # the state of so many stays on the device
+            params = [{"params": params[:kept], "offload": None}, {"params": params[kept:]}]
+        self.optimizer: ShardedOptimizer = CASES[rule].make(params, **options)
         self.sources = [[values(s, 10 * t + i, BF16).to(device) for i, s in enumerate(SHAPES)] for t in range(6)]
 
     def set_gradients(self, t: int, without: tuple[int, ...] = (), bad: int = 0) -> None:
@@ -157,6 +166,20 @@ def replaced(device: torch.device) -> Named:
         for state in problem.optimizer.state.values():
             if "exp_avg_codes" in state:
                 state["exp_avg_codes"] = torch.full_like(state["exp_avg_codes"], 130 + t)
+    return problem.result()
+
+
+def let_go(device: torch.device) -> Named:
+    """Parameters are replaced while copies of their state are on their way to the host."""
+    problem = Problem(device, offload="state")
+    for t in range(2):
+        problem.step(t)
+        problem.optimizer.state.clear()
+        group = problem.optimizer.param_groups[0]
+        group["params"] = [Parameter(param.detach().clone()) for param in group["params"]]
+        problem.params = dict(zip(problem.params, group["params"], strict=True))
+        gc.collect()
+    problem.step(2)
     return problem.result()
 
 
@@ -334,12 +357,10 @@ def checkpoints(device: torch.device, folder: Path, **options: Any) -> Named:
     return found
 
 
-def dropped(device: torch.device, sleeps: bool = False, **options: Any) -> Named:
+def dropped(device: torch.device, **options: Any) -> Named:
     """An optimizer goes while its copies are under way; the parameters are used on."""
     problem = Problem(device, **options)
     problem.step(0)
-    if sleeps:
-        problem.optimizer.offload()
     params = problem.params
     del problem
     gc.collect()
@@ -353,15 +374,15 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "offload state": partial(steps, offload="state"),
         "offload step": partial(steps, offload="step"),
         "few chunks": partial(steps, offload="state", chunk=30000),
-        "offload a part": partial(steps, offload="state", device_state_budget=4000),
+        "offload a part": partial(steps, offload="state", kept=1),
         "strided, prodigy": partial(steps, rule="prodigy", strided=True, offload="state", chunk=30000),
         "lamb, master weights": partial(steps, rule="lamb", master_weight_bits=24, offload="state"),
         "device scalars": device_scalars,
         "clipped": clipped,
         "clipped offloaded step": partial(clipped, offload="step"),
         "dropped step": partial(dropped, offload="step"),
-        "dropped asleep": partial(dropped, sleeps=True),
         "replaced": replaced,
+        "let go": let_go,
         "slept": partial(slept, master_weight_bits=24),
         "captured": captured,
         "released": partial(released, offload="state"),
@@ -370,7 +391,11 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "held": held,
         "held in parts": partial(held, micro_batches=2, chunk=8192),
         "held, read": partial(held, reads=True),
+<<<<<<< HEAD
         "held, largest": partial(held, norm_type=math.inf, micro_batches=2, device_state_budget=9000),
+=======
+        "held, largest": partial(held, norm_type=math.inf, micro_batches=2, scale=1000.0),
+>>>>>>> h-state
         "messages": messages,
         "checkpoints": partial(checkpoints, folder=folder),
         "offloaded checkpoints": partial(checkpoints, folder=folder, offload="state"),

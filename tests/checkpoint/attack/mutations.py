@@ -66,7 +66,6 @@ OPTIONS: dict[str, list[Any]] = {
     "stochastic_rounding": ["x", 1, None, True, []],
     "stochastic_rounding_seed": [-1, 2**64, "x", None, 1.5, 10**400, 3],
     "offload": ["state", "disk", 1, []],
-    "device_state_budget": ["2 GiB", "x", -1, 10**400, 1.5],
     "params": [[], None, [0], "x"],
     "param_names": [["a"], None, 1],
     "a\nb" * 1000: [1],

@@ -87,8 +87,6 @@ class Loop:
         self.loss_of, self.sums = loss, sums and not held
         self.micro_batches, self.max_norm, self.norm_type = micro_batches, max_norm, norm_type
         defaults = {"lr": 1e-2, "min_quantized_numel": 64, "offload": offload if held else None}
-        if not held:
-            options.pop("device_state_budget", None)
         self.optimizer = getattr(shardopt, kind)(self.model.parameters(), **{**defaults, **options})
         self.schedule = ExponentialLR(self.optimizer, 0.7)
         self.norms: list[Tensor] = []
