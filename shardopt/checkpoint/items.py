@@ -110,23 +110,13 @@ class Item:
         old, new = self.weight_formats
         if old == new:
             return
-<<<<<<< HEAD
         values, low_bits = new.store(old.load(self.values, self.state.pop(LOW_BITS, None)))
         if low_bits is not None and self.state:
             self.state[LOW_BITS] = low_bits
-        for entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
-            if not entry.is_whole and entry.format.dtype == old.dtype:  # of the weights' dtype in quantize_state
-                self.state[entry.name] = self.state[entry.name].to(new.dtype)
-        self.values = values
-=======
-        stored = new.store(old.load(StoredWeights(self.values, self.state.pop(LOW_BITS, None))))
-        if stored.low_bits is not None and self.state:
-            self.state[LOW_BITS] = stored.low_bits
         for key, entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
             if (entry.shape, entry.dtype) == (self.shard.local_shape, old.dtype):  # the weights', in quantize_state
                 self.state[key] = self.state[key].to(new.dtype)
-        self.values = stored.param
->>>>>>> h-state
+        self.values = values
 
     def moments(self) -> list[Tensor] | None:
         """The saved moments, decoded: this rank's part, float32; None if none are read."""

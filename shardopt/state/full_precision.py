@@ -32,13 +32,8 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
             )
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
             # The state may be in the host's memory.
-<<<<<<< HEAD
-            stored = spec.weights.load(slice_.elements(local), low_bits.to(local.device))
+            stored = spec.weights.load(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
             slice_.elements(weights).copy_(stored)
-=======
-            stored = StoredWeights(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
-            slice_.elements(weights).copy_(spec.weights.load(stored))
->>>>>>> h-state
     return spec.shard.like_parameter(weights)
 
 
@@ -71,84 +66,3 @@ def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: tor
             "load with convert=True after it",
             UserWarning,
         )
-<<<<<<< HEAD
-
-
-def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
-    """Checks that weights can be loaded into parameters.
-
-    Args:
-        weights: by parameter.
-        params: all parameters of the optimizer.
-
-    Raises:
-        TypeError: ``weights`` is no mapping, or a value is no tensor.
-        ValueError: weights are missing, unknown or of another shape, dtype or sharding.
-    """
-    if not isinstance(weights, Mapping):
-        raise TypeError(
-            f"got weights as {type(weights).__name__}, expected a dict by parameter; change what "
-            "full_precision_parameters() gives"
-        )
-    if weights.keys() != set(params):
-        raise ValueError(
-            f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "
-            f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
-        )
-    for place, param in enumerate(params):
-        given = weights[param]
-        if not isinstance(given, Tensor):
-            raise TypeError(
-                f"parameter {place}: got {type(given).__name__}, expected a tensor, sharded like the parameter; change "
-                "what full_precision_parameters() gives"
-            )
-        got, expected = _described(given, given.dtype), _described(param, torch.float32)
-        if got != expected:
-            raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
-
-
-def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
-    """Stores float32 weights in a parameter, and their low bits in its state.
-
-    Args:
-        spec: describes the parameter's state.
-        param: the optimizer's parameter.
-        state: the parameter's state; empty before the first step.
-        weights: sharded like the parameter.
-        device: device for a new state.
-
-    Returns:
-        ``state``, or a new state if ``state`` was empty and low bits must be kept. A frozen parameter without state is
-        rounded instead.
-    """
-    local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
-    if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
-        local.copy_(wide)
-        return state
-    state = state or spec.new(device)
-    _check_state(state)
-    local.copy_(wide)  # includes padding, which is in no slice
-    for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-        rounded, rounded_low_bits = spec.weights.store(slice_.elements(wide))
-        low_bits = slice_.local_low_bits(slice_state)
-        assert rounded_low_bits is not None
-        assert low_bits is not None
-        slice_.elements(local).copy_(rounded)
-        low_bits.copy_(rounded_low_bits)
-    return state
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    if LOW_BITS not in state:
-        raise RuntimeError(
-            f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the optimizer "
-            "is made, or load a state that has low bits"
-        )
-
-
-def _described(x: Tensor, dtype: torch.dtype) -> str:
-    placements = getattr(x, "placements", None)
-    sharding = "" if placements is None else f" placed {placements}"
-    return f"{tuple(x.shape)} of {dtype}{sharding}"
-=======
->>>>>>> h-state

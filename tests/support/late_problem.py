@@ -391,11 +391,7 @@ def scenarios(folder: Path) -> dict[str, Scenario]:
         "held": held,
         "held in parts": partial(held, micro_batches=2, chunk=8192),
         "held, read": partial(held, reads=True),
-<<<<<<< HEAD
-        "held, largest": partial(held, norm_type=math.inf, micro_batches=2, device_state_budget=9000),
-=======
         "held, largest": partial(held, norm_type=math.inf, micro_batches=2, scale=1000.0),
->>>>>>> h-state
         "messages": messages,
         "checkpoints": partial(checkpoints, folder=folder),
         "offloaded checkpoints": partial(checkpoints, folder=folder, offload="state"),

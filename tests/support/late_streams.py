@@ -40,11 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from late_schedule import Device, Event, Graph, Stream, bytes_at, capture, let_cuda_pass
 from shardopt import _C
-<<<<<<< HEAD
-=======
-from shardopt.comm import ddp
 from shardopt.kernels import dispatch_cuda
->>>>>>> h-kernels
 from shardopt.kernels.dispatch import cpu_target
 
 
@@ -249,11 +245,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             gc.unfreeze()
             aten._destroy()
             others._destroy()
-<<<<<<< HEAD
-=======
-            ddp._side_stream.cache_clear()
             dispatch_cuda._on.cache_clear()
->>>>>>> h-kernels
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -290,11 +282,6 @@ def _patch_torch(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(torch, "empty", empty_or_pinned)
     patch.setattr(Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
     patch.setattr(Tensor, "is_pinned", lambda tensor: device.is_locked(tensor.data_ptr()))
-<<<<<<< HEAD
-    patch.setattr("shardopt.kernels.dispatch_cuda._table_copies", {})
-=======
-    patch.setattr("shardopt.comm.ddp.Future", DeviceFuture)
->>>>>>> h-kernels
 
 
 def _patch_kernels(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
