@@ -56,8 +56,9 @@ class Ranks:
             error, message = raised, f"{type(raised).__name__}: {raised}".encode(errors="replace")
         outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
         with _lost_ranks():
-            received = list(self._group.gathered(bytes([outcome]) + message).values())
-        outcomes, messages = [each[0] for each in received], [each[1:] for each in received]
+            # Nothing is sent for "done" without a message: ranks that all say so need one collective, not two.
+            received = list(self._group.gathered(bytes([outcome]) + message if outcome or message else b"").values())
+        outcomes, messages = [each[0] if each else _DONE for each in received], [each[1:] for each in received]
         if any(outcomes):
             kind = CheckpointError if _FAILED in outcomes else ReplacedError
             if error is not None:

@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Container, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -78,7 +78,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module by the other finders, and has its loader call back."""
+    """Finds one module by the other finders, and gives it a loader that calls back."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -92,11 +92,23 @@ class _Finder(MetaPathFinder):
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self._callback(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader = _Loader(spec.loader, self._callback)
         return spec
+
+
+class _Loader(Loader):
+    """A module's loader and a callback; the loader itself, which others may share, is left as it is."""
+
+    def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._callback = callback
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._callback(module)
