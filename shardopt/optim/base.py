@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.removed import OPTIONS, explained
-from shardopt.state.full_precision import joined
+from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
@@ -345,12 +345,28 @@ class ShardedOptimizer(OptimizerInterface):
             p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
         }
 
-    def load_full_precision_parameters(self, weights: object) -> NoReturn:
-        """Raises AttributeError: the method was removed."""
-        raise AttributeError(
-            "load_full_precision_parameters was removed: save with shardopt.checkpoint before a cast of the model, and "
-            "load with convert=True after it"
-        )
+    @without_autograd
+    def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Loads float32 weights, such as those of :meth:`full_precision_parameters`, into parameters and low bits.
+
+        Frozen parameters without state are rounded. In a ZeroRedundancyOptimizer ``z``, call both methods on
+        ``z.optim``, which has this rank's parameters only: the other ranks' copies of loaded parameters are stale until
+        the next step, unless each owner broadcasts its own (``torch.distributed.broadcast``).
+
+        Args:
+            weights: for every parameter of the optimizer a float32 tensor, sharded like the parameter.
+
+        Raises:
+            ValueError: some weights are missing, unknown or of another shape, dtype or sharding. Nothing was changed.
+        """
+        self.synchronize()
+        params = {param: group for group, param in self._all_params()}
+        check_weights(weights, params)
+        for param, group in params.items():
+            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
+            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
+            if state:
+                self.state[param] = state
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

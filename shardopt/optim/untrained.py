@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 
-#: Consecutive steps without any gradient after which this is told; and consecutive steps in which others have one after
-#: which a parameter is named that was never stepped, and one that was stepped in most steps before. Experts and layers
-#: that are skipped at random get a gradient in between.
-NONE_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
+#: Consecutive steps without a gradient after which a parameter that no module has is named, one that was never stepped,
+#: and one that was stepped in most steps before. Experts and layers that are skipped at random get one in between.
+REPLACED_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
 
 
 class Untrained:
@@ -65,25 +66,32 @@ class Untrained:
         if any(param.grad is not None and param.requires_grad for param in params):
             self._name(without)
         elif without:
-            if is_first or (not self._found_none and set(without.values()) == {NONE_AFTER}):
+            if is_first or (not self._found_none and set(without.values()) == {REPLACED_AFTER}):
                 self._found_none = True
-                when = "the first step" if is_first else f"each of {NONE_AFTER} steps"
+                when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(without)} parameters and changed nothing", _REPLACED)
         elif is_first and params and not any(param.requires_grad or param.grad is not None for param in params):
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
 
     def _name(self, without: dict[Tensor, int]) -> None:
         """Warns of the parameters that have just reached a limit, once of each."""
+        trained = [param for group in self._optimizer.param_groups for param in group["params"] if param not in without]
         state = self._optimizer.state
-        for limit in (NEVER_AFTER, LATER_AFTER):
+        for limit in _LIMITS:
             suspects = [param for param, n in without.items() if n == limit and param not in self._named]
             if not suspects:
                 continue
+            steps, remedy = f"{limit} steps in which others had one", _CUT_OFF
             taken = {param: float(entries["step"].max()) for param, entries in state.items() if "step" in entries}
-            most = max(taken.values(), default=0.0) - limit
-            if limit == NEVER_AFTER:
+            if limit == REPLACED_AFTER:
+                steps, remedy = f"{limit} steps, and no module has the parameter", _REPLACED
+                owned = _in_modules([*trained, *suspects])
+                is_known = any(id(param) in owned for param in trained)  # else its parameters are those of no model
+                found = {param for param in suspects if is_known and id(param) not in owned}
+            elif limit == NEVER_AFTER:
                 found = {param for param in suspects if param not in taken}
             else:
+                most = max(taken.values(), default=0.0) - limit
                 found = {param for param in suspects if taken.get(param, 0.0) > most / 2}
             names = [
                 f"{listed_name(group, index, position)} {tuple(param.shape)}"
@@ -93,10 +101,17 @@ class Untrained:
             ]
             if names:
                 self._named.update(dict.fromkeys(found, True))
-                listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
-                _warn(
-                    f"{listed}: got no gradient in {limit} steps in which others had one", f"{_CUT_OFF}; or {_REPLACED}"
-                )
+                _warn(f"{', '.join(names[:5] + ['...'] * (len(names) > 5))}: got no gradient in {steps}", remedy)
+
+
+def _in_modules(params: Iterable[Tensor]) -> set[int]:
+    """The ids of the parameters that modules have. Looks through all objects of the process."""
+    wanted = set(map(id, params))
+    found: set[int] = set()
+    for holder in gc.get_objects():
+        if issubclass(type(holder), Module):
+            found.update(id(param) for param in vars(holder).get("_parameters", {}).values() if id(param) in wanted)
+    return found
 
 
 _CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"

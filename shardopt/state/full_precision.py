@@ -1,8 +1,8 @@
-"""Weights in the full precision of parameter and low bits together."""
+"""Weights in the full precision of parameter and low bits together: reading and writing them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,11 +25,7 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
-        if LOW_BITS not in state:
-            raise RuntimeError(
-                f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the "
-                "optimizer is made, or load a state that has low bits"
-            )
+        _check_state(state)
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
             # The state may be in the host's memory.
             stored = spec.weights.load(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
@@ -62,7 +58,72 @@ def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: tor
             state[LOW_BITS] = spec.like(LOW_BITS, spec.entries[LOW_BITS].new(device))
         warn_user(
             f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
-            "weights begin equal to the parameters; to keep them, save with shardopt.checkpoint before a cast, and "
-            "load with convert=True after it",
+            "weights begin equal to the parameters; take full_precision_parameters() before a cast, and load them "
+            "after it",
             UserWarning,
         )
+
+
+def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
+    """Checks that weights can be loaded into parameters.
+
+    Args:
+        weights: by parameter.
+        params: all parameters of the optimizer.
+
+    Raises:
+        ValueError: weights are missing, unknown or of another shape, dtype or sharding.
+    """
+    if weights.keys() != set(params):
+        raise ValueError(
+            f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "
+            f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
+        )
+    for place, param in enumerate(params):
+        given, expected = weights[param], _described(param, torch.float32)
+        got = _described(given, given.dtype) if isinstance(given, Tensor) else type(given).__name__
+        if got != expected:
+            raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
+
+
+def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
+    """Stores float32 weights in a parameter, and their low bits in its state.
+
+    Args:
+        spec: describes the parameter's state.
+        param: the optimizer's parameter.
+        state: the parameter's state; empty before the first step.
+        weights: sharded like the parameter.
+        device: device for a new state.
+
+    Returns:
+        ``state``, or a new state if ``state`` was empty and low bits must be kept. A frozen parameter without state is
+        rounded instead.
+    """
+    local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
+    if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
+        local.copy_(wide)
+        return state
+    state = state or spec.new(device)
+    _check_state(state)
+    local.copy_(wide)  # includes padding, which is in no slice
+    for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
+        rounded, low_bits = spec.weights.store(slice_.elements(wide))
+        assert low_bits is not None
+        slice_.elements(local).copy_(rounded)
+        slice_state[LOW_BITS].copy_(low_bits)
+    return state
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if LOW_BITS not in state:
+        raise RuntimeError(
+            f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the optimizer "
+            "is made, or load a state that has low bits"
+        )
+
+
+def _described(x: Tensor, dtype: torch.dtype) -> str:
+    placements = getattr(x, "placements", None)
+    sharding = "" if placements is None else f" placed {placements}"
+    return f"{tuple(x.shape)} of {dtype}{sharding}"

@@ -166,7 +166,8 @@ class TensorState:
         if not self.weights.low_bits and LOW_BITS in loaded:
             raise ValueError(
                 f"{name}: got state with {got}, expected no {LOW_BITS} for a parameter of {self.weights.dtype}, which "
-                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True)"
+                "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
+                "full_precision_parameters() gave"
             )
         has_floats, wanted = self.has_floats(loaded), self.new(torch.device("meta"))
         optional = {"step"} | ({LOW_BITS} if of_torch else set()) | ({ROW_MOMENTS} if has_floats else set())

@@ -195,7 +195,7 @@ def raising(run: Run, rule: str = "adamw") -> None:
 
 
 def weighted(run: Run, weights: str, **options: Any) -> None:
-    """Weights narrower than float32; where their low bits are kept they are given out in full."""
+    """Weights narrower than float32; where their low bits are kept they are given out in full, and taken again."""
     dtype, kept = FORMATS[weights]
     run.begin(dtype=dtype, **kept, **options)
     run.steps(2)
@@ -205,6 +205,10 @@ def weighted(run: Run, weights: str, **options: Any) -> None:
         for param, x in found.items() if run.is_tested else ():
             assert x.dtype == torch.float32
             assert type(x) is type(param.detach())
+            param.data.mul_(2)
+            if param in run.inner.state:  # a rank with none of its elements has not stepped it
+                run.inner.state[param]["master_low_bits"].fill_(3)
+        run.inner.load_full_precision_parameters(found)
     run.steps(1)
 
 

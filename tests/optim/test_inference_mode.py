@@ -37,7 +37,9 @@ CALLS: dict[str, Callable[[nn.Module, Any, Path], object]] = {
     "checkpoint": _saved_and_loaded,
     "import_state": _imported,
     "sleep": lambda model, optimizer, path: (optimizer.offload(), optimizer.reload()),
-    "full precision": lambda model, optimizer, path: optimizer.full_precision_parameters(),
+    "full precision": lambda model, optimizer, path: optimizer.load_full_precision_parameters(
+        optimizer.full_precision_parameters()
+    ),
     "release": lambda model, optimizer, path: shardopt.release_gradients(model, optimizer, overlap_forward=True),
     "ordered": lambda model, optimizer, path: shardopt.comm.ordered_gradients(model, micro_batches=1),
 }

@@ -98,13 +98,13 @@ def _assign(model: Net) -> None:
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
 
 
-@pytest.mark.parametrize(("at", "after"), [(0, 32), (40, 128)])
-def test_replaced_parameters_are_named_once(at: int, after: int) -> None:
-    (message,) = _warned(at + after + 20, at=at, act=_resize)
+@pytest.mark.parametrize("at", [0, 40])
+def test_replaced_parameters_are_named_once(at: int) -> None:
+    (message,) = _warned(at + 50, at=at, act=_resize)
     assert message.startswith(
-        f"embed.weight (50, 64): got no gradient in {after} steps in which others had one; expected"
+        "embed.weight (50, 64): got no gradient in 3 steps, and no module has the parameter; expected"
     )
-    assert message.endswith("and whatever else replaces parameters")
+    assert _warned(at + 2, at=at, act=_resize) == []
     (message,) = _warned(at + 50, at=at, act=_assign)  # of all parameters
     first = "the first step" if at == 0 else "each of 3 steps"
     assert message.startswith(f"{first} found no gradient in any of 7 parameters and changed nothing")

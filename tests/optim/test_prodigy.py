@@ -140,6 +140,17 @@ def test_a_dequantized_state_dict(codec: str) -> None:
         assert_same(everything(loaded), everything(optimizer))
 
 
+@pytest.mark.parametrize("bits", [None, 24])
+def test_the_first_weights_are_exact_with_bits_that_were_loaded(bits: int | None) -> None:
+    params = params_of(torch.bfloat16)
+    optimizer = prodigy(params, master_weight_bits=bits)
+    optimizer.load_full_precision_parameters({p: wide.detach() for p, wide in zip(params, params_of(), strict=True)})
+    first = optimizer.full_precision_parameters()
+    steps(optimizer, 3)
+    for param in params:
+        assert torch.equal(optimizer.state[param]["p0"], first[param])
+
+
 def test_a_closure_is_evaluated_before_the_sums() -> None:
     params, others = params_of(), params_of()
     optimizer, reference = prodigy(params), prodigy(others)

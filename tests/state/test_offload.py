@@ -84,6 +84,12 @@ def assert_equal(got: tuple[nn.Module, ShardedOptimizer], expected: tuple[nn.Mod
     assert estimates[0] == estimates[1]
 
 
+def scale_weights(optimizer: ShardedOptimizer) -> None:
+    """Reads and writes all bits of the weights, while copies are under way if state is offloaded."""
+    weights = optimizer.full_precision_parameters()
+    optimizer.load_full_precision_parameters({param: 1.001 * x for param, x in weights.items()})
+
+
 SAME_BITS: list[tuple[str, str, dict[str, Any]]] = [
     *((offload, "adamw", {"codec": codec}) for codec, offload in zip(CODEC_NAMES, cycle(OFFLOADS), strict=False)),
     ("state", "lion", {}),
@@ -110,12 +116,16 @@ def test_same_bits(offload: str, rule: str, options: dict[str, Any]) -> None:
     """
     runs = [make(how, rule, **options) for how in (None, offload)]
     run(*runs[0], steps=1)
+    if "master_weight_bits" in options:
+        scale_weights(runs[0][1])
     run(*runs[0], first=1, steps=3)
     with offload_from_cpu(CHUNK, late_transfers(offload)):
         model, optimizer = runs[1]
         run(model, optimizer, steps=1)
         transfers = LateTransfers.latest
         copied = transfers.bytes_in, transfers.bytes_out
+        if "master_weight_bits" in options:
+            scale_weights(optimizer)
         run(model, optimizer, first=1, steps=3)
         assert_equal(runs[1], runs[0])
     assert transfers.nbytes <= 3 * CHUNK
@@ -253,7 +263,10 @@ SLEEPS: dict[str, Callable[[ShardedOptimizer], object]] = {
         optimizer.offload(),
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
     ),
-    "weights read asleep": lambda optimizer: (optimizer.offload(), optimizer.full_precision_parameters()),
+    "weights read and written asleep": lambda optimizer: (
+        optimizer.offload(),
+        optimizer.load_full_precision_parameters(optimizer.full_precision_parameters()),
+    ),
 }
 
 
