@@ -82,30 +82,35 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
 
 
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options that the parameters of each param group were saved with; of two groups with one, the first's.
+    """The options that the parameters of each param group were saved with.
+
+    Args:
+        saved: the checkpoint's param groups.
+        names: the names of the parameters in each param group of the optimizer.
 
     Raises:
         CheckpointError: a group's parameters were saved with different options, or one was saved in no group.
     """
     options: dict[str, dict[str, Any]] = {}
-    for each in reversed(saved):
-        options.update(dict.fromkeys(each["parameters"], each["options"]))
-    of_groups = []
-    for index, of_group in enumerate(names):
-        for name in of_group:
+    for group in saved:
+        options.update(dict.fromkeys(group["parameters"], group["options"]))
+    by_group = []
+    for index, in_group in enumerate(names):
+        for name in in_group:
             if name not in options:
                 raise CheckpointError(
-                    f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it"
+                    f"got no state of {named(name)}, expected the optimizer's in the checkpoint to have it; load it "
+                    "into an optimizer of the parameters that were saved, or the model alone by load(path, model)"
                 )
-            first, other = options[of_group[0]], options[name]
+            first, other = options[in_group[0]], options[name]
             if other is not first and other != first:
                 keys = [key for key in {*first, *other} if first.get(key) != other.get(key)]
                 raise CheckpointError(
                     f"param group {index}: got parameters that were saved with different {few(keys)}, expected them to "
                     "be alike; make param groups like those of the checkpoint"
                 )
-        of_groups.append(options[of_group[0]] if of_group else {})
-    return of_groups
+        by_group.append(options[in_group[0]] if in_group else {})
+    return by_group
 
 
 def merged(

@@ -266,21 +266,26 @@ def partition_to_json(partition: Partition) -> dict[str, Any]:
 
 
 def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files: int) -> Partition:
-    """The partition of a tensor: an object with ``cuts`` or ``range``, and parts in at most so many files.
+    """Reads the partition of a tensor, an object with ``cuts`` or ``range``; see this module.
+
+    Args:
+        stored: the object.
+        shape: the tensor's.
+        files: the number of data files from the tensor's first one on.
 
     Raises:
-        InvalidError: no version of shardopt writes this.
+        InvalidError: the object is malformed, or names a data file that the checkpoint does not have.
     """
     if "cuts" in stored:
         demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
         for cut in cuts:
-            demand(cut.dim < len(shape) and cut.ways > 0 and cut.stride > 0, "a cut of no dimension")
+            demand(cut.dim < len(shape) and cut.ways > 0 and cut.stride > 0, "a cut of no dimension, or into no parts")
         partition = GridPartition(tuple(cuts))
         _check_files(list(partition.strides), files)
         return partition
     values: Any = stored.get("range")
-    demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list")
+    demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list of five or six values")
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
     _check_files([(ways, stride)], files)

@@ -177,9 +177,9 @@ def model_key(name: str) -> str:
 
 
 def _of_first_element(shard: Shard) -> Placed:
-    """Where state that belongs to a parameter as a whole is: among flat shards, with the parameter's first element.
+    """Partition of per-parameter entries (``step``). Under flat sharding the rank that holds element 0 stores them.
 
-    A rank without any element of the parameter has no state of it.
+    A rank that holds no element of the parameter has no state of it.
     """
     placed = shard.partition
     if placed is None or not isinstance(placed.partition, RangePartition):
@@ -188,9 +188,13 @@ def _of_first_element(shard: Shard) -> Placed:
 
 
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """The rectangles that make up the range ``[start, end)`` of a flattened tensor of this shape.
+    """Views of ``local``, by offset, for the rectangles that make up ``[start, end)`` of a flattened tensor.
 
-    ``local`` has the elements along dimension 0, and further dimensions which ``shape`` does not list.
+    Args:
+        shape: the tensor's.
+        start: first element.
+        end: behind the last element.
+        local: the range's elements, shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
     """
     behind = tuple(local.shape[1:])
     found: dict[tuple[int, ...], Tensor] = {}

@@ -114,13 +114,14 @@ class Planning:
     def plan(self, messages: Sequence[bytes], *, assumes: bool = True) -> Plan:
         """The plan, given the message of each rank. All ranks must call this.
 
-        ``assumes``: a rank without elements of a flat shard assumes state that perhaps no rank has; see below.
+        ``assumes``: whether ranks may have listed state of which they hold no element. If no rank holds it, the plan is
+        made again without it.
 
         Raises:
             CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
                 or overlap.
         """
-        self._hear(messages)
+        self._read_messages(messages)
         for name, partition in sorted(self._ruled()):
             shape = self._all[name].shape
             if any(partition.parts(shape, offset) for offset in self._copies[name][2]):  # each rank holds its own
@@ -150,13 +151,13 @@ class Planning:
         return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
 
     def _of_own_parts(self) -> tuple[Planning, bytes]:
-        """The description without tensors of which this rank has no part, such as state that it assumed."""
+        """Planning without the tensors of which this rank holds nothing, and its message."""
         tensors = {name: each for name, each in self._tensors.items() if each.parts or 0 in each.shape}
         planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
         return planning, planning.message
 
-    def _hear(self, messages: Sequence[bytes]) -> None:
-        """Takes up what all ranks say of their tensors."""
+    def _read_messages(self, messages: Sequence[bytes]) -> None:
+        """Reads the descriptions of all ranks."""
         own_digest = messages[self._ranks.rank][:_DIGEST_BYTES]
         members_of: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):

@@ -44,7 +44,8 @@ class Restoration:
         self._folder, self._index = folder, index
         if "extra" not in index.header:
             raise CheckpointError(
-                f"{folder}: got a checkpoint that shardopt.checkpoint.save did not write, expected one"
+                f"{folder}: got a checkpoint without 'extra' in its header, expected one written by "
+                "shardopt.checkpoint.save; pass the path that save() was given"
             )
         self._owner = None if optimizer is None else Owner.of(optimizer)
         self._items = items_of(model, self._owner)
@@ -92,7 +93,7 @@ class Restoration:
         ]
 
     def _plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Gives all that is to be read its memory, and finds out what has to be converted."""
+        """Allocates host memory for everything to be read, and determines the conversions."""
         self._check_model(claimed)
         self._entries: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self._index.tensors.items():

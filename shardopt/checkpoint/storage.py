@@ -146,7 +146,7 @@ class Folder:
 
     @_os_errors()
     def put(self, name: str, unfinished: str, data: bytes) -> None:
-        """Puts a file in place of one of this name, at once and durably; it may be named ``unfinished`` before."""
+        """Replaces a file atomically and durably; ``unfinished`` is the name of the temporary file."""
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
         if protocols & _ATOMIC_UPLOADS:
             self._fs.pipe_file(self._at(name), data)

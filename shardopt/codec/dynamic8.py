@@ -21,7 +21,7 @@ _DECADES = 7
 def dynamic_map(*, signed: bool) -> Tensor:
     """The 256 values of the map, float32, rising."""
     values = [0.0, 1.0]
-    for i in range(7):
+    for i in range(_DECADES):  # midpoints of 2^i (signed) or 2^(i + 1) equal parts of [0.1, 1], times 10^(i - 6)
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32, device="cpu").numpy()
         centres = (edges[:-1] + edges[1:]) / np.float32(2)
         decade = (np.float32(10.0 ** (i - 6)) * centres).tolist()
@@ -56,9 +56,10 @@ class Lines(NamedTuple):
 
 
 def lines(*, signed: bool) -> Lines:
-    """The lines of one of the maps."""
+    """Slope and offset of each part, so that ``round(slope * y + offset)`` is the index of the nearest magnitude."""
     between = edges(signed=signed)
     counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(_DECADES)]
+    # The index of each part's first magnitude.
     firsts = [0, *(count if signed else count - 1 for count in counts), len(between)]
     slopes, offsets = [0.0], [0.0]
     for decade, (count, first) in enumerate(zip(counts, firsts[1:], strict=False)):

@@ -78,7 +78,7 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
 
 
 def levels_of(begin: int, terms: int) -> list[int]:
-    """The levels of the sums that terms leave, the first of which has this number."""
+    """Levels of the partial sums left after ``terms`` terms, the first of which has the number ``begin``."""
     counter = Counter(begin)
     counter.skip_to(begin + terms)
     return [level for level, _ in counter.sums]

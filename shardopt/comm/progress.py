@@ -56,7 +56,7 @@ class Progress:
         return self.done == self.passes - 1
 
     def begin(self, *_: Any) -> None:
-        """Is called by whatever comes first in a backward pass, and by more; also as a hook of parameters' gradients.
+        """Starts a backward pass; further calls in the same pass return at once. Reducers and gradient hooks call it.
 
         Raises:
             RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.

@@ -225,7 +225,7 @@ class NAdam(AdamKin):
             elif beta1 != last:
                 states = (self.state.get(param) for param in group["params"])
                 taken = max((int(state["step"]) for state in states if state), default=0)
-                group["past_mu"] = (taken, _product(group, taken), beta1)
+                group["past_mu"] = (taken, _mu_product(group, taken), beta1)
 
     def reset_group(self, group: dict[str, Any]) -> None:
         group["past_mu"] = _NO_PAST
@@ -247,7 +247,7 @@ class NAdam(AdamKin):
         for group in state_dict["param_groups"] if dequantize else ():
             for entries in filter(None, map(state_dict["state"].get, group["params"])):
                 step = entries["step"]
-                entries["mu_product"] = torch.full_like(step, _product(group, int(step)))
+                entries["mu_product"] = torch.full_like(step, _mu_product(group, int(step)))
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -272,8 +272,11 @@ def _decay_base(group: Mapping[str, Any]) -> float:
     return float(0.96 ** group["momentum_decay"])
 
 
-def _product(group: Mapping[str, Any], steps: int) -> float:
-    """The product of the first decay rates of this many steps."""
+def _mu_product(group: Mapping[str, Any], steps: int) -> float:
+    """NAdam's ``mu_product``: the product of ``beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))`` over t = 1 to steps.
+
+    Begins at ``past_mu``: the steps and their product when beta1 was last changed, and beta1 since then.
+    """
     past, product, beta1 = group["past_mu"]
     if steps < past:
         past, product = 0, 1.0

@@ -102,14 +102,14 @@ def unpack_loaded(
 
 
 class _Field(NamedTuple):
-    """Bytes of an element of packed state: of the entries with the parameter's shape, or with numbers for some blocks.
+    """Bytes that some entries take in each packed element: those of the parameter's shape, or those of one block grid.
 
     Attributes:
         spec: describes the slice's state.
         grid: the blocks; None for entries of the parameter's shape.
         widths: bytes of an element or a block, by entry.
         first: index of the first byte in an element.
-        beside: bytes in an element: of a block's, as many as suffice for the shortest block to carry them all.
+        beside: bytes per element. A block's bytes are spread over its elements, so that the shortest block has room.
     """
 
     spec: SliceSpec

@@ -198,7 +198,7 @@ class StateResidency:
                     state[key] = spec.like(key, home)
 
     def transfers(self, device: torch.device, offload: str) -> CudaTransfers:
-        """The copies of operands that are offloaded from a device."""
+        """Staging slots and copy streams for a device and a kind of offload, made on first use."""
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
@@ -244,7 +244,7 @@ class StateResidency:
         self.foreseen_bytes = before + new
 
     def _movable(self) -> list[_Movable]:
-        """The entries of state beside parameters on devices, except while it sleeps. Step counts stay: 4 bytes each."""
+        """The entries that :meth:`sleep` and :meth:`wake` move: all but step counts, of parameters without ``offload``."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():

@@ -63,7 +63,7 @@ class Line(NamedTuple):
 
 
 class StepPlan:
-    """The description of a step's parameters of which other ranks have parts, and which of them have a gradient.
+    """Properties of the parameters that a step shares with other ranks, and which have a gradient on this rank.
 
     Args:
         sets: the descriptions by the ranks that must agree, each in an order that is equal on all of these ranks.
