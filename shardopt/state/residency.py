@@ -244,7 +244,7 @@ class StateResidency:
         self.foreseen_bytes = before + new
 
     def _movable(self) -> list[_Movable]:
-        """The entries that :meth:`sleep` and :meth:`wake` move: all but step counts, of parameters without ``offload``."""
+        """Entries that :meth:`sleep` and :meth:`wake` move: all but step counts, of parameters without ``offload``."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():
