@@ -67,6 +67,7 @@ class HeldParameters(ReleasedParameters):
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
         self.overlap: object = None  # whose hooks do not keep it
         self._found: Mapping[Any, Tensor] = {}  # by a loss scaler: flags of this step's gradients that are not finite
+        self.is_unscaling = False  # whether a loss scaler looks at gradients right now
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
