@@ -63,9 +63,11 @@ class ShardedOptimizer(OptimizerInterface):
         False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
         then unscales by itself, and calls ``step`` only if all gradients are finite. True all the same with float16
         parameters, whose gradients GradScaler refuses to unscale. May be set to False, for Lightning, which clips only
-        gradients that GradScaler has unscaled. True while gradients are released: ``step`` then refuses a scaler.
+        gradients that GradScaler has unscaled. True while the backward pass takes steps:
+        ``step`` then refuses a scaler.
         """
-        if self._internals.released is not None:
+        released = self._internals.released
+        if released is not None and not released.overlaps_forward:
             return True
         params = self._internals.params
         if not self._takes_loss_scales or any(getattr(assigned(param), "holders", None) for param in params):
@@ -235,13 +237,14 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                released gradients meet a torch.amp.GradScaler or, if they are not held, a closure. Nothing was changed.
+                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler. Nothing
+                was changed.
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
-        if released is not None:
+        if released is not None and not released.overlaps_forward:
             released.check_step(closure, scaling)
         loss = None
         if closure is not None:

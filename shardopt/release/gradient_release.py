@@ -107,9 +107,9 @@ def release_gradients(
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
     nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, and closures. Always excluded are a scaled
-    loss (``GradScaler.step`` raises), ``nonfinite="raise"``, whose promise that nothing was changed could not be kept,
-    rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
+    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
+    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed could
+    not be kept, rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
     :func:`shardopt.comm.ordered_gradients`.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a

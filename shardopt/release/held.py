@@ -5,6 +5,7 @@ So the norm of all gradients, and whether all are finite, is known before the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -14,17 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
 from shardopt.layout import Counted, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
+from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.released import ReleasedParameters
 from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
+from shardopt.step.over_all import OverAll
 
 
 class HeldParameters(ReleasedParameters):
@@ -33,12 +37,7 @@ class HeldParameters(ReleasedParameters):
     Gradients of parameters with ``offload="step"`` are held in the host's memory, where the CPU adds them up and steps
     the parameters. Others stay where they are, and the optimizer's ``step()`` steps these parameters at once.
 
-    Args:
-        optimizer: has them.
-        model: has them, too.
-        params: those to step.
-        waiting_gradients: how many gradients may be on their way to the host.
-        micro_batches: how many gradients each parameter gets before it is stepped, at most.
+    Arguments are those of the base class: ``waiting_gradients`` is how many may be on their way to the host.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
@@ -67,6 +66,8 @@ class HeldParameters(ReleasedParameters):
         self._staging = Staging(pin=self._pin is not None)
         self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
         self.overlap: object = None  # whose hooks do not keep it
+        self._found: Mapping[Any, Tensor] = {}  # by a loss scaler: flags of this step's gradients that are not finite
+        self.is_unscaling = False  # whether a loss scaler looks at gradients right now
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
@@ -95,7 +96,11 @@ class HeldParameters(ReleasedParameters):
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
             )
-        self._has_gradients = True
+        if any(self._found.values()):  # the loss scaler has left the step out
+            self._throw_away()
+        if not self._has_gradients:
+            self._has_gradients = True
+            follow_loss_scalers()  # the loss has been scaled by now
         is_part, held = self._more_may_come(param), self._gradients.get(param)
         if not is_part or (held is not None and held.count):  # parts go where the step's first gradient is
             self._take_to_host(param, is_part=is_part)
@@ -151,11 +156,7 @@ class HeldParameters(ReleasedParameters):
 
     @without_autograd
     def take_rest(self) -> None:
-        """Takes to the host what ``.grad`` has of gradients that are partly there.
-
-        Raises:
-            RuntimeError: it is one gradient too many.
-        """
+        """Takes to the host what ``.grad`` has of gradients that are partly there; RuntimeError if it is too many."""
         for param in self.held:
             if param.grad is not None:  # set by hand, or accumulated while no hook was called
                 self._take_to_host(param)
@@ -181,6 +182,34 @@ class HeldParameters(ReleasedParameters):
     def held(self) -> Mapping[Tensor, HostGradient]:
         """The gradients that are held in the host's memory now, by their parameters."""
         return {param: held for param, held in self._gradients.items() if held.count}
+
+    @without_autograd
+    def unscale(self, factor: Tensor, found: dict[Any, Tensor], found_inf: Tensor, *, allow_fp16: bool) -> None:
+        """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
+
+        Args:
+            factor: of one element.
+            found: by devices of parameters, 1 if a gradient is not finite, on any rank that has parts of held ones.
+            found_inf: 0, as ``found`` has it.
+            allow_fp16: whether float16 gradients may be rounded once more; otherwise they raise ValueError.
+        """
+        if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
+            raise ValueError(
+                "got float16 gradients in GradScaler.unscale_, expected gradients that are not rounded once more; use "
+                "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
+            )
+        shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
+        holders_of_all = (shard_of(param).counted() for param in self._parameters)
+        total = OverAll(holders_of_all).total(shares, no_share(), largest=False)
+        is_finite = math.isfinite(_C.sum_value(total.numpy()))
+        for device in {param.device for param in self._parameters}:
+            flag = torch.full_like(found_inf, not is_finite, device=device)
+            found[device] = torch.maximum(found.get(device, flag), flag)
+        if float(factor) != 1.0:
+            for held in self.held.values():
+                held.sum.mul_(float(factor))
+                held.squares = None
+        self._found = found
 
     def begin_replica(self, replica: Any, args: Any) -> None:
         """Waits, too, until gradients have left DDP's buckets; exceptions are left to whoever needs the gradients."""
@@ -224,6 +253,10 @@ class HeldParameters(ReleasedParameters):
         if self._has_gradients:
             self._wants_norm, self._has_norm = self._has_norm, False
         super().next_step()
+        self._throw_away()
+
+    def _throw_away(self) -> None:
+        self._found = {}
         for held in self._gradients.values():
             held.count = 0
 

@@ -179,12 +179,8 @@ class ReleasedParameters:
         self._deferred.check()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Checks that the optimizer's ``step()`` was not asked for what it cannot do any more.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if closure is not None and not self.overlaps_forward:
+        """Raises RuntimeError if the optimizer's ``step()`` was asked for what it cannot do any more."""
+        if closure is not None:
             raise RuntimeError(
                 "got a closure while gradients are released, expected step() without a closure, whose backward pass "
                 "would itself be a step; call backward() before optimizer.step(), or remove() the release"
@@ -192,8 +188,8 @@ class ReleasedParameters:
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
                 "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): it does not find "
-                "gradients that were stepped, or taken to the host, during the backward pass, and cannot unscale them; "
-                "train in bfloat16 without a scaler, or remove() the release"
+                "gradients that were stepped during the backward pass, and cannot unscale them; release them with "
+                "overlap_forward=True, train in bfloat16 without a scaler, or remove() the release"
             )
 
     def begin_replica(self, replica: Any, args: Any) -> None:

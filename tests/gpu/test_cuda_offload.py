@@ -76,25 +76,32 @@ def test_device_memory_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPa
     assert used[1] - used[0] <= (4608 + 512) * more_chunks, used
 
 
-def trained(offload: str | None, release: dict[str, Any] | None, micro: int = 1, clip: bool = False) -> Snapshot:
-    """Norms, parameters and state after four steps with late gradients."""
+def trained(
+    offload: str | None, release: dict[str, Any] | None, micro: int = 1, scale: float | None = None, clip: bool = False
+) -> Snapshot:
+    """Norms, loss scale, parameters and state after four steps with late gradients."""
     model = make_net().to(CUDA)
     optimizer = shardopt.AdamW8bit(model.parameters(), lr=1e-2, min_quantized_numel=64, offload=offload)
     if release is not None:
         shardopt.release_gradients(model, optimizer, **release)
+    scaler = torch.amp.GradScaler(CUDA.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
     found = {}
     torch.use_deterministic_algorithms(True, warn_only=True)
     for step in range(4):
         for i in range(micro):
             loss = loss_of(model, make_batch(10 * step + i).to(CUDA))
             keep_busy()
-            loss.backward()
+            scaler.scale(loss).backward()
+        if scale is not None:
+            scaler.unscale_(optimizer)
         if clip:
             found[f"norm {step}"] = shardopt.clip_grad_norm_(model.parameters(), 1e-2, optimizer=optimizer).cpu()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     torch.use_deterministic_algorithms(False)
     optimizer.synchronize()
+    found["scale"] = torch.tensor(scaler.get_scale())
     return {**found, **snapshot(dict(model.named_parameters()), optimizer)}
 
 
@@ -111,11 +118,12 @@ def test_gradient_release(offload: str | None, overlap: bool) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("scale", [None, 1000.0])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_held_gradients(micro: int) -> None:
+def test_held_gradients(micro: int, scale: float | None) -> None:
     """Shows that clipped steps on the host beside the next forward pass have the bits of those on the device."""
     release = {"overlap_forward": True, "waiting_gradients": 2, "micro_batches": micro}
-    assert_same(trained("step", release, micro, clip=True), trained(None, None, micro, clip=True))
+    assert_same(trained("step", release, micro, scale, clip=True), trained(None, None, micro, scale, clip=True))
 
 
 @needs_gpu

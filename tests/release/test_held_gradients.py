@@ -1,4 +1,4 @@
-"""Gradients held in the host's memory until step(): clipping and micro-batches as without offload."""
+"""Gradients held in the host's memory until step(): clipping, micro-batches and loss scales as without offload."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardopt
 from ranks.loop import OFFLOADED, RELEASED, Drive, Layers, Loop, batch, compare
 from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
+from shardopt.optim import ShardedOptimizer
 from shardopt.release import host_gradients
 from shardopt.release.released import ReleasedParameters
 from shardopt.state import host_memory
@@ -42,6 +45,11 @@ def from_cpu() -> Iterator[None]:
         {"micro_batches": 2, "max_norm": 1e-2, "kind": "LAMB8bit"},
         {"max_norm": 1e-3, "nonfinite": "propagate"},
         {"dtype": torch.bfloat16, "master_weight_bits": 24, "max_norm": 1e-3},
+        # The largest scale makes some gradients infinite: these steps are left out, and the scale goes down.
+        {"scale": 1000.0, "micro_batches": 2, "max_norm": 1e-3},
+        {"scale": 1e38, "micro_batches": 2},
+        {"scale": 1e38, "max_norm": 1e-3},
+        {"scale": 256.0, "dtype": torch.float16},
         # Not held: stepped in the backward pass that brings the last gradient, or by step().
         {"micro_batches": 3, "max_norm": 1e-3, "offload": None},
         {"micro_batches": 3, **OFFLOADED},
@@ -103,6 +111,8 @@ def evaluates_and_clips_between(loop: Loop) -> None:
     for number in range(6):
         loop.evaluate()
         loop.loss(number).backward()
+        if loop.scaler is not None and number % 2 == 0:
+            loop.scaler.unscale_(loop.optimizer)
         loop.clip()
         if number % 2:
             loop.update()
@@ -197,7 +207,7 @@ def waits_that_are_interrupted(loop: Loop) -> None:
     ("drive", "options"),
     [
         (clips_some_steps, {"micro_batches": 2}),
-        (evaluates_and_clips_between, {"micro_batches": 2}),
+        (evaluates_and_clips_between, {"micro_batches": 2, "scale": 1024.0}),
         (passes_forward_twice, {}),
         (throws_gradients_away, {"micro_batches": 2, "max_norm": 1e-3}),
         (removes_the_release, {}),
@@ -391,3 +401,60 @@ def test_too_little_host_memory_is_reported_at_the_release(monkeypatch: pytest.M
     with pytest.raises(MemoryError, match=r"offload: got 0 MiB of available host memory, expected"):
         shardopt.release_gradients(model, optimizer, overlap_forward=True)
     shardopt.release_gradients(model, optimizer)
+
+
+def test_float16_gradients_are_not_unscaled_in_place() -> None:
+    """As PyTorch refuses others. A step unscales without a rounding in between."""
+    loop = Loop(True, dtype=torch.float16, scale=256.0)
+    loop.backward(0)
+    assert loop.scaler is not None
+    with pytest.raises(ValueError, match=r"(?i)float16 gradients|fp16 gradients"):
+        loop.scaler.unscale_(loop.optimizer)
+
+
+# Scalers of other classes --------------------------------------------------------------------------------------------
+
+
+class CallsItsBaseClass(GradScaler):
+    """A scaler with an ``_unscale_grads_`` of its own."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        return super()._unscale_grads_(*args)
+
+
+def wrapped_by_another_package(*args: Any, **options: Any) -> GradScaler:
+    original = getattr(GradScaler._unscale_grads_, "__wrapped__", GradScaler._unscale_grads_)
+    GradScaler._unscale_grads_ = wraps(original)(lambda *given: original(*given))  # type: ignore[method-assign]
+    return GradScaler(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "max_norm"), [(CallsItsBaseClass, 1e-3), (ShardedGradScaler, None), (wrapped_by_another_package, 1e-3)]
+)
+@pytest.mark.ranks(1)
+def test_classes_of_scalers(make: Callable[..., GradScaler], max_norm: float | None) -> None:
+    def drive(loop: Loop) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GradScaler, "_unscale_grads_", GradScaler._unscale_grads_)
+            loop.scaler = make("cpu", init_scale=1024.0, growth_interval=2)  # may be newer than the release
+            original = loop.loss
+            loop.loss = lambda number: original(number) * (torch.inf if number == 10 else 1.0)  # type: ignore[method-assign]
+            loop.run()
+
+    compare(drive, scale=1.0, max_norm=max_norm)
+
+
+def test_a_step_that_the_scaler_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are thrown away though only the model's zero_grad() is called, also those of too few passes."""
+    monkeypatch.setattr(ShardedOptimizer, "_step_supports_amp_scaling", False)
+
+    def drive(loop: Loop) -> None:
+        assert loop.scaler is not None
+        monkeypatch.setattr(loop.optimizer, "zero_grad", loop.model.zero_grad)
+        loop.step(0)
+        (loop.loss(1) * torch.inf).backward()
+        loop.scaler.unscale_(loop.optimizer)
+        loop.update()
+        loop.step(2)
+
+    compare(drive, micro_batches=2, scale=1024.0, max_norm=1e-3)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 
 import shardopt
@@ -273,6 +274,7 @@ class Layers(nn.Module):
 def released(
     device: torch.device,
     norm_type: float | None = None,
+    scale: float | None = None,
     chunk: int = 4608,
     reads: bool = False,
     between: Callable[[], object] = bool,
@@ -281,8 +283,8 @@ def released(
 ) -> Named:
     """Parameters stepped during the backward pass, or the next forward pass, as the options ``release`` say.
 
-    Clipped by the norm of ``norm_type``, if one is given. ``reads``: the parameters are copied after each step, by a
-    state dict. ``between`` is called after each step.
+    Clipped by the norm of ``norm_type``, if one is given; ``scale`` is a loss scaler's first one. ``reads``: the
+    parameters are copied after each step, by a state dict. ``between`` is called after each step.
     """
     release, found = release or {}, Named()
     with chunks_of(chunk):
@@ -290,19 +292,24 @@ def released(
         optimizer = shardopt.AdamW8bit(model.parameters(), lr=0.01, min_quantized_numel=64, **options)
         if device.type == "cuda":
             model.release(optimizer, **release)
+        scaler = GradScaler(device.type, init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
         for t in range(4):
             for micro in range(release.get("micro_batches", 1)):
                 gradient = model(values((8, 33), 50 + 10 * t + micro).to(device)).detach() * 0.01
-                model.backward(gradient)
+                model.backward(scaler.scale(gradient))
+            if scale is not None:
+                scaler.unscale_(optimizer)
             if norm_type is not None:
                 norm = shardopt.clip_grad_norm_(model.parameters(), 0.02, norm_type, optimizer=optimizer)
                 found[f"norm {t}"] = norm
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             between()
             if reads:
                 found.update((f"{name} {t}", value.clone()) for name, value in model.state_dict().items())
         optimizer.synchronize()
+        found["scale"] = torch.tensor(scaler.get_scale())
         return on_cpu({**found, **snapshot(dict(model.named_parameters()), optimizer)})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR
 
 import shardopt
@@ -75,6 +76,7 @@ class Loop:
         dtype: torch.dtype = torch.float32,
         max_norm: float | None = None,
         norm_type: float = 2.0,
+        scale: float | None = None,
         kind: str = "AdamW8bit",
         model: nn.Module | None = None,
         overlap: bool = True,
@@ -89,6 +91,7 @@ class Loop:
         defaults = {"lr": 1e-2, "min_quantized_numel": 64, "offload": offload if held else None}
         self.optimizer = getattr(shardopt, kind)(self.model.parameters(), **{**defaults, **options})
         self.schedule = ExponentialLR(self.optimizer, 0.7)
+        self.scaler = GradScaler("cpu", init_scale=scale, growth_interval=2) if scale is not None else None
         self.norms: list[Tensor] = []
         self.held = held
         if held:
@@ -98,7 +101,8 @@ class Loop:
             )
 
     def loss(self, number: int) -> Tensor:
-        return self.loss_of(self.model, number) / self.micro_batches
+        loss = self.loss_of(self.model, number) / self.micro_batches
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def backward(self, step: int) -> None:
         added: dict[Tensor, Tensor] = {}
@@ -113,6 +117,8 @@ class Loop:
 
     def step(self, step: int) -> None:
         self.backward(step)
+        if self.scaler is not None and self.max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
             self.clip()
         self.update()
@@ -123,7 +129,12 @@ class Loop:
             self.step(step)
 
     def update(self) -> None:
-        self.optimizer.step()
+        """The optimizer's step, by the scaler if there is one, and its zero_grad()."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
@@ -138,8 +149,9 @@ class Loop:
 
     def result(self) -> Snapshot:
         self.optimizer.synchronize()
+        scale = {} if self.scaler is None else {"scale": torch.tensor(self.scaler.get_scale())}
         norms = {f"norm {i}": norm for i, norm in enumerate(self.norms)}
-        return {**everything(self.optimizer), **norms}
+        return {**everything(self.optimizer), **norms, **scale}
 
 
 Drive = Callable[[Loop], object]
