@@ -16,11 +16,12 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
+from shardopt.state.loaded_entries import check_entry
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import EntryFormat, SliceSpec
 from shardopt.state.tensor_state import TensorState
-from shardopt.wrapper.known import full_name, is_known
+from shardopt.wrapper.known import full_name, is_elementwise, is_known
 
 State = dict[str, Any]
 
@@ -38,10 +39,8 @@ STEP_SIZES = {"step_size"}
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = {"grad_avg", "square_avg"}
 
-#: The dtypes of entries that are quantized, beside the parameter's: double precision would be lost in codes.
-CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Ends of the names of codes and scales, and of the dtype of an entry in floats that is not the parameter's.
-CODING_ENDS, DTYPE = ("_codes", "_scales"), "_dtype"
+#: Ends of the names of codes and scales.
+CODING_ENDS = ("_codes", "_scales")
 #: Ends the codec's name in state dicts and checkpoints: shardopt's own optimizers code some moments in units of others.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
@@ -80,8 +79,6 @@ class Entries:
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | STEP_SIZES | frozenset(keep)
-        self.may_make_state = True  # the next step may be one that a framework takes to have state made
-        self.was_made = False  # the present state is of such a step
 
     @property
     def format(self) -> dict[str, Any]:
@@ -97,22 +94,20 @@ class Entries:
         Raises:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
-        pairs: dict[str, tuple[Any, Any]] = {key: (saved.get(key), own) for key, own in self.format.items()}
-        signs, _ = pairs["unsigned"]
+        got, expected = {key: saved.get(key) for key in self.format}, self.format
+        signs = got["unsigned"]
         if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
-            del pairs["unsigned"]
-            for name in names:
-                got, own = ("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
-                pairs[name] = got, own
-        codec, block_size = str(saved.get("codec")), saved.get("block_size")
+            got["unsigned"] = [name for name in names if name in signs]
+            expected["unsigned"] = [name for name in names if name in self.unsigned]
+        codec, block_size = str(got["codec"]), got["block_size"]
         own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
         if codec.endswith(_BY_ENTRY) and not exact:
             check_options(own_options)
-            del pairs["codec"], pairs["block_size"]
-        for key, (got, expected) in pairs.items():
-            if got != expected:
+            expected |= {"codec": codec, "block_size": block_size}
+        for key, value in expected.items():
+            if got[key] != value:
                 raise ValueError(
-                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
         return own_options
@@ -127,26 +122,14 @@ class Entries:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
-    def names(self, shard: Shard, param: Tensor, state: Mapping[str, Any]) -> list[str]:
-        """The entries that are to be quantized in a state in floats."""
-        kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
-        return sorted(
-            name
-            for name, x in (state.items() if self.is_quantized(shard) else ())
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*CODED_DTYPES, param.dtype)
-            if x.shape == param.shape and name not in kept and not name.endswith(CODING_ENDS)
-        )
-
     def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> State:
         """The state in floats, up to rounding errors of the codec."""
         names, shard = coded_names(stored), shard_of(param)
-        coding = {name + end for name in names for end in (*CODING_ENDS, DTYPE)}
-        floats = {key: x for key, x in stored.items() if key not in coding}
+        floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
         local = shard.local(param).detach()
         for name, value in self.coding(shard, names).decode(stored).items() if names else ():
             # In the parameter's order of memory, in which fused kernels take elements.
-            x = torch.empty_like(local, dtype=stored.get(name + DTYPE, param.dtype)).copy_(shard.local(value))
-            floats[name] = shard.like_parameter(x)
+            floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
 
     def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> State:
@@ -156,9 +139,13 @@ class Entries:
             ValueError: an unsigned entry has a value below zero.
         """
         shard = shard_of(param)
-        values = {name: floats[name] for name in self.names(shard, param, floats)}
-        state: State = {name + DTYPE: x.dtype for name, x in values.items() if x.dtype != param.dtype}
-        state.update((key, x) for key, x in floats.items() if key not in values)
+        kept = self.kept | CENTERED if floats.keys() >= CENTERED else self.kept
+        values = {
+            name: x
+            for name, x in (sorted(floats.items()) if self.is_quantized(shard) else ())
+            if isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape and name not in kept
+        }
+        state: State = {key: x for key, x in floats.items() if key not in values}
         for name in values.keys() & self.checked:
             x = shard.local(values[name])
             if x.numel() and (least := x.amin()) < 0:
@@ -211,8 +198,7 @@ class Entries:
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: the present state is the run's own, and the next step may be one that only makes state."""
-        self.may_make_state, self.was_made = True, False
+        """Ends a load: steps keep no tables of state."""
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""
@@ -245,18 +231,21 @@ class Entries:
         """A parameter's loaded state as it is kept."""
         shard, is_coded = shard_of(param), "codec" in saved
         names = coded_names(loaded) if is_coded else []
-        form = self.coding(shard, names)
-        kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in form.entries}
         if is_coded:
             self.saved_options(saved, names, exact=True)
-            coded = {key: x for key, x in loaded.items() if key in form.entries}
-            form.check_loaded(coded, name, of_torch=True)
-            state = {**kept, **form.adopt(coded, param.device, name)}
-        else:
-            state = self.encoded(param, kept)
-        for key in (name + DTYPE for name in coded_names(state)):
-            if key in state:
-                _check_dtype(key, state[key])
+        form = self.coding(shard, names)
+        coded = {key: x for key, x in loaded.items() if key in form.entries}
+        form.check_loaded(coded, name, of_torch=True)
+        kept = {key: x for key, x in loaded.items() if key not in coded}
+        tensors = {key: x for key, x in kept.items() if isinstance(x, Tensor) and x.dim()}
+        if is_elementwise(self.inner, self.inner.param_groups):  # others have entries of any shape
+            like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
+            for key, x in tensors.items():
+                check_entry(x, like, key, name)
+        if not is_coded:  # as in Optimizer.load_state_dict
+            kept.update((key, x.to(param.dtype)) for key, x in tensors.items() if x.is_floating_point())
+        floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
+        state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
         self.coding(shard, coded_names(state)).check_local(state, name)
         return state
 
@@ -268,9 +257,7 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
         ValueError: no save wrote it, or ranks may have different ones.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
-    if kind == "dtype":
-        _check_dtype(name, x.dtype)
-    elif kind and (shape or _NUMBERS.get(kind) != x.dtype):
+    if kind and (shape or _NUMBERS.get(kind) != x.dtype):
         raise ValueError(f"got {key!r:.80} of {x.dtype} and shape {shape}, expected a number; load another checkpoint")
     is_whole = not shape or shape != shard.global_shape
     if is_whole and shape and shard.local_shape != shard.global_shape:
@@ -279,11 +266,6 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
             "expected numbers, and tensors of the parameter's shape; use an optimizer that is element by element"
         )
     return key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,))
-
-
-def _check_dtype(key: str, dtype: object) -> None:
-    if not any(dtype is coded for coded in CODED_DTYPES):
-        raise ValueError(f"got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state")
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
@@ -296,8 +278,6 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):
             return key, value.detach()
-        if isinstance(value, torch.dtype):
-            return f"{key}:dtype", torch.zeros((), dtype=value, device="cpu")
         if kind in _NUMBERS and not (kind == "int" and abs(value) >= 2**63):
             return f"{key}:{kind}", torch.tensor(value, dtype=_NUMBERS[kind], device="cpu")
     raise ValueError(
@@ -309,7 +289,7 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
 def _unpacked(key: str, x: Tensor) -> tuple[str, Any]:
     """The inverse of :func:`_packed`."""
     name, _, kind = key.partition(":")
-    return name, x.dtype if kind == "dtype" else x.item() if kind else x
+    return name, x.item() if kind else x
 
 
 def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:

@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
 from shardopt.removed import explained
 from shardopt.state.loaded_entries import check_keys
@@ -28,8 +27,6 @@ from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_opti
 
 #: Keys of a param group that each parameter has its own of.
 _PARAMS = frozenset(["params", "param_names"])
-#: State entries that count steps, with their values before the first one.
-_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def quantize_state(
@@ -161,16 +158,7 @@ class QuantizedState(Optimizer):
         if self._is_first_step:
             self.check_group(*self.param_groups)  # parameters may have been sharded since
             self._is_first_step = False
-        entries = self._internals
-        if entries.may_make_state:
-            if entries.was_made:
-                self.state.clear()
-            has_begun = any(map(bool, self.state.values()))
-            entries.may_make_state = entries.was_made = only_makes_state(self.param_groups, lambda: has_begun)
-        if entries.was_made:
-            self._make_state()
-        else:
-            self._step_all()
+        self._step_all()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> State:
@@ -215,7 +203,6 @@ class QuantizedState(Optimizer):
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
-        self._internals.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -258,37 +245,32 @@ class QuantizedState(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
-    def _step_all(self, *, counts: bool = True) -> None:
+    def _step_all(self) -> None:
         """Takes a step of all parameters that have gradients.
 
-        Each call of the inner ``step()`` advances counters, and all calls together must advance them once, or not at
-        all if not ``counts``: every parameter begins with the same values of its param group, and of the numbers among
-        the optimizer's attributes.
+        Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
+        parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
         """
         inner, groups = self._inner, self.param_groups
         elementwise = is_elementwise(inner, groups)
         numbers = {key: x for key, x in vars(inner).items() if type(x) in (int, float)}
         try:
             for group in groups:
-                listed = list(zip(group["params"], group.get("param_names", group["params"]), strict=False))
-                stepped = [(param, name) for param, name in listed if param.grad is not None]
-                options: dict[str, Any] = {}
-                for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
+                positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
+                alone: dict[str, Any] = {}
+                for at in positions or [None]:  # steps without gradients are counted, too
                     _restore(inner, numbers)
-                    options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
-                    names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
-                    inner.param_groups = [{**options, "params": [], **names}]
-                    if param is None:
+                    alone = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+                    of_param = {key: [] if at is None else [group[key][at]] for key in _PARAMS if key in group}
+                    inner.param_groups = [{**alone, **of_param}]
+                    if at is None:
                         inner.step()
                     else:
-                        self._step_parameter(param, elementwise=elementwise)
-                    options = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                if counts:
-                    _put(group, options)
+                        self._step_parameter(group["params"][at], elementwise=elementwise)
+                    alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
+                _put(group, alone)
         finally:
             inner.param_groups = groups
-            if not counts:
-                _restore(inner, numbers)
 
     def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
         """Steps one parameter. If that fails, its state is as it was.
@@ -316,18 +298,6 @@ class QuantizedState(Optimizer):
             states.pop(target, None)
             if new:
                 states[param] = new
-
-    def _make_state(self) -> None:
-        """Takes a step of which only state is left, with step counts of zero: weights and counters are restored."""
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        weights = [param.detach().clone() for param in params]
-        self._step_all(counts=False)
-        for param, value in zip(params, weights, strict=True):
-            param.copy_(value)
-            state = self.state.get(param, {})
-            for key in _COUNTS.keys() & state.keys():
-                old, new = state[key], _COUNTS[key]
-                state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
 
 
 def _restore(inner: Optimizer, numbers: Mapping[str, int | float]) -> None:
