@@ -1,4 +1,4 @@
-"""State entries: which are quantized, their codes, how they are loaded, and what checkpoints see of them.
+"""StateDict entries: which are quantized, their codes, how they are loaded, and what checkpoints see of them.
 
 The functions that checkpoints call have the names that they have in :class:`shardopt.optim.internals.Internals`.
 """
@@ -18,12 +18,10 @@ from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.names import listed_name
-from shardopt.state.options import DEFAULTS, check_options
-from shardopt.state.slice_spec import EntryFormat, SliceSpec
+from shardopt.state.options import check_options
+from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
 from shardopt.wrapper.known import full_name, is_elementwise, is_known
-
-State = dict[str, Any]
 
 #: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
 UNSIGNED = {
@@ -34,8 +32,6 @@ UNSIGNED = {
 WEIGHT_COPIES = {"z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"}
 #: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
 WIDE = {"exp_avg_slow"}
-#: Sizes of Rprop's steps, which grow and shrink by factors.
-STEP_SIZES = {"step_size"}
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = {"grad_avg", "square_avg"}
 
@@ -74,11 +70,11 @@ class Entries:
         self, inner: Optimizer, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]
     ) -> None:
         self.inner = inner
-        self.options = {**DEFAULTS, **options}
+        self.options = options
         given = frozenset(unsigned)
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
-        self.kept = WEIGHT_COPIES | STEP_SIZES | frozenset(keep)
+        self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
 
     @property
     def format(self) -> dict[str, Any]:
@@ -95,8 +91,7 @@ class Entries:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
         got, expected = {key: saved.get(key) for key in self.format}, self.format
-        signs = got["unsigned"]
-        if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
+        if isinstance(signs := got["unsigned"], list | tuple):  # of other entries, they may differ
             got["unsigned"] = [name for name in names if name in signs]
             expected["unsigned"] = [name for name in names if name in self.unsigned]
         codec, block_size = str(got["codec"]), got["block_size"]
@@ -122,7 +117,7 @@ class Entries:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
-    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> State:
+    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
         """The state in floats, up to rounding errors of the codec."""
         names, shard = coded_names(stored), shard_of(param)
         floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
@@ -132,7 +127,7 @@ class Entries:
             floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
 
-    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> State:
+    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
         """The state to keep for one in floats: the inverse of ``decoded``.
 
         Raises:
@@ -145,7 +140,7 @@ class Entries:
             for name, x in (sorted(floats.items()) if self.is_quantized(shard) else ())
             if isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape and name not in kept
         }
-        state: State = {key: x for key, x in floats.items() if key not in values}
+        state: StateDict = {key: x for key, x in floats.items() if key not in values}
         for name in values.keys() & self.checked:
             x = shard.local(values[name])
             if x.numel() and (least := x.amin()) < 0:
@@ -175,7 +170,7 @@ class Entries:
         kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
         return replace(coding.slices[0], kept=kept)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, State]:
+    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, StateDict]:
         """Form and entries of a parameter's present state: tensors.
 
         Raises:
@@ -185,15 +180,16 @@ class Entries:
         tensors = dict(_packed(key, value) for key, value in state.items())
         return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
 
-    def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> State:
+    def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
         """The new state of a parameter, on its device, from the entries that were read."""
-        ((state,), shard) = states, shard_of(param)
+        shard = shard_of(param)
+        state = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}  # see _packed
         form = self.coding(shard, coded_names(state))
-        kept = dict(_unpacked(key, x) for key, x in state.items() if key not in form.entries)
         coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
-        return {**{key: _on_device(shard, param, options, key, x) for key, x in kept.items()}, **coded}
+        kept = {key: _on_device(shard, param, options, key, x) for key, x in state.items() if key not in coded}
+        return {**kept, **coded}
 
-    def put(self, param: Tensor, placed: State) -> None:
+    def put(self, param: Tensor, placed: StateDict) -> None:
         """Gives a parameter its new state, which :meth:`placed` has made."""
         self.inner.state[param] = placed
 
@@ -204,7 +200,7 @@ class Entries:
         """Whether a value of a param group was put there by a step."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
-    def adopt(self, state_dict: Mapping[str, Any]) -> tuple[State, dict[Tensor, State]]:
+    def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
         """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
 
         Returns:
@@ -227,7 +223,7 @@ class Entries:
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
-    def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> State:
+    def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
         """A parameter's loaded state as it is kept."""
         shard, is_coded = shard_of(param), "codec" in saved
         names = coded_names(loaded) if is_coded else []
@@ -238,7 +234,7 @@ class Entries:
         form.check_loaded(coded, name, of_torch=True)
         kept = {key: x for key, x in loaded.items() if key not in coded}
         tensors = {key: x for key, x in kept.items() if isinstance(x, Tensor) and x.dim()}
-        if is_elementwise(self.inner, self.inner.param_groups):  # others have entries of any shape
+        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have entries of other shapes
             like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
             for key, x in tensors.items():
                 check_entry(x, like, key, name)
@@ -284,12 +280,6 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
         f"got a state entry {key!r} of {kind}, expected tensors and numbers, and no '.' and ':' in names; save "
         "optimizer.state_dict() with torch.save"
     )
-
-
-def _unpacked(key: str, x: Tensor) -> tuple[str, Any]:
-    """The inverse of :func:`_packed`."""
-    name, _, kind = key.partition(":")
-    return name, x.item() if kind else x
 
 
 def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:

@@ -206,7 +206,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown codec": (lambda index: _options(index).update(codec="none by entry"), "expected"),
     "block sizes": (lambda index: _options(index).update(block_size=[128]), "expected"),
     "no signs": (lambda index: _options(index).pop("unsigned"), "expected"),
-    "signs": (lambda index: _options(index).update(unsigned=[1]), "expected"),
+    "signs": (lambda index: _options(index).update(unsigned=["moment"]), "expected"),
     "no scales": (lambda index: index["tensors"].pop("optimizer.0.moment_scales"), "expected"),
     "another kind": (lambda index: _rename(index, "count:float"), "expected"),
     "an unknown kind": (lambda index: _rename(index, "count:blob"), "expected"),

@@ -19,8 +19,6 @@ from ranks.snapshot import assert_same, snapshot
 from slow_cases import slow
 
 SMALL = {"min_quantized_numel": 64}
-#: Optimizers of torch whose state in codes is dropped again by the first step.
-WRAPPED = ("AdamW", "NAdam", "SGD", "Rprop")
 
 
 def titan(model: nn.Module, optimizer: Optimizer) -> None:

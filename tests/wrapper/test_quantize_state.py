@@ -216,9 +216,24 @@ def test_negative_values_in_an_unsigned_entry() -> None:
     assert params[0] not in optimizer.state
 
 
+def test_loaded_floats() -> None:
+    """They have the parameter's dtype and shape, as in the bare optimizer; other shapes change nothing."""
+    params, others = parameters(), parameters(torch.bfloat16)
+    saved = trained(AdamW(params), params).state_dict()
+    optimizer, bare = quantize_state(AdamW(others), min_quantized_numel=NEVER), AdamW(others)
+    for each in (optimizer, bare):
+        each.load_state_dict(saved)
+    assert equal(optimizer.state_dict(dequantize=True), bare.state_dict())
+    before = bits([], optimizer)
+    saved["state"][0]["exp_avg"] = torch.zeros(128, 64)
+    with pytest.raises(ValueError, match=r"got exp_avg as Tensor \(128, 64\), expected Tensor \(64, 128\); load"):
+        optimizer.load_state_dict(saved)
+    assert same(bits([], optimizer), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entries_of_double_precision(dtype: torch.dtype) -> None:
-    """An entry of another dtype than the parameter is kept as it is."""
+    """A float64 entry of a float64 parameter is quantized; beside a float32 parameter it is kept."""
     params = [Parameter(x.to(dtype)) for x in parameters()]
     trained_before = trained(Custom(params), params)
     for state in trained_before.state.values():
@@ -461,6 +476,7 @@ def changed(**entries: Any) -> Damage:
     [
         (changed(exp_avg_codes=torch.zeros(64, 128)), "exp_avg_codes of torch.float32"),
         (changed(exp_avg_scales=torch.full((64, 1), torch.nan)), "exp_avg_scales"),
+        (changed(exp_avg=torch.zeros(3)), r"got exp_avg as Tensor \(3,\), expected Tensor \(64, 128\); load"),
         (changed(exp_avg_codes=None), "got state with .*, expected .*exp_avg_codes"),
         (lambda saved: {**saved, "state": {0: 3}}, "expected a dict of entries by name"),
         (
