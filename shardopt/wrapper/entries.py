@@ -183,7 +183,8 @@ class Entries:
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
         """The new state of a parameter, on its device, from the entries that were read."""
         shard = shard_of(param)
-        state = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}  # see _packed
+        # The inverse of _packed.
+        state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
         form = self.coding(shard, coded_names(state))
         coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
         kept = {key: _on_device(shard, param, options, key, x) for key, x in state.items() if key not in coded}
@@ -233,13 +234,12 @@ class Entries:
         coded = {key: x for key, x in loaded.items() if key in form.entries}
         form.check_loaded(coded, name, of_torch=True)
         kept = {key: x for key, x in loaded.items() if key not in coded}
-        tensors = {key: x for key, x in kept.items() if isinstance(x, Tensor) and x.dim()}
-        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have entries of other shapes
+        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes and dtypes, too
             like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
-            for key, x in tensors.items():
-                check_entry(x, like, key, name)
-        if not is_coded:  # as in Optimizer.load_state_dict
-            kept.update((key, x.to(param.dtype)) for key, x in tensors.items() if x.is_floating_point())
+            for key, x in kept.items():
+                if isinstance(x, Tensor) and x.dim():
+                    check_entry(x, like, key, name)
+                    kept[key] = x.to(param.dtype)  # as in Optimizer.load_state_dict
         floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
         state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
         self.coding(shard, coded_names(state)).check_local(state, name)

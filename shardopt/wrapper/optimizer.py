@@ -203,7 +203,7 @@ class QuantizedState(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._internals: Entries = state["_internals"]
-        self._inner = self._internals.inner
+        self._inner: Optimizer = self._internals.inner
         self.defaults = self._inner.defaults
         super().__setstate__({})  # hooks
 
@@ -248,7 +248,7 @@ class QuantizedState(Optimizer):
         try:
             for group in groups:
                 positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
-                for at in positions or [None]:  # steps without gradients are counted, too
+                for at in positions or (None,):  # steps without gradients are counted, too
                     for key in [key for key, x in attributes.items() if type(x) in (int, float)]:
                         del attributes[key]  # a counter may have begun as an attribute of the class
                     attributes.update(numbers)
