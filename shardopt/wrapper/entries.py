@@ -239,7 +239,7 @@ class Entries:
             for key, x in kept.items():
                 if isinstance(x, Tensor) and x.dim():
                     check_entry(x, like, key, name)
-                    kept[key] = x.to(param.dtype)  # as in Optimizer.load_state_dict
+                    kept[key] = x if is_coded else x.to(param.dtype)  # as in Optimizer.load_state_dict
         floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
         state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
         self.coding(shard, coded_names(state)).check_local(state, name)
