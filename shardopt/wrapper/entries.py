@@ -234,12 +234,11 @@ class Entries:
         coded = {key: x for key, x in loaded.items() if key in form.entries}
         form.check_loaded(coded, name, of_torch=True)
         kept = {key: x for key, x in loaded.items() if key not in coded}
-        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes and dtypes, too
+        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes, too
             like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
             for key, x in kept.items():
                 if isinstance(x, Tensor) and x.dim():
                     check_entry(x, like, key, name)
-                    kept[key] = x if is_coded else x.to(param.dtype)  # as in Optimizer.load_state_dict
         floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
         state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
         self.coding(shard, coded_names(state)).check_local(state, name)

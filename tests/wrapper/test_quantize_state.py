@@ -216,14 +216,11 @@ def test_negative_values_in_an_unsigned_entry() -> None:
     assert params[0] not in optimizer.state
 
 
-def test_loaded_floats() -> None:
-    """They have the parameter's dtype and shape, as in the bare optimizer; other shapes change nothing."""
-    params, others = parameters(), parameters(torch.bfloat16)
+def test_loaded_floats_of_another_shape() -> None:
+    params, others = parameters(), parameters()
     saved = trained(AdamW(params), params).state_dict()
-    optimizer, bare = quantize_state(AdamW(others), min_quantized_numel=NEVER), AdamW(others)
-    for each in (optimizer, bare):
-        each.load_state_dict(saved)
-    assert equal(optimizer.state_dict(dequantize=True), bare.state_dict())
+    optimizer = quantize_state(AdamW(others))
+    optimizer.load_state_dict(saved)
     before = bits([], optimizer)
     saved["state"][0]["exp_avg"] = torch.zeros(128, 64)
     with pytest.raises(ValueError, match=r"got exp_avg as Tensor \(128, 64\), expected Tensor \(64, 128\); load"):
