@@ -1,4 +1,4 @@
-"""State entries: which are quantized, their codes, how they are loaded, and what checkpoints see of them.
+"""StateDict entries: which are quantized, their codes, how they are loaded, and what checkpoints see of them.
 
 The functions that checkpoints call have the names that they have in :class:`shardopt.optim.internals.Internals`.
 """
@@ -16,13 +16,12 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
+from shardopt.state.loaded_entries import check_entry
 from shardopt.state.names import listed_name
-from shardopt.state.options import DEFAULTS, check_options
-from shardopt.state.slice_spec import EntryFormat, SliceSpec
+from shardopt.state.options import check_options
+from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
 from shardopt.state.tensor_state import TensorState
-from shardopt.wrapper.known import full_name, is_known
-
-State = dict[str, Any]
+from shardopt.wrapper.known import full_name, is_elementwise, is_known
 
 #: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
 UNSIGNED = {
@@ -33,15 +32,11 @@ UNSIGNED = {
 WEIGHT_COPIES = {"z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"}
 #: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
 WIDE = {"exp_avg_slow"}
-#: Sizes of Rprop's steps, which grow and shrink by factors.
-STEP_SIZES = {"step_size"}
 #: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
 CENTERED = {"grad_avg", "square_avg"}
 
-#: The dtypes of entries that are quantized, beside the parameter's: double precision would be lost in codes.
-CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Ends of the names of codes and scales, and of the dtype of an entry in floats that is not the parameter's.
-CODING_ENDS, DTYPE = ("_codes", "_scales"), "_dtype"
+#: Ends of the names of codes and scales.
+CODING_ENDS = ("_codes", "_scales")
 #: Ends the codec's name in state dicts and checkpoints: shardopt's own optimizers code some moments in units of others.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
@@ -75,13 +70,11 @@ class Entries:
         self, inner: Optimizer, options: Mapping[str, Any], unsigned: Iterable[str], keep: Iterable[str]
     ) -> None:
         self.inner = inner
-        self.options = {**DEFAULTS, **options}
+        self.options = options
         given = frozenset(unsigned)
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
-        self.kept = WEIGHT_COPIES | STEP_SIZES | frozenset(keep)
-        self.may_make_state = True  # the next step may be one that a framework takes to have state made
-        self.was_made = False  # the present state is of such a step
+        self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
 
     @property
     def format(self) -> dict[str, Any]:
@@ -97,22 +90,19 @@ class Entries:
         Raises:
             ValueError: entries were not coded by quantize_state, or with other signs than here.
         """
-        pairs: dict[str, tuple[Any, Any]] = {key: (saved.get(key), own) for key, own in self.format.items()}
-        signs, _ = pairs["unsigned"]
-        if isinstance(signs, list | tuple) and all(isinstance(name, str) for name in signs):
-            del pairs["unsigned"]
-            for name in names:
-                got, own = ("unsigned" if name in of_side else "signed" for of_side in (signs, self.unsigned))
-                pairs[name] = got, own
-        codec, block_size = str(saved.get("codec")), saved.get("block_size")
+        got, expected = {key: saved.get(key) for key in self.format}, self.format
+        if isinstance(signs := got["unsigned"], list | tuple):  # of other entries, they may differ
+            got["unsigned"] = [name for name in names if name in signs]
+            expected["unsigned"] = [name for name in names if name in self.unsigned]
+        codec, block_size = str(got["codec"]), got["block_size"]
         own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
         if codec.endswith(_BY_ENTRY) and not exact:
             check_options(own_options)
-            del pairs["codec"], pairs["block_size"]
-        for key, (got, expected) in pairs.items():
-            if got != expected:
+            expected |= {"codec": codec, "block_size": block_size}
+        for key, value in expected.items():
+            if got[key] != value:
                 raise ValueError(
-                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
         return own_options
@@ -127,38 +117,30 @@ class Entries:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
-    def names(self, shard: Shard, param: Tensor, state: Mapping[str, Any]) -> list[str]:
-        """The entries that are to be quantized in a state in floats."""
-        kept = self.kept | CENTERED if state.keys() >= CENTERED else self.kept
-        return sorted(
-            name
-            for name, x in (state.items() if self.is_quantized(shard) else ())
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype in (*CODED_DTYPES, param.dtype)
-            if x.shape == param.shape and name not in kept and not name.endswith(CODING_ENDS)
-        )
-
-    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> State:
+    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
         """The state in floats, up to rounding errors of the codec."""
         names, shard = coded_names(stored), shard_of(param)
-        coding = {name + end for name in names for end in (*CODING_ENDS, DTYPE)}
-        floats = {key: x for key, x in stored.items() if key not in coding}
+        floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
         local = shard.local(param).detach()
         for name, value in self.coding(shard, names).decode(stored).items() if names else ():
             # In the parameter's order of memory, in which fused kernels take elements.
-            x = torch.empty_like(local, dtype=stored.get(name + DTYPE, param.dtype)).copy_(shard.local(value))
-            floats[name] = shard.like_parameter(x)
+            floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
 
-    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> State:
+    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
         """The state to keep for one in floats: the inverse of ``decoded``.
 
         Raises:
             ValueError: an unsigned entry has a value below zero.
         """
         shard = shard_of(param)
-        values = {name: floats[name] for name in self.names(shard, param, floats)}
-        state: State = {name + DTYPE: x.dtype for name, x in values.items() if x.dtype != param.dtype}
-        state.update((key, x) for key, x in floats.items() if key not in values)
+        kept = self.kept | CENTERED if floats.keys() >= CENTERED else self.kept
+        values = {
+            name: x
+            for name, x in (sorted(floats.items()) if self.is_quantized(shard) else ())
+            if isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape and name not in kept
+        }
+        state: StateDict = {key: x for key, x in floats.items() if key not in values}
         for name in values.keys() & self.checked:
             x = shard.local(values[name])
             if x.numel() and (least := x.amin()) < 0:
@@ -188,7 +170,7 @@ class Entries:
         kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
         return replace(coding.slices[0], kept=kept)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, State]:
+    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, StateDict]:
         """Form and entries of a parameter's present state: tensors.
 
         Raises:
@@ -198,27 +180,28 @@ class Entries:
         tensors = dict(_packed(key, value) for key, value in state.items())
         return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
 
-    def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> State:
+    def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
         """The new state of a parameter, on its device, from the entries that were read."""
-        ((state,), shard) = states, shard_of(param)
+        shard = shard_of(param)
+        # The inverse of _packed.
+        state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
         form = self.coding(shard, coded_names(state))
-        kept = dict(_unpacked(key, x) for key, x in state.items() if key not in form.entries)
         coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
-        return {**{key: _on_device(shard, param, options, key, x) for key, x in kept.items()}, **coded}
+        kept = {key: _on_device(shard, param, options, key, x) for key, x in state.items() if key not in coded}
+        return {**kept, **coded}
 
-    def put(self, param: Tensor, placed: State) -> None:
+    def put(self, param: Tensor, placed: StateDict) -> None:
         """Gives a parameter its new state, which :meth:`placed` has made."""
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: the present state is the run's own, and the next step may be one that only makes state."""
-        self.may_make_state, self.was_made = True, False
+        """Ends a load: steps keep no tables of state."""
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
-    def adopt(self, state_dict: Mapping[str, Any]) -> tuple[State, dict[Tensor, State]]:
+    def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
         """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
 
         Returns:
@@ -241,22 +224,23 @@ class Entries:
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
-    def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> State:
+    def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
         """A parameter's loaded state as it is kept."""
         shard, is_coded = shard_of(param), "codec" in saved
         names = coded_names(loaded) if is_coded else []
-        form = self.coding(shard, names)
-        kept = {key: _on_device(shard, param, saved, key, x) for key, x in loaded.items() if key not in form.entries}
         if is_coded:
             self.saved_options(saved, names, exact=True)
-            coded = {key: x for key, x in loaded.items() if key in form.entries}
-            form.check_loaded(coded, name, of_torch=True)
-            state = {**kept, **form.adopt(coded, param.device, name)}
-        else:
-            state = self.encoded(param, kept)
-        for key in (name + DTYPE for name in coded_names(state)):
-            if key in state:
-                _check_dtype(key, state[key])
+        form = self.coding(shard, names)
+        coded = {key: x for key, x in loaded.items() if key in form.entries}
+        form.check_loaded(coded, name, of_torch=True)
+        kept = {key: x for key, x in loaded.items() if key not in coded}
+        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes, too
+            like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
+            for key, x in kept.items():
+                if isinstance(x, Tensor) and x.dim():
+                    check_entry(x, like, key, name)
+        floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
+        state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
         self.coding(shard, coded_names(state)).check_local(state, name)
         return state
 
@@ -268,9 +252,7 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
         ValueError: no save wrote it, or ranks may have different ones.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
-    if kind == "dtype":
-        _check_dtype(name, x.dtype)
-    elif kind and (shape or _NUMBERS.get(kind) != x.dtype):
+    if kind and (shape or _NUMBERS.get(kind) != x.dtype):
         raise ValueError(f"got {key!r:.80} of {x.dtype} and shape {shape}, expected a number; load another checkpoint")
     is_whole = not shape or shape != shard.global_shape
     if is_whole and shape and shard.local_shape != shard.global_shape:
@@ -279,11 +261,6 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
             "expected numbers, and tensors of the parameter's shape; use an optimizer that is element by element"
         )
     return key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,))
-
-
-def _check_dtype(key: str, dtype: object) -> None:
-    if not any(dtype is coded for coded in CODED_DTYPES):
-        raise ValueError(f"got {key} as {dtype}, expected torch.float32 or one of 16 bits; load an undamaged state")
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
@@ -296,20 +273,12 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):
             return key, value.detach()
-        if isinstance(value, torch.dtype):
-            return f"{key}:dtype", torch.zeros((), dtype=value, device="cpu")
         if kind in _NUMBERS and not (kind == "int" and abs(value) >= 2**63):
             return f"{key}:{kind}", torch.tensor(value, dtype=_NUMBERS[kind], device="cpu")
     raise ValueError(
         f"got a state entry {key!r} of {kind}, expected tensors and numbers, and no '.' and ':' in names; save "
         "optimizer.state_dict() with torch.save"
     )
-
-
-def _unpacked(key: str, x: Tensor) -> tuple[str, Any]:
-    """The inverse of :func:`_packed`."""
-    name, _, kind = key.partition(":")
-    return name, x.dtype if kind == "dtype" else x.item() if kind else x
 
 
 def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:

@@ -17,19 +17,17 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
 from shardopt.removed import explained
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
+from shardopt.state.slice_spec import StateDict
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.entries import Entries, State, local_of
+from shardopt.wrapper.entries import Entries, local_of
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
 
 #: Keys of a param group that each parameter has its own of.
 _PARAMS = frozenset(["params", "param_names"])
-#: State entries that count steps, with their values before the first one.
-_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def quantize_state(
@@ -67,8 +65,8 @@ def quantize_state(
     for what, names in (("unsigned", unsigned), ("keep", keep)):
         if isinstance(names, str):
             raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
-    options = {"codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel}
-    check_options({**DEFAULTS, **options})
+    options = {**DEFAULTS, "codec": codec, "block_size": block_size, "min_quantized_numel": min_quantized_numel}
+    check_options(options)
     blockwise = [name for name, known in CODECS.items() if known.blockwise and not known.shared]
     if codec not in blockwise:
         raise ValueError(f"codec: got {codec!r}, expected one of {', '.join(map(repr, blockwise))}")
@@ -86,10 +84,6 @@ class QuantizedState(Optimizer):
 
     #: torch.amp.GradScaler must unscale gradients by itself: the inner optimizer does not see the scale.
     _step_supports_amp_scaling = False
-
-    _internals: Entries
-    _inner: Optimizer
-    _is_first_step: bool
 
     def __init__(self, entries: Entries) -> None:
         self.__setstate__({"_internals": entries})
@@ -158,22 +152,11 @@ class QuantizedState(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_first_step:
-            self.check_group(*self.param_groups)  # parameters may have been sharded since
-            self._is_first_step = False
-        entries = self._internals
-        if entries.may_make_state:
-            if entries.was_made:
-                self.state.clear()
-            has_begun = any(map(bool, self.state.values()))
-            entries.may_make_state = entries.was_made = only_makes_state(self.param_groups, lambda: has_begun)
-        if entries.was_made:
-            self._make_state()
-        else:
-            self._step_all()
+        self.check_group(*self.param_groups)  # parameters may have been sharded since
+        self._step_all()
         return loss
 
-    def state_dict(self, *, dequantize: bool = False) -> State:
+    def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """The optimizer's state.
 
         Args:
@@ -190,17 +173,14 @@ class QuantizedState(Optimizer):
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if stored := state_dict["state"].get(index):
                     floats = self._internals.decoded(param, stored)
-                    state_dict["state"][index] = {
-                        key: x.detach().clone() if isinstance(x, Tensor) and key in stored else x
-                        for key, x in floats.items()
-                    }
+                    state_dict["state"][index] = {key: _copied(x) for key, x in floats.items()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
         return state_dict
 
     @_disable_dynamo
     @without_autograd
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, or of the bare optimizer, which is quantized.
 
         Raises:
@@ -215,7 +195,6 @@ class QuantizedState(Optimizer):
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
-        self._internals.forget_tables()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -223,8 +202,8 @@ class QuantizedState(Optimizer):
         return {"_internals": self._internals}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._internals = state["_internals"]
-        self._inner, self._is_first_step = self._internals.inner, True
+        self._internals: Entries = state["_internals"]
+        self._inner: Optimizer = self._internals.inner
         self.defaults = self._inner.defaults
         super().__setstate__({})  # hooks
 
@@ -258,45 +237,40 @@ class QuantizedState(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
-    def _step_all(self, *, counts: bool = True) -> None:
+    def _step_all(self) -> None:
         """Takes a step of all parameters that have gradients.
 
-        Each call of the inner ``step()`` advances counters, and all calls together must advance them once, or not at
-        all if not ``counts``: every parameter begins with the same values of its param group, and of the numbers among
-        the optimizer's attributes.
+        Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
+        parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
         """
-        inner, groups = self._inner, self.param_groups
-        elementwise = is_elementwise(inner, groups)
-        numbers = {key: x for key, x in vars(inner).items() if type(x) in (int, float)}
+        inner, groups, attributes = self._inner, self.param_groups, vars(self._inner)
+        numbers = {key: x for key, x in attributes.items() if type(x) in (int, float)}
         try:
             for group in groups:
-                listed = list(zip(group["params"], group.get("param_names", group["params"]), strict=False))
-                stepped = [(param, name) for param, name in listed if param.grad is not None]
-                options: dict[str, Any] = {}
-                for param, name in stepped or [(None, None)]:  # steps without gradients are counted, too
-                    _restore(inner, numbers)
-                    options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
-                    names = {"param_names": [] if param is None else [name]} if "param_names" in group else {}
-                    inner.param_groups = [{**options, "params": [], **names}]
-                    if param is None:
+                positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
+                for at in positions or (None,):  # steps without gradients are counted, too
+                    for key in [key for key, x in attributes.items() if type(x) in (int, float)]:
+                        del attributes[key]  # a counter may have begun as an attribute of the class
+                    attributes.update(numbers)
+                    alone = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+                    of_param = {key: [] if at is None else [group[key][at]] for key in _PARAMS if key in group}
+                    inner.param_groups = [{**alone, **of_param}]
+                    if at is None:
                         inner.step()
                     else:
-                        self._step_parameter(param, elementwise=elementwise)
-                    options = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                if counts:
-                    _put(group, options)
+                        self._step_parameter(group["params"][at])
+                    alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
+                _put(group, alone)
         finally:
             inner.param_groups = groups
-            if not counts:
-                _restore(inner, numbers)
 
-    def _step_parameter(self, param: Tensor, *, elementwise: bool) -> None:
+    def _step_parameter(self, param: Tensor) -> None:
         """Steps one parameter. If that fails, its state is as it was.
 
         An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
         """
         shard, states = shard_of(param), self.state
-        is_local, target = elementwise and not shard.plain, param
+        is_local, target = not shard.plain and is_elementwise(self._inner, self.param_groups), param
         if is_local:
             target = Parameter(shard.local(param).detach(), requires_grad=param.requires_grad)
             assert param.grad is not None
@@ -316,26 +290,6 @@ class QuantizedState(Optimizer):
             states.pop(target, None)
             if new:
                 states[param] = new
-
-    def _make_state(self) -> None:
-        """Takes a step of which only state is left, with step counts of zero: weights and counters are restored."""
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        weights = [param.detach().clone() for param in params]
-        self._step_all(counts=False)
-        for param, value in zip(params, weights, strict=True):
-            param.copy_(value)
-            state = self.state.get(param, {})
-            for key in _COUNTS.keys() & state.keys():
-                old, new = state[key], _COUNTS[key]
-                state[key] = torch.full_like(old, new) if isinstance(old, Tensor) else type(old)(new)
-
-
-def _restore(inner: Optimizer, numbers: Mapping[str, int | float]) -> None:
-    """Restores the attributes that are numbers; a counter may have begun as an attribute of the class."""
-    attributes = vars(inner)
-    for key in [key for key, x in attributes.items() if type(x) in (int, float) and key not in numbers]:
-        del attributes[key]
-    attributes.update(numbers)
 
 
 def _sharded(shard: Shard, x: Any) -> Any:
