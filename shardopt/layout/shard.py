@@ -201,9 +201,10 @@ class Shard(_OfThisProcess):
             )
         return self.ranks if self.cuts_rows else None
 
-    @property
-    def part_owners(self) -> RankGroup | None:
+    def divided_among(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
+
+        All of these ranks must call this, as it may make a process group.
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
@@ -220,21 +221,11 @@ class Shard(_OfThisProcess):
 
         All of these ranks must call this, as it may make a process group.
         """
-        ranks = self.part_owners
+        ranks = self.divided_among()
         if ranks is None:
             return None
-        numbers = frozenset(number for group in ranks.numbers_in_world for number in group)
+        numbers = frozenset(ranks.numbers)
         return Counted(ranks, numbers, frozenset(), numbers)
-
-    def divided_among(self) -> RankGroup | None:
-        """The ranks that hold the parameter's parts, as one group; None if this rank holds the whole parameter.
-
-        All of these ranks must call this, as it may make a process group.
-
-        Raises:
-            UnknownShardError: the shard was made without its ranks.
-        """
-        return self.part_owners
 
     def parts_of(self, ranks: RankGroup) -> list[list[Part]]:
         """The rectangles of the parameter that each of some ranks holds, in their order."""

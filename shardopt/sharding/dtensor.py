@@ -78,10 +78,6 @@ class DTensorShard(Shard):
         across = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
         return self._along(across) if across and self.is_here else None
 
-    @cached_property
-    def part_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
-        return self._along(self._sharded) if self._sharded and self.is_here else None
-
     def counted(self) -> Counted | None:
         if not hasattr(self, "_counted"):
             self._counted = self._find_counted()
@@ -102,8 +98,10 @@ class DTensorShard(Shard):
         return Counted(ranks, members, before, reach)
 
     def divided_among(self) -> TorchRankGroup | None:
-        if len(self._sharded) < 2 or self._coordinate is None:
-            return self.part_owners
+        if not self._sharded or self._coordinate is None:
+            return None
+        if len(self._sharded) == 1:
+            return self._along(self._sharded)
         at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))
         return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
 
