@@ -51,6 +51,7 @@ class Kind:
 
 
 _kinds: list[Kind] = []
+_whole = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by the parameter's shape
 
 
 def register(kind: Kind) -> None:
@@ -69,11 +70,6 @@ def shard_of(param: Tensor) -> Shard:
         shard = shard or kind.shard_of(param)
     shard = shard or _whole(tuple(param.shape))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
-
-
-@lru_cache(8192)
-def _whole(shape: tuple[int, ...]) -> Shard:
-    return Shard(shape)
 
 
 def read_model(model: Module) -> None:

@@ -102,7 +102,7 @@ def encode_loaded(
         if entries and spec.has_floats(entries):
             values = spec.split_moments(entries)
         slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(rank_groups, any(x.values is not None for x in slices), rounds=2):
+    if not on_any_rank(rank_groups, any(x.values is not None for x in slices)):
         return list(loaded)
     encoded = iter(encode_slices(slices, rank_groups))
     results: list[Mapping[str, Any] | None] = []

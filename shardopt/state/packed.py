@@ -88,7 +88,7 @@ def unpack_loaded(
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded), rounds=2):
+    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
     tensors = all_or_none(rank_groups, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
     shared: dict[RankGroup, list[Tensor]] = {}
