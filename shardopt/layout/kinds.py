@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -86,13 +86,3 @@ def copies_in(model: Module) -> dict[Tensor, RankGroup]:
 def engines_of(model: Module) -> Engines | None:
     """The functions for a model that is an engine of a registered kind; None for any other model."""
     return next((engines for kind in _kinds if (engines := kind.engines_of(model)) is not None), None)
-
-
-def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
-    """The groups of ranks that raise together if one of them cannot load state: those that share flat or column shards.
-
-    Raises:
-        UnknownShardError: nothing says what shard a parameter is.
-    """
-    holders = [shard.holders for shard in map(shard_of, params) if shard.cuts_rows]
-    return list(dict.fromkeys(group for group in holders if group is not None))

@@ -6,6 +6,7 @@ nothing here knows of torch.distributed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -160,7 +161,8 @@ class Shard(_OfThisProcess):
         if any(cut.dim > 1 for cut in self.cut.cuts):
             return False
         inner = math.prod(self.global_shape[2:])
-        for offset in self.cut.column_offsets:
+        of_columns = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cut.cuts if cut.dim > 0]
+        for offset in map(sum, itertools.product(*of_columns)):  # of ranks that hold parts of the first rows
             ends = [index * inner for index in self.cut.indices(self.global_shape, offset)[1]]
             blocks = self.cut.indices((grid.rows, grid.blocks_per_row), offset)[1]
             if not all(map(grid.is_boundary, ends)) or blocks != tuple(-(-end // grid.block_size) for end in ends):

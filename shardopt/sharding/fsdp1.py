@@ -19,9 +19,10 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign, assign_later
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign
 from shardopt.layout.names import canonical_modules
 from shardopt.layout.partition import step_between
+from shardopt.layout.shard import assign_later
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.rank_group import TorchRankGroup
 

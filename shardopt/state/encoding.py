@@ -91,7 +91,7 @@ def encode_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
         names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot encode its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot encode its part.
 
     Raises:
         ValueError: see :func:`encode_slices`.

@@ -83,7 +83,7 @@ def unpack_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries; None for a tensor without state.
         names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot unpack its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot unpack its part.
 
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.

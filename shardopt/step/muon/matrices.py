@@ -114,18 +114,14 @@ class Matrix:
         assert grid is not None
         row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
-            first, end = shard.blocks(grid)
-            at = first
-        elif grid.blocks_per_row == 1:
-            first, end = shard.indices[0]
-            at = first
-        else:  # a stack of matrices
-            of_rows, index = shard.scales(grid), row // grid.blocks_per_row - shard.indices[0][0]
-            first = row + (of_rows.columns[0][0] if of_rows.columns else 0)
-            end = first + of_rows.cols if 0 <= index < shard.rows else first
-            at = first - index * of_rows.cols
-        begin, stop = max(first, row), max(min(end, row + self.rows), max(first, row))
-        return slice(begin - row, stop - row), entry.view(-1)[begin - at : stop - at]
+            (first, end), per_row, col = shard.blocks(grid), 1, 0
+        else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
+            (first, end), (col, _) = shard.scales(grid).indices
+            per_row = grid.blocks_per_row
+        begin, stop = max(first, row // per_row), min(end, (row + self.rows) // per_row)
+        kept = entry[begin - first : max(stop, begin) - first].view(-1)
+        start = begin * per_row + col - row
+        return slice(start, start + len(kept)), kept
 
     @property
     def flops(self) -> int:
@@ -200,10 +196,9 @@ def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, r
         return 0, 0
     if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
         return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(start * stride for start, stride in zip(of_matrix[0][0], strides, strict=True))
-    last = sum((start + n - 1) * stride for start, n, stride in zip(*of_matrix[-1], strides, strict=True))
-    return first // cols, last // cols + 1
+    first = np.ravel_multi_index(of_matrix[0][0], shape)
+    last = np.ravel_multi_index([start + n - 1 for start, n in zip(*of_matrix[-1], strict=True)], shape)
+    return int(first // cols), int(last // cols) + 1
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
