@@ -47,7 +47,7 @@ def owners() -> dict[str, int]:
         matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, ranks, held_by, ((0, 0),) * RANKS))
     (wave,) = waves_of(matrices, 1 << 30, "cpu", by_number=False)
     names = list(SHAPES)
-    return {names[m.parameter.index]: owner for m, owner in zip(wave.matrices, wave.owners, strict=True)}
+    return {names[m.parameter.index]: m.owner for m in wave}
 
 
 def rows_of_a_rank(drawing: Drawing, x: float, y: float, rank: int) -> None:

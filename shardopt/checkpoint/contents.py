@@ -18,7 +18,7 @@ from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
 from shardopt.checkpoint.wording import line
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, engines_of, read_model, shard_of
-from shardopt.layout.names import all_parameter_names, buffer_names, parameter_names
+from shardopt.layout.names import all_parameter_names, canonical_modules, parameter_names
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
 from shardopt.report.memory import owner_of
@@ -179,19 +179,25 @@ def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
             )
         if isinstance(shard, FlatBuffer):
             for index, segment in enumerate(shard.segments):
-                yield Item(segment.name, param, index, segment.shard, segment.of(local))
+                part = local[segment.offset : segment.offset + segment.shard.numel]
+                yield Item(segment.name, param, index, segment.shard, part)
         else:
             yield Item(name, param, None, shard, local)
 
 
 def buffers_of(model: Module) -> list[Item]:
-    """The buffers that belong to a model's state dict.
+    """The buffers that belong to a model's state dict, each once.
 
     Raises:
         CheckpointError: a buffer has no memory.
     """
+    found: dict[Tensor, str] = {}
+    for prefix, module in canonical_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(buffer, prefix + name)
     items = []
-    for name, buffer in buffer_names(model).items():
+    for buffer, name in found.items():
         shard = shard_of(buffer)
         items.append(Item(name, buffer, None, shard, _local(name, "buffer", shard, buffer)))
     return items

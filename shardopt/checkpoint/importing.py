@@ -18,9 +18,9 @@ from shardopt.checkpoint.peers import package_of
 from shardopt.checkpoint.peers.base import DERIVED, CodedMoment, Peer, are_floats, is_dense
 from shardopt.checkpoint.wording import few, kind_of, line, named, shown
 from shardopt.kernels.autograd import without_autograd
-from shardopt.layout import FlatBuffer, FlatShard, all_or_none, loading_groups, shard_of
+from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries
+from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name

@@ -121,10 +121,6 @@ class Segment(NamedTuple):
     offset: int
     aliases: tuple[str, ...] = ()
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """The segment's elements in a tensor laid out like the buffer: a view."""
-        return buffer[self.offset : self.offset + self.shard.local_shape[0]]
-
 
 class FlatBuffer(Shard):
     """A 1-D tensor made of ranges of several parameters, and of padding, which no optimizer looks at.
@@ -132,15 +128,13 @@ class FlatBuffer(Shard):
     Args:
         numel: the buffer's length on this rank.
         segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
-        known_params: number of parameters that the segments' numbers count, if the model may have more; else None.
     """
 
     layout_attribute = ASSIGNED
 
-    def __init__(self, numel: int, segments: Sequence[Segment], known_params: int | None = None) -> None:
+    def __init__(self, numel: int, segments: Sequence[Segment]) -> None:
         super().__init__((numel,))
-        self.cuts_rows = True
-        self.segments, self.known_params = tuple(segments), known_params
+        self.cuts_rows, self.segments = True, tuple(segments)
 
     @property
     def holders(self) -> RankGroup | None:

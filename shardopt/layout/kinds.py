@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class Kind:
 
 
 _kinds: list[Kind] = []
+_whole = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by the parameter's shape
 
 
 def register(kind: Kind) -> None:
@@ -71,11 +72,6 @@ def shard_of(param: Tensor) -> Shard:
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
-@lru_cache(8192)
-def _whole(shape: tuple[int, ...]) -> Shard:
-    return Shard(shape)
-
-
 def read_model(model: Module) -> None:
     """Assigns shards to all parameters of a model that a registered kind knows of."""
     for kind in _kinds:
@@ -90,13 +86,3 @@ def copies_in(model: Module) -> dict[Tensor, RankGroup]:
 def engines_of(model: Module) -> Engines | None:
     """The functions for a model that is an engine of a registered kind; None for any other model."""
     return next((engines for kind in _kinds if (engines := kind.engines_of(model)) is not None), None)
-
-
-def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
-    """The groups of ranks that raise together if one of them cannot load state: those that share flat or column shards.
-
-    Raises:
-        UnknownShardError: nothing says what shard a parameter is.
-    """
-    holders = [shard.holders for shard in map(shard_of, params) if shard.cuts_rows]
-    return list(dict.fromkeys(group for group in holders if group is not None))

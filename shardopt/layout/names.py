@@ -69,18 +69,6 @@ def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
     return names
 
 
-def buffer_names(model: Module) -> dict[str, Tensor]:
-    """Buffers of the model's state dict by their fully qualified names, each once."""
-    by_name: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in canonical_modules(model):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                by_name[prefix + name] = buffer
-    return by_name
-
-
 def number_parameters(model: Module) -> None:
     """Stores with each parameter its index among all of the bare model's; a flat buffer's segments have theirs already.
 

@@ -75,19 +75,12 @@ class GridPartition(NamedTuple):
         """The cuts of rows alone."""
         return GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
 
-    @property
-    def column_offsets(self) -> Iterator[int]:
-        """The offsets of the ranks that hold parts of the first rows."""
-        cuts = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cuts if cut.dim > 0]
-        return map(sum, itertools.product(*cuts))
-
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
         """The offsets of the ranks that hold elements of a rectangle that is not empty, ascending."""
         along = []
         for dim, (low, extent) in enumerate(zip(*part, strict=True)):
             cuts = [cut for cut in self.cuts if cut.dim == dim]
-            if cuts:
-                along.append(list(_overlapping(cuts, shape[dim], low, low + extent)))
+            along.append(_overlapping(cuts, shape[dim], low, low + extent))
         return sorted({sum(offsets) for offsets in itertools.product(*along)})
 
 

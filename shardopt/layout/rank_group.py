@@ -97,19 +97,19 @@ class Counted(NamedTuple):
     reach: frozenset[int]
 
 
-def on_any_rank(groups: Sequence[RankGroup], here: bool, rounds: int = 1) -> bool:
-    """Whether a condition holds on any rank of some groups. All of their ranks must call this.
+def on_any_rank(groups: Sequence[RankGroup], here: bool) -> bool:
+    """Whether a condition holds on any rank of some groups, or of other groups to which one of these ranks belongs.
+
+    All of these ranks must call this.
 
     Args:
         groups: those that this rank belongs to.
         here: whether the condition holds on this rank.
-        rounds: 2 to hear from ranks that share no group with this rank, but one with a rank that does.
     """
-    for _ in range(rounds):
-        for group in groups:
-            flag = torch.tensor([here], dtype=torch.int32, device="cpu")
-            group.all_reduce_max(flag)
-            here |= bool(flag.item())
+    for group in (*groups, *groups):
+        flag = torch.tensor([here], dtype=torch.int32, device="cpu")
+        group.all_reduce_max(flag)
+        here |= bool(flag.item())
     return here
 
 
@@ -132,8 +132,7 @@ def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
         error = raised
         said = f"on rank {groups[0].number if groups else 0}: {type(error).__name__}: {error}".encode(errors="replace")
     for group in groups:
-        if on_any_rank([group], bool(said)):
-            said = next(filter(None, group.gathered(said).values()))
+        said = next(filter(None, group.gathered(said).values()), b"")
     if error is not None:
         raise error
     if said:

@@ -6,6 +6,7 @@ nothing here knows of torch.distributed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -160,7 +161,8 @@ class Shard(_OfThisProcess):
         if any(cut.dim > 1 for cut in self.cut.cuts):
             return False
         inner = math.prod(self.global_shape[2:])
-        for offset in self.cut.column_offsets:
+        of_columns = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cut.cuts if cut.dim > 0]
+        for offset in map(sum, itertools.product(*of_columns)):  # of ranks that hold parts of the first rows
             ends = [index * inner for index in self.cut.indices(self.global_shape, offset)[1]]
             blocks = self.cut.indices((grid.rows, grid.blocks_per_row), offset)[1]
             if not all(map(grid.is_boundary, ends)) or blocks != tuple(-(-end // grid.block_size) for end in ends):
@@ -201,9 +203,10 @@ class Shard(_OfThisProcess):
             )
         return self.ranks if self.cuts_rows else None
 
-    @property
-    def part_owners(self) -> RankGroup | None:
+    def divided_among(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
+
+        All of these ranks must call this, as it may make a process group.
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
@@ -220,21 +223,11 @@ class Shard(_OfThisProcess):
 
         All of these ranks must call this, as it may make a process group.
         """
-        ranks = self.part_owners
+        ranks = self.divided_among()
         if ranks is None:
             return None
-        numbers = frozenset(number for group in ranks.numbers_in_world for number in group)
+        numbers = frozenset(ranks.numbers)
         return Counted(ranks, numbers, frozenset(), numbers)
-
-    def divided_among(self) -> RankGroup | None:
-        """The ranks that hold the parameter's parts, as one group; None if this rank holds the whole parameter.
-
-        All of these ranks must call this, as it may make a process group.
-
-        Raises:
-            UnknownShardError: the shard was made without its ranks.
-        """
-        return self.part_owners
 
     def parts_of(self, ranks: RankGroup) -> list[list[Part]]:
         """The rectangles of the parameter that each of some ranks holds, in their order."""

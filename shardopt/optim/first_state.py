@@ -36,7 +36,7 @@ def only_makes_state(
         return False  # on all ranks; the step will raise it
     rank_groups = list(dict.fromkeys(ranks for ranks in holders if ranks is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
-    return not on_any_rank(rank_groups, is_step, rounds=2)
+    return not on_any_rank(rank_groups, is_step)
 
 
 def _is_zero_rate(lr: Any) -> bool:

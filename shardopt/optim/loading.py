@@ -17,11 +17,12 @@ from torch import Tensor
 from shardopt.layout import (
     FlatBuffer,
     FlatShard,
+    RankGroup,
     UnknownShardError,
     all_or_none,
     assigned,
-    loading_groups,
     on_any_rank,
+    shard_of,
 )
 from shardopt.layout.names import bare_name
 from shardopt.optim.interface import OptimizerInterface
@@ -59,6 +60,16 @@ class _LoadedParameter(NamedTuple):
     name: str  # in errors
     spec: TensorState  # describes the state that it is to get
     entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
+
+
+def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
+    """The groups of ranks that raise together if one of them cannot load state: those that share flat or column shards.
+
+    Raises:
+        UnknownShardError: nothing says what shard a parameter is.
+    """
+    holders = [shard.holders for shard in map(shard_of, params) if shard.cuts_rows]
+    return list(dict.fromkeys(group for group in holders if group is not None))
 
 
 def adopt(internals: Internals, state_dict: StateDict) -> StateDict:

@@ -78,16 +78,11 @@ class DTensorShard(Shard):
         across = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
         return self._along(across) if across and self.is_here else None
 
-    @cached_property
-    def part_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
-        return self._along(self._sharded) if self._sharded and self.is_here else None
-
     def counted(self) -> Counted | None:
-        if not hasattr(self, "_counted"):
-            self._counted = self._find_counted()
         return self._counted
 
-    def _find_counted(self) -> Counted:
+    @cached_property
+    def _counted(self) -> Counted:
         """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
@@ -98,14 +93,10 @@ class DTensorShard(Shard):
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
-        ranks = self._along(dims) if len(dims) == 1 else TorchRankGroup((joint_group(sorted(members)),), self._device)
-        return Counted(ranks, members, before, reach)
+        return Counted(self._joint(dims), members, before, reach)
 
     def divided_among(self) -> TorchRankGroup | None:
-        if len(self._sharded) < 2 or self._coordinate is None:
-            return self.part_owners
-        at = tuple(slice(None) if dim in self._sharded else i for dim, i in enumerate(self._coordinate))
-        return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
+        return self._joint(self._sharded) if self._sharded and self.is_here else None
 
     @property
     def _numbers(self) -> tuple[int, ...]:
@@ -145,6 +136,13 @@ class DTensorShard(Shard):
     def _along(self, dims: Sequence[int]) -> TorchRankGroup:
         """The ranks that differ in these dimensions of their coordinates only."""
         return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
+
+    def _joint(self, dims: Sequence[int]) -> TorchRankGroup:
+        """The same ranks as one group; all of them must call this."""
+        if len(dims) == 1:
+            return self._along(dims)
+        at = tuple(slice(None) if dim in dims else i for dim, i in enumerate(self._coordinate or ()))
+        return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
 
 
 def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[int, ...]) -> list[int]:

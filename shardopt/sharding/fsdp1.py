@@ -19,9 +19,10 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
-from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign, assign_later
+from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign
 from shardopt.layout.names import canonical_modules
 from shardopt.layout.partition import step_between
+from shardopt.layout.shard import assign_later
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.rank_group import TorchRankGroup
 
@@ -42,15 +43,14 @@ def install(module: ModuleType) -> None:
 def _read_if_alive(reference: weakref.ref[Module]) -> None:
     model = reference()
     if model is not None:
-        read_fsdp1(model, is_whole=False)
+        read_fsdp1(model)
 
 
-def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
+def read_fsdp1(model: Module) -> None:
     """Assigns shards to the parameters of all FSDP units in a model.
 
     Args:
         model: contains the FSDP units, or is one.
-        is_whole: whether any optimizer with parameters of the model has no others.
 
     Raises:
         UnknownShardError: an FSDP unit's parameters are DTensors or were not contiguous, or its metadata differ from
@@ -64,7 +64,7 @@ def read_fsdp1(model: Module, *, is_whole: bool = True) -> None:
     for prefix, module in canonical_modules(model, all_names=True):
         prefixes.setdefault(id(module), []).append(prefix)
     for unit in units:
-        _assign_unit(unit._handle, names, prefixes, None if is_whole else len(names), _replicas(unit))
+        _assign_unit(unit._handle, names, prefixes, _replicas(unit))
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
@@ -86,7 +86,6 @@ def _assign_unit(
     handle: Any,
     names: dict[tuple[int, str], tuple[int, str]],
     prefixes: dict[int, list[str]],
-    known_params: int | None,
     replicas: TorchRankGroup | None,
 ) -> None:
     flat = handle.flat_param
@@ -118,7 +117,7 @@ def _assign_unit(
         aliases = tuple(other for other in names_of if other != name)
         segments.append(Segment(name, number, shard, shard.place, aliases))
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-    assign(flat, FlatBuffer(size, segments, known_params))
+    assign(flat, FlatBuffer(size, segments))
 
 
 def _places(flat: Any) -> list[list[tuple[Module, str]]]:

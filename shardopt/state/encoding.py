@@ -91,7 +91,7 @@ def encode_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
         names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot encode its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot encode its part.
 
     Raises:
         ValueError: see :func:`encode_slices`.
@@ -102,7 +102,7 @@ def encode_loaded(
         if entries and spec.has_floats(entries):
             values = spec.split_moments(entries)
         slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(rank_groups, any(x.values is not None for x in slices), rounds=2):
+    if not on_any_rank(rank_groups, any(x.values is not None for x in slices)):
         return list(loaded)
     encoded = iter(encode_slices(slices, rank_groups))
     results: list[Mapping[str, Any] | None] = []

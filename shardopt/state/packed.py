@@ -83,12 +83,12 @@ def unpack_loaded(
         specs: describe the state of each tensor.
         loaded: the tensors' entries; None for a tensor without state.
         names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot unpack its part; see :func:`loading_groups`.
+        rank_groups: the ranks that raise together if one of them cannot unpack its part.
 
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded), rounds=2):
+    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
     tensors = all_or_none(rank_groups, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
     shared: dict[RankGroup, list[Tensor]] = {}

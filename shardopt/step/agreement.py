@@ -166,7 +166,7 @@ class StepPlan:
                     differing.append(ranks)
             if found[_SEVERAL]:
                 joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY, rounds=2):
+        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
             self._on_gpus.clear()  # the next check is read, too
             self._refuse(differing, otherwise)
         return self

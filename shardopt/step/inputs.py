@@ -142,16 +142,14 @@ def describe(
             "optimizer; call optimizer.attach(model)",
             RuntimeWarning,
         )
-    params_known = sum(1 if parameter.spec is None else len(parameter.slices) for parameter in inputs)
-    for parameter in inputs:
-        shard = None if parameter.spec is None else parameter.spec.shard
-        known = shard.known_params if isinstance(shard, FlatBuffer) else None
-        if known is not None and known < params_known and any(x.is_random for x in parameter.slices):
-            raise UnknownShardError(
-                f"{parameter.name}: got flat parameters of a part of the model for rounding at random, expected a "
-                "model that is known as a whole, as the noise depends on the parameters' places in it; call "
-                "optimizer.attach(model) with the whole model, or set use_orig_params=True"
-            )
+    at_random = [(parameter, x.number) for parameter in inputs for x in parameter.slices if x.is_random]
+    numbers = [parameter.number if number is None else number for parameter, number in at_random]
+    if len(set(numbers)) < len(numbers) and any(number is not None for _, number in at_random):
+        raise UnknownShardError(
+            "got flat parameters of a part of the model for rounding at random, expected a model that is known as a "
+            "whole, as the noise depends on the parameters' places in it; call optimizer.attach(model) with the whole "
+            "model, or set use_orig_params=True"
+        )
     return inputs
 
 
@@ -287,7 +285,7 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
             if found[-1]:
                 linked[holders] = None
         bad += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
-    if on_any_rank(list(linked), bool(bad), rounds=2):
+    if on_any_rank(list(linked), bool(bad)):
         raise FloatingPointError(
             f"{', '.join(bad) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was changed"
         )

@@ -48,7 +48,7 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
         counted = shard.counted()
         found[counted.ranks if counted else None] = True
     elif rule.sums:
-        found[shard.part_owners] = True
+        found[shard.divided_among()] = True
     if rule.orthogonalized is not None:
         found[shard.divided_among() or parameter.copies] = True
     return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}

@@ -24,11 +24,11 @@ from shardopt.layout import (
     Placed,
     Shard,
     assign,
-    assign_later,
     assigned,
     shard_of,
 )
 from shardopt.layout.partition import Cut, GridPartition, Partition, RangePartition
+from shardopt.layout.shard import assign_later
 from shardopt.sharding.dtensor import DTensorShard
 
 NOBODY = -1

@@ -138,6 +138,28 @@ def test_same_bits(offload: str, rule: str, options: dict[str, Any]) -> None:
     assert rule != "prodigy" or optimizer.param_groups[0]["d"] > RULES[rule].hyper["d0"]
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_muon_has_matrices_only(is_released: bool) -> None:
+    """All rows are in waves: the batches, which count the steps, have none. Released gradients make steps of one."""
+    runs = []
+    for offload in (None, "state"):
+        model = make_net()
+        params = [param for param in model.parameters() if param.ndim == 2]
+        model.requires_grad_(False)
+        for param in params:
+            param.requires_grad_(True)
+        optimizer = CASES["muon"].make(params, offload=offload, min_quantized_numel=64)
+        if is_released:
+            shardopt.release_gradients(model, optimizer)
+        for step in range(3):
+            loss_of(model, make_batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {optimizer._internals.residency.of(param).offload for param in params} == {offload}
+        runs.append((model, optimizer))
+    assert_equal(runs[1], runs[0])
+
+
 @pytest.mark.parametrize(
     ("before", "after", "way"),
     [("step", None, "checkpoint"), ("state", "step", "state dict"), (None, "state", "checkpoint")],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class Matrix:
         held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
             memory, with the parameter's rows counted from the matrix's first.
         row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
+        owner: the rank that orthogonalizes the matrix, once :func:`waves_of` has chosen it.
     """
 
     parameter: Input
@@ -56,6 +57,7 @@ class Matrix:
     ranks: RankGroup | None
     held_by: tuple[list[Part], ...]
     row_ranges: tuple[tuple[int, int], ...]
+    owner: int = 0
 
     @property
     def spec(self) -> SliceSpec:
@@ -112,18 +114,14 @@ class Matrix:
         assert grid is not None
         row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
-            first, end = shard.blocks(grid)
-            at = first
-        elif grid.blocks_per_row == 1:
-            first, end = shard.indices[0]
-            at = first
-        else:  # a stack of matrices
-            of_rows, index = shard.scales(grid), row // grid.blocks_per_row - shard.indices[0][0]
-            first = row + (of_rows.columns[0][0] if of_rows.columns else 0)
-            end = first + of_rows.cols if 0 <= index < shard.rows else first
-            at = first - index * of_rows.cols
-        begin, stop = max(first, row), max(min(end, row + self.rows), max(first, row))
-        return slice(begin - row, stop - row), entry.view(-1)[begin - at : stop - at]
+            (first, end), per_row, col = shard.blocks(grid), 1, 0
+        else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
+            (first, end), (col, _) = shard.scales(grid).indices
+            per_row = grid.blocks_per_row
+        begin, stop = max(first, row // per_row), min(end, (row + self.rows) // per_row)
+        kept = entry[begin - first : max(stop, begin) - first].view(-1)
+        start = begin * per_row + col - row
+        return slice(start, start + len(kept)), kept
 
     @property
     def flops(self) -> int:
@@ -198,10 +196,9 @@ def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, r
         return 0, 0
     if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
         return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(start * stride for start, stride in zip(of_matrix[0][0], strides, strict=True))
-    last = sum((start + n - 1) * stride for start, n, stride in zip(*of_matrix[-1], strides, strict=True))
-    return first // cols, last // cols + 1
+    first = np.ravel_multi_index(of_matrix[0][0], shape)
+    last = np.ravel_multi_index([start + n - 1 for start, n in zip(*of_matrix[-1], strict=True)], shape)
+    return int(first // cols), int(last // cols) + 1
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
@@ -231,17 +228,9 @@ def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple
     return [(begin * width, rows, width) for begin, rows in zip(begins, split, strict=True)]
 
 
-class Wave(NamedTuple):
-    """Matrices whose directions travel together.
-
-    Attributes:
-        matrices: in the order of their directions in memory: by owner. All have the same ranks, and all are copied or
-            none is.
-        owners: the rank that computes each matrix.
-    """
-
-    matrices: tuple[Matrix, ...]
-    owners: tuple[int, ...]
+#: Matrices whose directions travel together, in the order of their directions in memory: by owner. All have the same
+#: ranks, and all are copied or none is.
+Wave = Sequence[Matrix]
 
 
 def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool) -> list[Wave]:
@@ -261,44 +250,40 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         alike.setdefault((matrix.ranks, matrix.is_copied), []).append(matrix)
     waves: list[Wave] = []
     for some in alike.values():
-        owner_of = _owners(some, by_number)
         limit = (memory - max(matrix.workspace(device_type) for matrix in some)) // LIVE_WAVES
-        slices: dict[tuple[int, int], list[int]] = {}  # a slice is in one wave, as its blocks are coded together
-        for index in owner_of:
-            slices.setdefault((some[index].parameter.index, some[index].part), []).append(index)
-        in_waves: list[list[int]] = [[]]
+        slices: dict[tuple[int, int], list[Matrix]] = {}  # a slice is in one wave, as its blocks are coded together
+        for matrix in _owned(some, by_number):
+            slices.setdefault((matrix.parameter.index, matrix.part), []).append(matrix)
+        in_waves: list[list[Matrix]] = [[]]
         taken = np.zeros(len(some[0].held_by), np.int64)
-        for indices in slices.values():
-            more = sum(_memory(some[index], owner_of[index]) for index in indices)
+        for of_slice in slices.values():
+            more = sum(map(_memory, of_slice))
             if in_waves[-1] and (taken + more).max() > limit:
                 in_waves.append([])
                 taken = np.zeros_like(taken)
-            in_waves[-1] += indices
+            in_waves[-1] += of_slice
             taken = taken + more
-        for wave in in_waves:
-            by_owner = sorted(wave, key=owner_of.__getitem__)
-            waves.append(Wave(tuple(some[index] for index in by_owner), tuple(owner_of[index] for index in by_owner)))
+        waves += [sorted(wave, key=lambda matrix: matrix.owner) for wave in in_waves]
     return waves
 
 
-def _owners(matrices: Sequence[Matrix], by_number: bool) -> dict[int, int]:
-    """The owners of matrices that the same ranks divide, by index, the costliest matrix first."""
+def _owned(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
+    """Matrices that the same ranks divide, with their owners, the costliest matrix first."""
     ranks = len(matrices[0].held_by)
-    loads, owner_of = [0] * ranks, {}
-    for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].flops):
+    loads = [0] * ranks
+    for index, matrix in sorted(enumerate(matrices), key=lambda numbered: -numbered[1].flops):
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
-        number = matrices[index].number if by_number else index
-        first = (number * _SCATTER % 2**32) * ranks >> 32
-        owner_of[index] = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
-        loads[owner_of[index]] += matrices[index].flops
-    return owner_of
+        first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
+        owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
+        loads[owner] += matrix.flops
+        yield replace(matrix, owner=owner)
 
 
-def _memory(matrix: Matrix, owner: int) -> npt.NDArray[np.int64]:
+def _memory(matrix: Matrix) -> npt.NDArray[np.int64]:
     """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
     taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.held_by))])
     if not matrix.is_copied:
-        taken[owner] += taken.sum()
+        taken[matrix.owner] += taken.sum()
     return taken
 
 

@@ -47,9 +47,9 @@ class Passes:
         context: StepContext,
     ) -> None:
         offload, self._strided = alike
-        moved = np.array([at - matrix.first for at, matrix in zip(first, wave.matrices, strict=True)])
+        moved = np.array([at - matrix.first for at, matrix in zip(first, wave, strict=True)])
         self._offsets = (BYTES * (rows["element"] + moved[matrices])).astype(np.uint64)
-        scales = [(m.parameter.group, m.options.scale(m.rows, m.cols)) for m in wave.matrices]
+        scales = [(m.parameter.group, m.options.scale(m.rows, m.cols)) for m in wave]
         scaled = [scales[index] for index in matrices.tolist()]
         self._scaled = tuple(dict.fromkeys(scaled))
         momentum, apply = rows.copy(), rows.copy()

@@ -78,22 +78,20 @@ class WaveStep:
     """
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
-        self._wave, self._device, self._context, first = wave, device, context, wave.matrices[0]
+        self._wave, self._device, self._context, first = wave, device, context, wave[0]
         self.ranks, self._has_parts = first.ranks, not first.is_copied
-        self.tensors = {matrix.parameter.index for matrix in wave.matrices}
-        self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave.matrices}.values(), device)
+        self.tensors = {matrix.parameter.index for matrix in wave}
+        self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave}.values(), device)
         self.passes: list[Passes] = []
         self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # and each row's matrix
         self._with_gradient: frozenset[int] = frozenset()
         # Offset of each matrix's direction in memory, and elements of all.
-        *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave.matrices), initial=0)
+        *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave), initial=0)
         self._sent = [0] * len(first.held_by)  # elements for each owner
-        for matrix, owner in zip(wave.matrices, wave.owners, strict=True):
-            self._sent[owner] += matrix.space(matrix.rank)
+        for matrix in wave:
+            self._sent[matrix.owner] += matrix.space(matrix.rank)
         # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
-        self._owned: list[tuple[Matrix, list[int]]] = [
-            (matrix, []) for matrix, owner in zip(wave.matrices, wave.owners, strict=True) if owner == matrix.rank
-        ]
+        self._owned: list[tuple[Matrix, list[int]]] = [(m, []) for m in wave if m.owner == m.rank]
         self._received = [0] * len(self._sent)  # elements from each rank
         at = 0
         for rank in range(len(self._sent)):
@@ -111,7 +109,7 @@ class WaveStep:
         """Takes the wave's rows from a table of all rows."""
         tensors, elements = table["tensor"], table["element"]
         places = np.full(len(table), -1)
-        for place, matrix in enumerate(self._wave.matrices):
+        for place, matrix in enumerate(self._wave):
             end = matrix.first + matrix.held(matrix.rank)
             places[(tensors == matrix.parameter.index) & (elements >= matrix.first) & (elements < end)] = place
         self._rows, self._places = table[places >= 0], places[places >= 0]
@@ -150,7 +148,7 @@ class WaveStep:
         """
         self._row_moments = {
             (m.parameter.index, m.part): states(m.parameter.index)[m.part][ROW_MOMENTS]
-            for m in self._wave.matrices
+            for m in self._wave
             if m.is_normalized and m.parameter.index in self._with_gradient
         }
         is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
@@ -179,10 +177,10 @@ class WaveStep:
                 self._orthogonalize_parts(matrix, begins)
             self._waits = [self.ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
             return
-        for matrix, owner, first in zip(self._wave.matrices, self._wave.owners, self._first, strict=True):
-            if owner == matrix.rank and (self.ranks is not None or matrix.parameter.index in self._with_gradient):
-                row_moments = matrix.row_moments(self._there, first, matrix.rank)
-                _orthogonalize(matrix, self._there[first : first + matrix.numel], row_moments)
+        for m, first in zip(self._wave, self._first, strict=True):
+            if m.owner == m.rank and (self.ranks is not None or m.parameter.index in self._with_gradient):
+                row_moments = m.row_moments(self._there, first, m.rank)
+                _orthogonalize(m, self._there[first : first + m.numel], row_moments)
         for owner, chunk in enumerate(torch.split(self._there, self._sent)):
             if self.ranks is not None and chunk.numel():
                 self._waits.append(self.ranks.broadcast(chunk, owner))
@@ -233,7 +231,7 @@ class WaveStep:
 
     def _kept_row_moments(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The second moments of rows that this rank keeps: behind each direction in memory, and in the state."""
-        for matrix, first in zip(self._wave.matrices, self._first, strict=True):
+        for matrix, first in zip(self._wave, self._first, strict=True):
             entry = self._row_moments.get((matrix.parameter.index, matrix.part))
             if entry is not None:
                 rows, kept = matrix.kept_row_moments(entry)

@@ -28,7 +28,7 @@ def make_optimizer(
     """The optimizer for a model sharded in one of the ``WAYS``; under "zero" the one around it."""
     case, options, params = CASES[rule], {**SMALL, **options}, params or model.parameters()
     if way == "zero":
-        return ZeroRedundancyOptimizer(params, optimizer_class=case.optimizer, **{**case.hyper, **options})
+        return ZeroRedundancyOptimizer(params, optimizer_class=case.make, **options)  # type: ignore[arg-type]
     return case.make(params, **options)
 
 
