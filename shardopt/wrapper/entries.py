@@ -64,6 +64,8 @@ class Entries:
         unsigned: names of entries that are never below zero.
         checked: names among these whose values each step checks.
         kept: names of entries that stay as they are.
+        may_make_state: whether the next step may be one that a framework takes to have state made.
+        was_made: whether the present state is of such a step.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Entries:
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
+        self.may_make_state, self.was_made = True, False
 
     @property
     def format(self) -> dict[str, Any]:
@@ -222,6 +225,7 @@ class Entries:
                         adopted[param] = new = self._adopted(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
+        self.may_make_state, self.was_made = True, False
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
+from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
 from shardopt.removed import explained
 from shardopt.state.loaded_entries import check_keys
@@ -28,6 +29,8 @@ from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_opti
 
 #: Keys of a param group that each parameter has its own of.
 _PARAMS = frozenset(["params", "param_names"])
+#: State entries that count steps, with their values before the first one.
+_COUNTS = {"step": 0, "mu_product": 1}
 
 
 def quantize_state(
@@ -153,7 +156,16 @@ class QuantizedState(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since
-        self._step_all()
+        entries = self._internals
+        if entries.may_make_state:
+            if entries.was_made:
+                self.state.clear()
+            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+            entries.was_made = entries.may_make_state
+        if entries.was_made:
+            self._make_state()
+        else:
+            self._step_all()
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -236,6 +248,24 @@ class QuantizedState(Optimizer):
     def _quantize_present_state(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
+
+    def _make_state(self) -> None:
+        """Takes a step of which only state is left, with step counts of zero: all else is as it was before."""
+        attributes = vars(self._inner).copy()
+        options = [{key: _copied(x) for key, x in group.items() if key not in _PARAMS} for group in self.param_groups]
+        stepped = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        weights = [param.detach().clone() for param in stepped]
+        self._step_all()
+        vars(self._inner).clear()  # also counters that the step has added
+        vars(self._inner).update(attributes)
+        for group, before in zip(self.param_groups, options, strict=True):
+            _put(group, before)
+        for param, before in zip(stepped, weights, strict=True):
+            param.copy_(before)
+            state = self.state.get(param, {})
+            for key in _COUNTS.keys() & state.keys():
+                count, zero = state[key], _COUNTS[key]
+                state[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
 
     def _step_all(self) -> None:
         """Takes a step of all parameters that have gradients.

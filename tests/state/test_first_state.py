@@ -19,6 +19,8 @@ from ranks.snapshot import assert_same, snapshot
 from slow_cases import slow
 
 SMALL = {"min_quantized_numel": 64}
+#: Optimizers of torch whose state in codes is dropped again by the first step.
+WRAPPED = ("AdamW", "NAdam", "SGD", "Rprop")
 
 
 def titan(model: nn.Module, optimizer: Optimizer) -> None:
@@ -48,6 +50,10 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 def make(rule: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 32, bias=False)).to(dtype)
+    if rule.startswith("torch."):
+        hyper = {"lr": 1e-2} | ({"momentum": 0.9, "dampening": 0.5} if rule == "torch.SGD" else {})
+        inner = getattr(torch.optim, rule.removeprefix("torch."))(model.parameters(), **hyper)
+        return model, shardopt.quantize_state(inner, **SMALL, **options)
     return model, CASES[rule].make(model.parameters(), **SMALL, **options)
 
 
@@ -73,6 +79,7 @@ def assert_alike(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optim
 
 FIRST_STEPS = [
     *((rule, "torch") for rule in CASES),
+    *((f"torch.{name}", way) for name in WRAPPED for way in ("torch", "titan")),
     *product(["adamw", "prodigy", "nadam", "adagrad", "muon_in_waves"], ["titan", "titan twice"]),
 ]
 
@@ -109,7 +116,7 @@ def test_after_the_state_was_forgotten(by: str) -> None:
     assert_alike(run, expected)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+@pytest.mark.parametrize("rule", ["adamw", "momentum", "torch.AdamW"])
 def test_a_first_step_of_a_warm_up_counts(rule: str) -> None:
     """A rate of zero alone makes no such step, nor do zero gradients, nor zeros later on."""
     for lr, factor in ((0.0, 1.0), (1e-2, 0.0)):
