@@ -114,7 +114,8 @@ class Item:
         if low_bits is not None and self.state:
             self.state[LOW_BITS] = low_bits
         for key, entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
-            if (entry.shape, entry.dtype) == (self.shard.local_shape, old.dtype):  # the weights', in quantize_state
+            is_whole = not entry.shape or entry.shape != self.shard.local_shape
+            if not is_whole and entry.dtype == old.dtype:  # the weights' dtype, in quantize_state
                 self.state[key] = self.state[key].to(new.dtype)
         self.values = values
 

@@ -83,8 +83,9 @@ class DdpReducer(GradientReducer):
         replica.register_comm_hook(self._seen, lambda seen, bucket: _leave(seen, bucket))
         # DDP's reducer, which reaches hooks of parameters, would keep this for good. So a hook of the module keeps it.
         replica.register_forward_pre_hook(lambda *_: self._seen.clear())
-        for param in params:
-            param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
+        for param in reduced_parameters(replica):  # DDP may reduce first those without elements
+            if param.requires_grad:
+                param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
         if not self._seen:

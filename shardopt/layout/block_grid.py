@@ -119,7 +119,7 @@ class Rectangle(NamedTuple):
         skipped, block = col - self.first_col, self.block + col // block_size - self.first_col // block_size
         return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
 
-    def ended(self, ends: Iterable[int]) -> Iterator[Rectangle]:
+    def cut_before(self, ends: Iterable[int]) -> Iterator[Rectangle]:
         """The rectangle's parts, in order, cut before some elements of the local tensor.
 
         Args:

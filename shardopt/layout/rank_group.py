@@ -87,7 +87,7 @@ class Counted(NamedTuple):
     Attributes:
         ranks: all of them; None on a rank that is none of them.
         numbers: their numbers among all ranks of the job.
-        before: the numbers of the ranks below this one, among these or not, that hold copies of this rank's part.
+        before: the lower numbers, inside ``ranks`` or not, of ranks that hold copies of this rank's part.
         reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
     """
 

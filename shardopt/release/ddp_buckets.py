@@ -101,5 +101,5 @@ class BucketHook:
                 step(param)
         for param in self._moved:
             if param.grad is not None and not self._has_views:
-                param.grad = param.grad.clone()  # it waits for more, and DDP wants it beside the bucket again
+                param.grad = param.grad.clone()  # more micro-batches follow, and DDP needs it outside of its bucket
         self._moved.clear()

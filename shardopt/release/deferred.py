@@ -42,8 +42,8 @@ class DeferredStep:
 
     Args:
         work: takes the step.
-        keeps: what is not to be freed before.
-        stream: what copies in it; None on the CPU.
+        keeps: objects that are kept alive until the step has run.
+        stream: its copies run in it; None on the CPU.
     """
 
     def __init__(self, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
@@ -53,7 +53,7 @@ class DeferredStep:
         self._back: torch.cuda.Event | None = None
 
     def take(self) -> None:
-        """Takes it, once what the device was told before is done."""
+        """Runs the step, on a GPU behind the work queued when it was made. An error is left in :attr:`taken`."""
         try:
             if self._stream is None or self._ready is None:
                 self._work()
@@ -69,7 +69,7 @@ class DeferredStep:
             self.taken.set_result(None)
 
     def wait(self) -> None:
-        """Waits until the parameter is as it should be, whatever stream reads it then, or the step has raised."""
+        """Waits until the step has run or raised and its copies are complete: any stream may read the parameter."""
         wait([self.taken])
         if self._back is not None:
             self._back.synchronize()
@@ -108,10 +108,10 @@ class DeferredSteps:
 
         Args:
             device: of what is stepped.
-            number: the parameter's, or -1 for the arrival of a gradient: odd and even ones have a stream each.
+            number: the parameter's, or -1 for a copy of a gradient to the host; its parity chooses one of two streams.
             work: takes the step, in the other thread where there is one.
-            keeps: what is not to be freed before.
-            keeps_gradient: whether a gradient on the device is among it: waits, first, while too many are under way.
+            keeps: objects that are kept alive until the step has run.
+            keeps_gradient: whether a gradient on the device is among them: waits, first, while too many are under way.
 
         Raises:
             Exception: an earlier step raised the exception, and ``keeps_gradient``; the new step is not taken.

@@ -47,7 +47,7 @@ class ForwardOverlap:
             group.before_gather.append(wait_for)
             undo.callback(group.before_gather.remove, wait_for)
             gathered.update(group.params)
-        self._readers, self._layers = readers(model, set(released.params) - gathered)
+        self._readers, self._layers = waiting_modules(model, set(released.params) - gathered)
         self._owners: dict[Tensor, list[Module]] = {}  # the readers that have a parameter themselves
         for module in self._readers:
             for param in module.parameters(recurse=False):
@@ -85,25 +85,25 @@ def _let_compiled_code_see_hooks() -> None:
         torch.compiler.reset()
 
 
-def readers(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
-    """The modules that are to wait when they are called, and the parameters for which; and which of them are layers.
+def waiting_modules(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
+    """The modules that wait when they are called, with the parameters that they wait for; and which modules are layers.
 
-    One parameter may have several readers.
+    Several modules may wait for one parameter.
     """
     params_by_reader: dict[Module, list[Tensor]] = {}
     layers: set[Module] = set()
 
-    def walk(module: Module) -> list[Tensor]:
-        """Returns the parameters that are in no layer, which the modules around may read, too."""
+    def collect(module: Module) -> list[Tensor]:
+        """Adds the modules within one. Returns its parameters in no layer, which outer modules may read, too."""
         outside_layers: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
         for child in module.children():
             if isinstance(module, _CONTAINERS) and not isinstance(child, _NO_LAYERS):
                 params_by_reader[child] = [param for param in child.parameters() if param in params]
                 layers.add(child)
             else:
-                outside_layers += walk(child)
+                outside_layers += collect(child)
         params_by_reader[module] = outside_layers
         return outside_layers
 
-    walk(model)
+    collect(model)
     return {module: params_read for module, params_read in params_by_reader.items() if params_read}, layers

@@ -51,8 +51,8 @@ class FsdpGroup:
 
     def restart(self) -> None:
         """Forgets forward passes that no backward pass has followed."""
-        self._coming = 0  # reductions, each once the gradient of a use's inputs is there
-        self._used = self._comes_last = False  # whether there were such uses; others: reduced once the pass ends
+        self._coming = 0  # reductions to come, one per use of a module whose inputs need a gradient
+        self._used = self._comes_last = False  # whether there were such uses; others, at the end of the pass
 
     def _gather(self, async_op: bool = False) -> None:
         for call in self.before_gather:

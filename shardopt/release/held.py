@@ -106,7 +106,7 @@ class HeldParameters(ReleasedParameters):
             self._take_to_host(param, is_part=is_part)
 
     def _take_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
-        """Takes a gradient to the host, unless it is one that only ``step()`` can take, or refuse."""
+        """Copies a gradient to the host and clears ``.grad``; leaves sparse ones and other dtypes to ``step()``."""
         held, gradient = self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
             return
@@ -137,7 +137,7 @@ class HeldParameters(ReleasedParameters):
         param.grad = None
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Waits for the steps of those of these parameters that are released, as they are to be read."""
+        """Waits until pending steps of these parameters are complete; ignores parameters that are not released."""
         for param in params:
             parameter = self._parameters.get(param)
             if parameter is not None:

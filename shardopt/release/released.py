@@ -57,9 +57,9 @@ class ReleasedParameters:
     its index among all.
 
     Args:
-        optimizer: has them.
-        model: has them, too.
-        params: those to step.
+        optimizer: the optimizer.
+        model: the wrapped model.
+        params: the parameters to step.
         waiting_gradients: how many steps may be under way in another thread.
         micro_batches: how many gradients each parameter gets before it is stepped.
 

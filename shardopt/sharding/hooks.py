@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 #: By package, as ``SHARDOPT_HOOKS`` names it: modules that are hooked into, and the functions that install the hooks.
 HOOKS = {
@@ -102,6 +103,9 @@ class _Loader(Loader):
     def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
         self._loader = loader
         self._callback = callback
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)  # get_source and the like
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -124,7 +124,7 @@ class StateResidency:
         self.foreseen_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self.asleep = False
-        self._beds: list[Tensor] = []  # memory for the state while it sleeps
+        self._sleep_buffers: list[Tensor] = []  # memory for the state while it sleeps
 
     def of(self, param: Tensor) -> Residency:
         """Where a parameter's state lives."""
@@ -143,10 +143,10 @@ class StateResidency:
             return
         entries = self._movable()
         likes = [torch.empty_like(entry.local, device=_META) for entry in entries]
-        if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._beds]:
-            self._beds = []  # freed before new memory is allocated
-            self._beds = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
-        _move(entries, self._beds)
+        if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._sleep_buffers]:
+            self._sleep_buffers = []  # freed before new memory is allocated
+            self._sleep_buffers = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
+        _move(entries, self._sleep_buffers)
         self.asleep = True
 
     def wake(self) -> None:
@@ -217,8 +217,8 @@ class StateResidency:
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
             nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
-        if self._beds and not self.asleep:
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(bed.nbytes for bed in self._beds)
+        if self._sleep_buffers and not self.asleep:
+            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(bed.nbytes for bed in self._sleep_buffers)
         return nbytes
 
     def synchronize(self) -> None:

@@ -189,7 +189,7 @@ def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Ten
 
 
 @contextmanager
-def unless_idle(gradient: Tensor | None) -> Iterator[None]:
+def ignoring_errors_without_gradient(gradient: Tensor | None) -> Iterator[None]:
     """Leaves the errors of a parameter without a gradient to the step in which the parameter has one."""
     try:
         yield
@@ -198,7 +198,7 @@ def unless_idle(gradient: Tensor | None) -> Iterator[None]:
             raise
 
 
-def ready_states(
+def prepare_states(
     params: Sequence[Tensor],
     state: Any,
     inputs: Sequence[Input],
@@ -226,7 +226,7 @@ def ready_states(
     for param, parameter, gradient in zip(params, inputs, gradients, strict=True):
         if parameter.spec is None or (gradient is None and not state.get(param)):
             continue
-        with unless_idle(gradient):
+        with ignoring_errors_without_gradient(gradient):
             local, entries = parameter.shard.local(param), parameter.spec.entries
             if gradient is None:
                 check_tensors(parameter.name, local, local, local.device)

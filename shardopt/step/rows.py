@@ -143,7 +143,7 @@ def _rectangles(
     """The slice's rectangles, and the number of each one's transfer unit in the slice."""
     divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
-        pieces = whole.ended(begins)
+        pieces = whole.cut_before(begins)
         for rectangle in chain.from_iterable(uncut.divided(spec.grid) for uncut in pieces) if divides else pieces:
             if rectangle.rows * rectangle.cols:
                 yield rectangle, unit

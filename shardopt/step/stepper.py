@@ -14,7 +14,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.step.agreement import StepPlan
 from shardopt.step.context import StepContext
-from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, ready_states
+from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, prepare_states
 from shardopt.step.plan import plan_of
 from shardopt.step.tables import StepTables
 
@@ -104,7 +104,7 @@ class Stepper:
             self._agreed = plan.agree(self._agreed)
         if scaling.found_inf is None:
             demand_finite(inputs, gradients, groups)
-        ready = ready_states(params, state, inputs, gradients, self._context.residency)
+        ready = prepare_states(params, state, inputs, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self._context)
 
     def _run(self, tables: StepTables) -> None:

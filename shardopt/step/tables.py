@@ -24,7 +24,7 @@ from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks, CutColumns
 from shardopt.step.exact_sums import ExactSums
 from shardopt.step.groups import Group, GroupTables
-from shardopt.step.inputs import Input, ParamGroups, demand_finite, local_gradient, unless_idle
+from shardopt.step.inputs import Input, ParamGroups, demand_finite, ignoring_errors_without_gradient, local_gradient
 from shardopt.step.muon.waves import run_waves, wave_steps
 from shardopt.step.rows import ROW, Row, rows_of
 
@@ -85,7 +85,7 @@ class StepTables:
         extremes_of = {block: addresses for each in cuts if each for block, addresses in each.flat.items()}
         rows: list[Row] = []
         for parameter in ready:
-            with unless_idle(gradients[parameter.index]):
+            with ignoring_errors_without_gradient(gradients[parameter.index]):
                 rows += self._rows_of(parameter, params[parameter.index], state[params[parameter.index]], extremes_of)
         table = np.array(rows, ROW)
         for wave in waves:

@@ -94,7 +94,7 @@ class Matrix:
         return sum(math.prod(extents) for _, extents in self.held_by[rank])
 
     def rectangle(self, whole: Tensor, part: Part) -> Tensor:
-        """A rectangle of :attr:`held_by` in the whole matrix: a view."""
+        """View of ``whole``, the matrix as one dimension, at an element of :attr:`held_by`."""
         inside = tuple(slice(start, start + extent) for start, extent in zip(*part, strict=True))
         return whole.view(-1, *self.spec.shard.global_shape[1:])[inside]
 
