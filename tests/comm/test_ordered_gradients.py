@@ -487,3 +487,25 @@ def test_other_threads_do_not_end_a_pass() -> None:
     model.up.weight.register_hook(in_a_thread)
     backward(model)
     assert_same(gradients(model), wanted_gradients("fp32"))
+
+
+class _Empty(nn.Module):
+    """Three parameters, of which one has no elements and one is used in every second pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.seldom, self.empty = (nn.Parameter(torch.ones(n)) for n in (8, 8, 0))
+
+    def forward(self, passes: int) -> Tensor:
+        used = self.used.sin().sum() + (self.seldom.cos().sum() if passes % 2 else 0.0)
+        return used + self.empty.sum()  # whose gradient comes first
+
+
+@pytest.mark.ranks(2)
+def test_ddp_reduces_first_what_has_no_elements() -> None:
+    model = DistributedDataParallel(_Empty(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    shardopt.comm.ordered_gradients(model, micro_batches=8)
+    for passes in range(4):
+        model(passes).backward()
+    assert torch.equal(model.module.used.grad, model.module.used.detach().cos())
+    assert torch.equal(model.module.seldom.grad, -model.module.seldom.detach().sin() / 2)
