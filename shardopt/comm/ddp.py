@@ -75,17 +75,16 @@ class DdpReducer(GradientReducer):
     """Sums of the gradients of a DistributedDataParallel. A parameter that no rank has used keeps the gradient None."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
-        params = [param for param in reduced_parameters(replica) if param.requires_grad and param.numel()]
+        trained = [param for param in reduced_parameters(replica) if param.requires_grad]
+        params = [param for param in trained if param.numel()]
         numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
-        messages = [[params[number] for number in message] for message in numbers]
-        super().__init__(messages, progress, wire, [replica.process_group])
+        super().__init__([[params[n] for n in each] for each in numbers], progress, wire, [replica.process_group])
         self._seen: list[int] = []  # the buckets that DDP has seen in this pass
         replica.register_comm_hook(self._seen, lambda seen, bucket: _leave(seen, bucket))
         # DDP's reducer, which reaches hooks of parameters, would keep this for good. So a hook of the module keeps it.
         replica.register_forward_pre_hook(lambda *_: self._seen.clear())
-        for param in reduced_parameters(replica):  # DDP may reduce first those without elements
-            if param.requires_grad:
-                param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
+        for param in trained:  # DDP may reduce first those without elements
+            param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
         if not self._seen:

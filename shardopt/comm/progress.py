@@ -21,9 +21,9 @@ class Progress:
     """Counts the backward passes of a step.
 
     Args:
-        model: the model.
+        model: its parameters' hooks and gradients are watched.
         micro_batches: per step, over all ranks.
-        ranks: the number of ranks.
+        ranks: how many share them.
 
     Attributes:
         counters: the sums of all gradients, which their reducers keep alive.
