@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store, get_world_size
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -91,15 +92,16 @@ class DTensorShard(Shard):
         """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
+        store = _get_default_store() if len(reach) < get_world_size() else None
         if self._coordinate is None:
-            return Counted(None, members, frozenset(), reach)
+            return Counted(None, members, frozenset(), reach, store)
         at = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
         alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
         ranks = self._along(dims) if len(dims) == 1 else TorchRankGroup((joint_group(sorted(members)),), self._device)
-        return Counted(ranks, members, before, reach)
+        return Counted(ranks, members, before, reach, store)
 
     def divided_among(self) -> TorchRankGroup | None:
         if len(self._sharded) < 2 or self._coordinate is None:
