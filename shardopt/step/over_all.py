@@ -17,8 +17,8 @@ from shardopt.step.agreement import digest_of
 _REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
 
 _calls = Counter[str]()  # by subject; goes on if process groups are made again, which may use the same store
-#: Calls whose messages stay in the store, for ranks that are behind.
-_KEPT = 64
+#: Calls whose messages stay in the store, about 2 MB, for ranks that are behind.
+_KEPT = 4096
 
 
 class OverAll:
