@@ -57,8 +57,7 @@ class DTensorShard(Shard):
         self._cutting = _in_order(placements, self._sharded, tuple(mesh.shape))
         strides = [math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim)]  # of ranks in the flattened mesh
         cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in self._cutting]  # type: ignore[attr-defined]
-        coordinate = mesh.get_coordinate()
-        self._coordinate = coordinate
+        self._coordinate = coordinate = mesh.get_coordinate()
         self.is_here = coordinate is not None
         offset = sum(at * stride for at, stride in zip(coordinate or (), strides, strict=False))
         super().__init__(global_shape, GridPartition(tuple(cuts)), offset)
@@ -84,11 +83,10 @@ class DTensorShard(Shard):
         return self._along(self._sharded) if self._sharded and self.is_here else None
 
     def counted(self) -> Counted | None:
-        if not hasattr(self, "_counted"):
-            self._counted = self._find_counted()
         return self._counted
 
-    def _find_counted(self) -> Counted:
+    @cached_property
+    def _counted(self) -> Counted:
         """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
