@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,12 +89,14 @@ class Counted(NamedTuple):
         numbers: their numbers among all ranks of the job.
         before: the lower numbers, inside ``ranks`` or not, of ranks that hold copies of this rank's part.
         reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
+        store: the default ``Store`` of torch.distributed, for messages to ranks out of reach; None if there are none.
     """
 
     ranks: RankGroup | None
     numbers: frozenset[int]
     before: frozenset[int]
     reach: frozenset[int]
+    store: Any = None
 
 
 def on_any_rank(groups: Sequence[RankGroup], here: bool) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store, get_world_size
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
@@ -56,8 +57,7 @@ class DTensorShard(Shard):
         self._cutting = _in_order(placements, self._sharded, tuple(mesh.shape))
         strides = [math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim)]  # of ranks in the flattened mesh
         cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in self._cutting]  # type: ignore[attr-defined]
-        coordinate = mesh.get_coordinate()
-        self._coordinate = coordinate
+        self._coordinate = coordinate = mesh.get_coordinate()
         self.is_here = coordinate is not None
         offset = sum(at * stride for at, stride in zip(coordinate or (), strides, strict=False))
         super().__init__(global_shape, GridPartition(tuple(cuts)), offset)
@@ -86,14 +86,15 @@ class DTensorShard(Shard):
         """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
+        store = _get_default_store() if len(reach) < get_world_size() else None
         if self._coordinate is None:
-            return Counted(None, members, frozenset(), reach)
+            return Counted(None, members, frozenset(), reach, store)
         at = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
         alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
-        return Counted(self._joint(dims), members, before, reach)
+        return Counted(self._joint(dims), members, before, reach, store)
 
     def divided_among(self) -> TorchRankGroup | None:
         return self._joint(self._sharded) if self._sharded and self.is_here else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
@@ -68,6 +68,7 @@ class StepPlan:
     Args:
         sets: the descriptions by the ranks that must agree, each in an order that is equal on all of these ranks.
         stepped: the indices of the parameters that have a gradient on this rank.
+        on_difference: is called before the error of a difference.
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
 
     Attributes:
@@ -77,11 +78,18 @@ class StepPlan:
         single: see above.
     """
 
-    def __init__(self, sets: Mapping[RankGroup, list[Line]], stepped: Container[int], *, single: bool) -> None:
+    def __init__(
+        self,
+        sets: Mapping[RankGroup, list[Line]],
+        stepped: Container[int],
+        on_difference: Callable[[], None],
+        *,
+        single: bool,
+    ) -> None:
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
         self.devices = {ranks: _device_of(lines) for ranks, lines in self._sets.items()}
         self.digests: dict[RankGroup, bytes] = {}
-        self.single = single
+        self.single, self._on_difference = single, on_difference
         self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
         self._take(stepped)
 
@@ -204,6 +212,7 @@ class StepPlan:
             differing: the sets of ranks that have found a difference, all of which call this.
             otherwise: what differs if this rank is in none of these sets.
         """
+        self._on_difference()
         found = [self._first_difference(ranks) for ranks in sorted(differing, key=order_of)]
         difference = next(filter(None, found), otherwise)
         raise RuntimeError(

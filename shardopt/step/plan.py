@@ -12,6 +12,7 @@ from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, StepPlan
 from shardopt.step.groups import Group
 from shardopt.step.inputs import Input, ParamGroups
+from shardopt.step.over_all import OverAll
 
 
 def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> StepPlan:
@@ -24,6 +25,8 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
     """
     sets: dict[RankGroup, list[Line]] = {}
+    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
+    over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
     stepped = set()
     for parameter in inputs:
         options, group = param_groups[parameter.group], groups[parameter.group]
@@ -33,7 +36,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             for ranks, is_joint in _ranks_of(parameter, slice_, group).items():
                 name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
                 sets.setdefault(ranks, []).append(_line(parameter, slice_, name, group, is_joint))
-    return StepPlan(sets, stepped, single=single)
+    return StepPlan(sets, stepped, over_all.refuse, single=single)
 
 
 def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
 from ranks.layouts import distribute, mesh_of, values
@@ -157,17 +157,19 @@ def test_a_nan_in_one_expert_raises_on_all_ranks(leave_out: bool) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_norm_of_parameters_on_other_ranks_is_refused() -> None:
-    """Rank 2 has no part of two experts, and the ranks that have one have no part of the other."""
+def test_a_norm_that_a_rank_does_not_take_part_in() -> None:
+    """Rank 2 has no part of two experts, and no norm of theirs; later it shares the norm of one of them."""
+    rank = dist.get_rank()
     experts = [nn.Parameter(distribute(values((4, 8), i), DeviceMesh("cpu", [i]), (Shard(0),))) for i in range(2)]
-    plain = nn.Parameter(values((3,), 0))
-    for param in (*experts, plain):
-        param.grad = param.detach()
-    for given in (experts, [*experts, plain]):
-        with pytest.raises(RuntimeError, match="expected a mesh with all ranks that share parameters"):
-            shardopt.clip_grad_norm_(given, 1e9)
-    everywhere = nn.Parameter(distribute(values((3,), 0), mesh_of((3,)), (Replicate(),)))
-    everywhere.grad = everywhere.detach()
-    norm = shardopt.clip_grad_norm_([*experts, everywhere], 1e9)
-    whole = torch.cat([values((4, 8), 0).flatten(), values((4, 8), 1).flatten(), values((3,), 0)])
-    torch.testing.assert_close(norm, whole.norm())
+    for step in range(3):
+        plain = nn.Parameter(values((3,), step))
+        for param in (*experts, plain):
+            param.grad = param.detach() * (step + 1)
+        if rank < 2:
+            shardopt.clip_grad_norm_(experts, 1e9)
+        elif step == 1:
+            with pytest.raises(RuntimeError, match="expected a mesh with all ranks that share parameters"):
+                shardopt.clip_grad_norm_(experts, 1e9)
+        norm = shardopt.clip_grad_norm_([experts[0], plain], 1e9)
+        whole = torch.cat([values((4, 8), 0).flatten(), values((3,), step)]) * (step + 1)
+        torch.testing.assert_close(norm, whole.norm())
