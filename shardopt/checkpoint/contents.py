@@ -238,7 +238,8 @@ def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
 def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chunks]:
     """The tensors of a model and its optimizer, by their names in a checkpoint.
 
-    A rank that holds no element of a flat shard does not know whether the parameter has state: it assumes so.
+    A rank that holds no element of a flat shard lists fresh state, so that all ranks list the same tensors;
+    :meth:`Planning.plan` drops what no rank holds.
     """
     tensors: dict[str, Chunks] = {}
     for item in (*items, *buffers):
@@ -247,8 +248,8 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
             check_storage(item.name, f"state {key}", value, CheckpointError)
         if not shard.is_here:
             continue
-        is_flat = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
-        if spec is not None and is_flat and not state:
+        is_empty = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
+        if spec is not None and is_empty and not state:
             state = spec.new(_CPU)
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

@@ -52,19 +52,20 @@ def digests(copies: Sequence[Copies], chunks: Mapping[str, Chunks], rank: int) -
 
 
 def check_digests(
-    copies: Sequence[Copies], of_ranks: Sequence[Sequence[int]], chunks: Mapping[str, Chunks], ranks: Ranks
+    copies: Sequence[Copies], by_rank: Sequence[Sequence[int]], chunks: Mapping[str, Chunks], ranks: Ranks
 ) -> None:
     """Checks that all ranks that hold the same parts have the same bits. All ranks must call this.
 
-    ``of_ranks`` has the result of :func:`digests` on each rank.
+    ``by_rank`` has the result of :func:`digests` of each rank; all ranks find the same differences in it, and exchange
+    digests of single tensors for the error.
 
     Raises:
         CheckpointError: on all ranks: bits differ. The message has the tensors' names.
     """
     for number, each in enumerate(copies):
-        if not _are_alike([values[number] for values in of_ranks], each.starts):
-            by_rank = ranks.gathered_numbers(lambda each=each: each.digests(chunks, ranks.rank))  # type: ignore[misc]
-            by_tensor = zip(*(values or [0] * len(each.tensors) for values in by_rank), strict=True)
+        if not _are_alike([values[number] for values in by_rank], each.starts):
+            parts = ranks.gathered_numbers(lambda each=each: each.digests(chunks, ranks.rank))  # type: ignore[misc]
+            by_tensor = zip(*(values or [0] * len(each.tensors) for values in parts), strict=True)
             named = zip(each.tensors, by_tensor, strict=True)
             refuse({name for (name, _), values in named if not _are_alike(values, each.starts)}, "values")
 

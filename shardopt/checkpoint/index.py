@@ -44,7 +44,7 @@ import torch
 
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, demand
 from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.rectangles import fills
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.wording import named, shown
 from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
@@ -182,7 +182,7 @@ def load_index(folder: Folder) -> Index:
         }
         for name, tensor in tensors.items():
             if tensor.partition is None:
-                is_filled = fill(tensor.shape, [part for _, part in tensor.parts])
+                is_filled = fills(tensor.shape, [part for _, part in tensor.parts])
                 demand(is_filled, f"parts that do not fill {named(name)} {shown(tensor.shape)}")
         nbytes = sum(stored.data for stored in files if stored is not None)
         is_enough = sum(tensor.nbytes for tensor in tensors.values()) <= nbytes  # so that no shape asks for more memory

@@ -2,7 +2,7 @@
 
 Every rank makes the plan by itself, from what it holds and the partitions of its tensors. Ranks that describe the same
 tensors, which are all of them unless there are pipeline stages or experts, only tell each other a digest of the
-description and the rank with which each kind of partition begins: some 100 bytes, whatever the model. Where
+description and the rank with which each kind of partition begins: tens of bytes, whatever the model. Where
 descriptions differ, one rank of each kind sends its own to all.
 
 A tensor that several ranks hold is written once: a small one by the first rank that has it, so that a load finds all of
@@ -32,7 +32,7 @@ from shardopt.checkpoint.groups import union
 from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_json
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
-from shardopt.checkpoint.rectangles import fill
+from shardopt.checkpoint.rectangles import fills
 from shardopt.layout import Partition
 from shardopt.layout.partition import Part
 
@@ -258,7 +258,7 @@ class Planning:
             if name in unequal and of_parts:
                 first = min(of[0] for of in of_parts.values())
                 of_parts = {part: [first] for part, of in of_parts.items() if first in of}
-            if not fill(self._all[name].shape, list(of_parts)):
+            if not fills(self._all[name].shape, list(of_parts)):
                 raise _not_filled(name, self._all[name].shape)
             stored[name] = self._all[name]._replace(parts=tuple(sorted((of[0], part) for part, of in of_parts.items())))
             for (offsets, _), of in of_parts.items():

@@ -23,7 +23,7 @@ from shardopt.checkpoint.data_file import (
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError
 from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, unknown_content
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.rectangles import common_part, fill, inside, slices
+from shardopt.checkpoint.rectangles import common_part, fills, inside, slices
 from shardopt.checkpoint.storage import Folder, Read
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
@@ -50,7 +50,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         for number in sorted(targets_in):
             _read_file(folder, index, number, targets_in[number])
         for target in targets:
-            if not fill(target.part[1], target.filled):
+            if not fills(target.part[1], target.filled):
                 what = f"chunks that do not fill {named(target.name)} {target.part[1]} from {target.part[0]}"
                 raise unknown_content(folder.shown(INDEX_NAME), what)
     except CheckpointError as error:
@@ -104,7 +104,7 @@ def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Tar
 def _read_chunks(
     chunks: Mapping[str, Sequence[StoredChunk]], read: Read, path: str, targets: Sequence[_Target]
 ) -> None:
-    """Reads chunks of an open data file, each once, a few ahead of those that are copied into the targets."""
+    """Reads each chunk of an open data file that overlaps a target, once, and up to ``AHEAD`` chunks ahead."""
     reads: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
     for target in targets:
         for chunk in chunks.get(target.name, ()):

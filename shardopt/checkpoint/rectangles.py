@@ -34,7 +34,7 @@ def inside(part: Part, offsets: Sequence[int]) -> Part:
     return tuple(a - b for a, b in zip(part[0], offsets, strict=True)), part[1]
 
 
-def fill(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
+def fills(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
     """Whether rectangles cover each element of a tensor exactly once.
 
     Each index at which a rectangle begins or ends gets a random number, and a side is as long as its end's number minus

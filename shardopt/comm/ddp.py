@@ -43,6 +43,7 @@ class GradientReducer:
 
     @without_autograd
     def _end(self) -> None:
+        """Adds this micro-batch's gradients to their sums, and zeroes them; the last one's become the mean."""
         for params, sums in self._sums:
             if all(param.grad is None for param in params):
                 continue

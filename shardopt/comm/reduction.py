@@ -1,4 +1,4 @@
-"""Sums of chunks over the ranks, in the order of the micro-batches: each rank owns a chunk of the sum."""
+"""A reduce-scatter of gradients that adds micro-batches in a fixed order: each rank owns a chunk of the sum."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Reduction:
         progress: tells the number of the running micro-batch.
         wire: the format of messages.
         shapes: of the parameters.
-        mesh: the ranks that own a chunk each, and HSDP's ranks that have one and the same chunk, and own a part of it
-            each; empty for one process.
+        mesh: the group whose ranks own a chunk each, and under HSDP the group of the replicas, which divide that chunk;
+            empty for one process.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Reduction:
 
         Args:
             chunks: this rank's gradient, (ranks that own a chunk, elements).
-            out: this rank's chunk. In the step's last pass, gets the mean over its micro-batches, rounded once to the
-                dtype, of HSDP's the part that this rank owns; else zeros. May be ``chunks``.
+            out: this rank's chunk. Gets the mean over the step's micro-batches in its last pass, rounded once to the
+                dtype (under HSDP this replica's part, and zeros elsewhere), and zeros before. May be in ``chunks``.
         """
         self.counter.skip_to(self._progress.first)
         message = self.wire.encode(chunks)

@@ -102,5 +102,5 @@ def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> Non
 
 
 def number_of(param: Tensor) -> int | None:
-    """The index that steps use; None if none is in use."""
+    """The parameter's index in the model, which seeds its stochastic rounding; None before :func:`use_numbers`."""
     return getattr(param, _USED, None)

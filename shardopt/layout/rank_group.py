@@ -50,7 +50,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy on a device whose tensors the ranks can pass around."""
+        """The tensor, or a copy on the back end's device if it cannot send from the tensor's."""
 
     @abstractmethod
     def all_to_all(

@@ -49,16 +49,16 @@ class _OfThisProcess:
 
 
 class Shard(_OfThisProcess):
-    """The part of one parameter on this rank: a range of the indices of each dimension.
+    """The part of one parameter on this rank.
 
-    A kind of shard says how the parameter is cut and among which ranks; all else follows. Kinds whose tensors are no
-    ordinary ones define :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows and columns are those of
-    the parameter seen as the matrix ``(shape[0], row_numel)``.
+    A subclass says how the parameter is cut and among which ranks; shapes, rectangles and scales follow from that. If
+    its tensors are no ordinary ones, it defines :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows
+    and columns are those of the parameter seen as the matrix ``(shape[0], row_numel)``.
 
     Args:
         global_shape: shape of the whole parameter.
         cut: how the parameter is cut, by the ranks' places among ``ranks``.
-        offset: this rank's place.
+        offset: this rank's index among ``ranks``.
         ranks: those that hold the parts, one copy of each; None if this rank holds the whole parameter.
     """
 

@@ -65,7 +65,7 @@ class OptimizerInterface(Optimizer):
         decays = {"coupled_decay": 0.0 if is_decoupled else decay, "decoupled_decay": decay if is_decoupled else 0.0}
         return hyper | {name: value for name, value in decays.items() if name in names}
 
-    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+    def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).
 
         A step calls this before it computes anything but the sums: param groups may be changed here.

@@ -193,7 +193,7 @@ class Internals:
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:
             self.peers.all_reduce_sum(totals)
-        return optimizer.with_totals([_C.sum_value(words.numpy()) for words in totals])
+        return optimizer.hyper_from_totals([_C.sum_value(words.numpy()) for words in totals])
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
         """Reads and checks a param group for a step.

@@ -142,7 +142,7 @@ class Prodigy(ShardedOptimizer):
                         f"all; {_CORRECT}"
                     )
 
-    def with_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+    def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         groups, first = self.param_groups, self.param_groups[0]
         lr = max(float(group["lr"]) for group in groups)
         away, slow = totals  # <g, p0 - p> and the 1-norm of s

@@ -75,7 +75,7 @@ class Rule:
 
     @property
     def totals(self) -> bool:
-        """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.with_totals``)."""
+        """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.hyper_from_totals``)."""
         return bool(_C.rules[self.name]["totals"])
 
 

@@ -69,7 +69,7 @@ class StepPlan:
         sets: the descriptions by the ranks that must agree, each in an order that is equal on all of these ranks.
         stepped: the indices of the parameters that have a gradient on this rank.
         on_difference: is called before the error of a difference.
-        single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
+        single: whether the step is of one parameter; see :func:`shardopt.step.plan.plan_of`.
 
     Attributes:
         digests: by the ranks that must agree.

@@ -22,7 +22,8 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
         param_groups: the optimizer's param groups.
         groups: one per param group.
         inputs: one per parameter.
-        single: whether the step is of one parameter, whose gradient is complete: other ranks may step others first.
+        single: whether the step is of one parameter, in the backward pass. Ranks may step parameters in different
+            orders, so that they compare plans only where data are exchanged.
     """
     sets: dict[RankGroup, list[Line]] = {}
     summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)

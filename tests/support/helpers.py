@@ -250,7 +250,7 @@ class ReferenceOptimizer:
         if any(twin.rule(group).totals for group in twin.param_groups):
             terms = [referred(name, products_only=True) for name in gradients]
             totals = [math.fsum(x for each in of_sum for x in each) for of_sum in zip(*terms, strict=True)]
-            for own, more in zip(hyper, twin.with_totals(totals), strict=True):
+            for own, more in zip(hyper, twin.hyper_from_totals(totals), strict=True):
                 own.update(more)
             self._found = {key: twin.param_groups[0][key] for key in self._found}
         for name in gradients:

@@ -70,10 +70,10 @@ def swap_what_survives(wrapper: Any) -> None:
 
 
 def move_state_too(wrapper: Any) -> None:
-    """Has ``offload_states`` and ``reload_states`` of ZeRO move our state, and make one again what was shared before.
+    """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
 
-    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. All of them leave masters and
-    parameters apart that :func:`share_copies` had made one.
+    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. Masters and parameters that
+    share memory (:func:`share_copies`) have their own after a reload, so that they are made to share it again.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
@@ -92,7 +92,7 @@ def move_state_too(wrapper: Any) -> None:
 
 
 def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
-    """Replaces ``offload_states``; returns what is to be called as ``reload_states``."""
+    """Replaces ``offload_states``; returns the function for ``reload_states``."""
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
 
