@@ -241,10 +241,6 @@ _RANGES = {
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
     """Checks the hyper-parameters in a param group. A learning rate on a device is not read.
 
-    Args:
-        group: the param group.
-        beta_count: number of decay rates in ``betas``, if the optimizer has any.
-
     Raises:
         ValueError: a hyper-parameter is out of range, or infinite in float32.
     """

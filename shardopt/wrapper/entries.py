@@ -64,8 +64,7 @@ class Entries:
         unsigned: names of entries that are never below zero.
         checked: names among these whose values each step checks.
         kept: names of entries that stay as they are.
-        may_make_state: whether the next step may be one that a framework takes to have state made.
-        was_made: whether the present state is of such a step.
+        was_made: whether the present state is of a step that a framework took to have state made.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Entries:
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
-        self.may_make_state, self.was_made = True, False
+        self.was_made = False
 
     @property
     def format(self) -> dict[str, Any]:
@@ -198,7 +197,8 @@ class Entries:
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: steps keep no tables of state."""
+        """Ends a load: the next step goes on from the present state."""
+        self.was_made = False
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""
@@ -225,7 +225,7 @@ class Entries:
                         adopted[param] = new = self._adopted(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        self.may_make_state, self.was_made = True, False
+        self.was_made = False
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:

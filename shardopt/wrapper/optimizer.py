@@ -156,13 +156,11 @@ class QuantizedState(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since
-        entries = self._internals
-        if entries.may_make_state:
-            if entries.was_made:
-                self.state.clear()
-            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-            entries.was_made = entries.may_make_state
-        if entries.was_made:
+        if self._internals.was_made:
+            self.state.clear()
+        is_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._internals.was_made = is_made
+        if is_made:
             self._make_state()
         else:
             self._step_all()
@@ -252,14 +250,11 @@ class QuantizedState(Optimizer):
     def _make_state(self) -> None:
         """Takes a step of which only state is left, with step counts of zero: all else is as it was before."""
         attributes = vars(self._inner).copy()
-        options = [{key: _copied(x) for key, x in group.items() if key not in _PARAMS} for group in self.param_groups]
         stepped = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         weights = [param.detach().clone() for param in stepped]
-        self._step_all()
+        self._step_all(counts=False)
         vars(self._inner).clear()  # also counters that the step has added
         vars(self._inner).update(attributes)
-        for group, before in zip(self.param_groups, options, strict=True):
-            _put(group, before)
         for param, before in zip(stepped, weights, strict=True):
             param.copy_(before)
             state = self.state.get(param, {})
@@ -267,8 +262,8 @@ class QuantizedState(Optimizer):
                 count, zero = state[key], _COUNTS[key]
                 state[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
 
-    def _step_all(self) -> None:
-        """Takes a step of all parameters that have gradients.
+    def _step_all(self, *, counts: bool = True) -> None:
+        """Takes a step of all parameters that have gradients; param groups stay as they are unless it ``counts``.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
         parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
@@ -290,7 +285,8 @@ class QuantizedState(Optimizer):
                     else:
                         self._step_parameter(group["params"][at])
                     alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                _put(group, alone)
+                if counts:
+                    _put(group, alone)
         finally:
             inner.param_groups = groups
 
