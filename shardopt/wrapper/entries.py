@@ -173,11 +173,7 @@ class Entries:
         return replace(coding.slices[0], kept=kept)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, StateDict]:
-        """Form and entries of a parameter's present state: tensors.
-
-        Raises:
-            ValueError: a checkpoint cannot hold an entry.
-        """
+        """Form and entries of a parameter's present state: tensors. See :meth:`form`."""
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
         return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
@@ -268,11 +264,7 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
-    """The name and the tensor that stand for an entry in a checkpoint.
-
-    Raises:
-        ValueError: no tensor can stand for it.
-    """
+    """The name and the tensor that stand for an entry in a checkpoint. ValueError if none can."""
     kind = type(value).__name__
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):

@@ -160,10 +160,7 @@ class QuantizedState(Optimizer):
             self.state.clear()
         is_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
         self._internals.was_made = is_made
-        if is_made:
-            self._make_state()
-        else:
-            self._step_all()
+        self._step_all(counts=not is_made)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -247,28 +244,14 @@ class QuantizedState(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
-    def _make_state(self) -> None:
-        """Takes a step of which only state is left, with step counts of zero: all else is as it was before."""
-        attributes = vars(self._inner).copy()
-        stepped = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        weights = [param.detach().clone() for param in stepped]
-        self._step_all(counts=False)
-        vars(self._inner).clear()  # also counters that the step has added
-        vars(self._inner).update(attributes)
-        for param, before in zip(stepped, weights, strict=True):
-            param.copy_(before)
-            state = self.state.get(param, {})
-            for key in _COUNTS.keys() & state.keys():
-                count, zero = state[key], _COUNTS[key]
-                state[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
-
-    def _step_all(self, *, counts: bool = True) -> None:
-        """Takes a step of all parameters that have gradients; param groups stay as they are unless it ``counts``.
+    def _step_all(self, *, counts: bool) -> None:
+        """Takes a step of all parameters that have gradients. Unless it ``counts``, it leaves nothing but state.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
         parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
         """
         inner, groups, attributes = self._inner, self.param_groups, vars(self._inner)
+        before = attributes.copy()
         numbers = {key: x for key, x in attributes.items() if type(x) in (int, float)}
         try:
             for group in groups:
@@ -283,15 +266,18 @@ class QuantizedState(Optimizer):
                     if at is None:
                         inner.step()
                     else:
-                        self._step_parameter(group["params"][at])
+                        self._step_parameter(group["params"][at], counts)
                     alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
                 if counts:
                     _put(group, alone)
         finally:
             inner.param_groups = groups
+            if not counts:
+                attributes.clear()  # also counters that the step has added
+                attributes.update(before)
 
-    def _step_parameter(self, param: Tensor) -> None:
-        """Steps one parameter. If that fails, its state is as it was.
+    def _step_parameter(self, param: Tensor, counts: bool) -> None:
+        """Steps one parameter. If that fails, its state is as it was. Unless it ``counts``, weights and counts stay.
 
         An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
         """
@@ -301,6 +287,7 @@ class QuantizedState(Optimizer):
             target = Parameter(shard.local(param).detach(), requires_grad=param.requires_grad)
             assert param.grad is not None
             target.grad = shard.local_gradient(param.grad)
+        weights = None if counts else target.detach().clone()
         stored = new = states.pop(param, {})
         if stored:
             floats = self._internals.decoded(param, stored)
@@ -309,6 +296,11 @@ class QuantizedState(Optimizer):
             self._inner.param_groups[0]["params"] = [target]
             self._inner.step()
             floats = states.get(target, {})
+            if weights is not None:
+                target.copy_(weights)
+                for key in _COUNTS.keys() & floats.keys():
+                    count, zero = floats[key], _COUNTS[key]
+                    floats[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
             new = self._internals.encoded(param, floats)
