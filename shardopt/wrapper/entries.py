@@ -162,10 +162,7 @@ class Entries:
     ) -> SliceSpec:
         """The form of a parameter's state with these entries, which have global shapes, and dtypes.
 
-        ``options`` are those of the param group. With a codec they are a checkpoint's.
-
-        Raises:
-            ValueError: an entry cannot be in a checkpoint of this parameter, or was coded otherwise than here.
+        ``options`` are those of the param group. With a codec they are a checkpoint's. See :meth:`saved_options`.
         """
         names = coded_names(stored)
         coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
@@ -201,14 +198,11 @@ class Entries:
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
     def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
-        """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
+        """Divides a state dict for :meth:`QuantizedState.load_state_dict`, which names the errors.
 
         Returns:
             A state dict with the param groups, and of state only numbers, for the inner optimizer to load; and the
             state of all parameters, as it is kept.
-
-        Raises:
-            ValueError: the state was quantized in another way, is damaged, or is of other parameters.
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, adopted = self.inner.param_groups, dict(states), {}

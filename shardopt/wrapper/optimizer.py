@@ -5,7 +5,7 @@ A step takes one parameter after another: its state is decoded, the optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -158,9 +158,8 @@ class QuantizedState(Optimizer):
         self.check_group(*self.param_groups)  # parameters may have been sharded since
         if self._internals.was_made:
             self.state.clear()
-        is_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-        self._internals.was_made = is_made
-        self._step_all(counts=not is_made)
+        self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._step_all(counts=not self._internals.was_made)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -268,8 +267,11 @@ class QuantizedState(Optimizer):
                     else:
                         self._step_parameter(group["params"][at], counts)
                     alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                if counts:
-                    _put(group, alone)
+                for key, value in alone.items() if counts else ():
+                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                        group[key].copy_(value)  # schedulers hold on to the tensor
+                    else:
+                        group[key] = value
         finally:
             inner.param_groups = groups
             if not counts:
@@ -320,13 +322,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, list | dict | set) else value
-
-
-def _put(group: MutableMapping[str, Any], options: MutableMapping[str, Any]) -> None:
-    """Gives a param group what steps made of its values. Tensors stay the same objects: schedulers hold on to them."""
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, Tensor) and isinstance(value, Tensor):
-            present.copy_(value)
-        else:
-            group[key] = value
