@@ -30,11 +30,11 @@ def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
     return {(False, False): rule, (False, True): without, (True, False): with_sums, (True, True): with_sums}
 
 
-_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-_ADAM = cautious_rules(Rule("adam", _MOMENTS))
-_REPAID = Rule("repaid_adam", _MOMENTS)
+ADAM_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+_ADAM = cautious_rules(Rule("adam", ADAM_MOMENTS))
+_REPAID = Rule("repaid_adam", ADAM_MOMENTS)
 _LARGEST = Moment("max_exp_avg_sq", signed=False)
-_AMSGRAD = Rule("amsgrad", (*_MOMENTS, _LARGEST))
+_AMSGRAD = Rule("amsgrad", (*ADAM_MOMENTS, _LARGEST))
 
 
 class AdamW(ShardedOptimizer):

@@ -12,15 +12,13 @@ from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
 from shardopt.kernels.autograd import without_autograd
-from shardopt.optim.adam import AdamKin
+from shardopt.optim.adam import ADAM_MOMENTS, AdamKin
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.loading import checked_containers
 from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
-
-_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 
 
 class Adamax(ShardedOptimizer):
@@ -62,7 +60,7 @@ class RAdam(AdamKin):
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
 
-    only_rule = Rule("radam", _MOMENTS)
+    only_rule = Rule("radam", ADAM_MOMENTS)
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class StableAdamW(ShardedOptimizer):
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
     """
 
-    only_rule = Rule("stable_adamw", _MOMENTS)
+    only_rule = Rule("stable_adamw", ADAM_MOMENTS)
     decoupled = True
 
     def __init__(
@@ -158,7 +156,7 @@ class LAMB(ShardedOptimizer):
         weight_decay: share of the parameter in its direction, before the direction is scaled.
     """
 
-    only_rule = Rule("lamb", _MOMENTS)
+    only_rule = Rule("lamb", ADAM_MOMENTS)
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class NAdam(AdamKin):
         decoupled_weight_decay: keep the decay apart from the gradient.
     """
 
-    only_rule = Rule("nadam", _MOMENTS)
+    only_rule = Rule("nadam", ADAM_MOMENTS)
     numbers = (("momentum_decay", LARGEST),)
 
     def __init__(

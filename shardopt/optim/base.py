@@ -300,8 +300,7 @@ class ShardedOptimizer(OptimizerInterface):
         state_dict = super().state_dict()
         state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            held = held_elements(group["params"])
-            if held is not None:
+            if (held := held_elements(group["params"])) is not None:
                 saved[HELD] = held
         if dequantize:
             for group in state_dict["param_groups"]:

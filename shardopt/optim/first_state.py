@@ -19,11 +19,8 @@ def only_makes_state(
     torch.distributed.checkpoint.state_dict and torchtitan take such a step. All ranks that share parameters must call
     this, in the first step or after a load or reset, and get the same answer if they share parameters directly or by
     way of one other rank: in a warm-up from lr=0 the gradients of one rank may be zero while another's are not.
-
-    Args:
-        groups: the param groups.
-        has_begun: whether a parameter was stepped before, or has a gradient beside its ``grad``.
-        peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
+    ``has_begun`` says whether a parameter was stepped before, or has a gradient beside its ``grad``; the optimizers of
+    ``peers`` have the model's other parameters.
     """
     if not all(_is_zero_rate(group.get("lr", 0.0)) for group in groups):
         return False

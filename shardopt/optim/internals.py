@@ -144,10 +144,7 @@ class Internals:
     ) -> tuple[TensorState, dict[str, Any]]:
         """Moves a parameter's loaded state to its devices; returns its spec, and the entries of ``state[param]``.
 
-        Args:
-            param: the parameter.
-            options: those of its param group after the load.
-            states: the entries of each slice, as they were read; none for a slice that was saved without state.
+        ``states`` has the entries of each slice, as they were read; none for a slice that was saved without state.
         """
         spec, where = self.state_of(param, options), self.residency.of(param)
         of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
@@ -284,10 +281,9 @@ class Internals:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Has shards and state looked up anew by the next step.
+        """Has the next step look up shards and state again.
 
-        Args:
-            anew: whether released gradients are thrown away, as other state was loaded than they are for.
+        ``anew`` also drops released gradients, as other state was loaded than they are for.
         """
         self.may_make_state = True
         for _, stepper in self._steppers.values():
@@ -301,10 +297,8 @@ class Internals:
         params = self.params
         stride = -(-len(params) // _WATCHED)
         spread = (param for first in range(stride) for param in params[first::stride])
-        some = islice(
-            ((param, x) for param in spread if (x := param.grad) is not None and not x.is_inference()), _WATCHED
-        )
-        self._clipped = [(ref(param), ref(gradient), gradient._version) for param, gradient in some]
+        found = ((param, x) for param in spread if (x := param.grad) is not None and not x.is_inference())
+        self._clipped = [(ref(param), ref(x), x._version) for param, x in islice(found, _WATCHED)]
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
         """The scaling of a step with :attr:`coefficient`; without, and with a warning, if gradients were changed.

@@ -277,12 +277,9 @@ def reading(what: str) -> Iterator[None]:
 def merged_groups(
     optimizer: OptimizerInterface, present: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The param groups of a state dict, completed by the present options.
+    """The param groups of a state dict, from :func:`by_name`, completed by the options of the present ones.
 
-    Args:
-        optimizer: checks hyper-parameters.
-        present: the present param groups, of this optimizer or of one around it.
-        saved: the param groups of the state dict, from :func:`by_name`.
+    The present param groups may be of an optimizer around this one.
 
     Raises:
         ValueError: the groups have state in another format, or options out of range.

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole, make_plain
+from shardopt.state.options import CORRECT, LARGEST, Options, Unpack, check_number, is_whole, make_plain
 from shardopt.state.rule import Rule
 
 #: Options of the estimate, which all param groups share.
@@ -118,9 +118,7 @@ class Prodigy(ShardedOptimizer):
             "beta3": _beta3(group),
             "eps": first["d"] * group["eps"],
             "d": first["d"],
-            "d0": first["d0"],
             "bias_correction": _bias_correction(first),
-            "safeguard_warmup": float(first["safeguard_warmup"]),
         }
 
     def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -131,7 +129,7 @@ class Prodigy(ShardedOptimizer):
         if len(rates - {0.0}) > 1:
             raise ValueError(
                 f"lr: got {', '.join(map(str, sorted(rates)))} in different param groups, expected the same or 0: "
-                f"d is one for all; {_CORRECT}"
+                f"d is one for all; {CORRECT}"
             )
         for name in ("beta3", *_OF_ESTIMATE):
             one, *others = (_beta3(group) if name == "beta3" else group[name] for group in groups)
@@ -139,7 +137,7 @@ class Prodigy(ShardedOptimizer):
                 if one != other:
                     raise ValueError(
                         f"{name}: got {one!r} and {other!r} in different param groups, expected the same: d is one for "
-                        f"all; {_CORRECT}"
+                        f"all; {CORRECT}"
                     )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
@@ -174,7 +172,7 @@ class Prodigy(ShardedOptimizer):
         _check("growth_rate", group["growth_rate"], lambda x: x >= 1, ">= 1")
         _check("d_numerator", group["d_numerator"], lambda x: abs(x) <= sys.float_info.max, "that is finite")
         if not is_whole(group["k"]) or group["k"] < 0:
-            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {_CORRECT}")
+            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {CORRECT}")
 
 
 def _beta3(group: Mapping[str, Any]) -> float:
@@ -190,12 +188,9 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
     return math.sqrt(1.0 - _C.power(beta2, step)) / (1.0 - _C.power(beta1, step))
 
 
-_CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
-
-
 def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
-        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {_CORRECT}")
+        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {CORRECT}")
 
 
 class Prodigy8bit(Prodigy, codec="log8"):

@@ -23,9 +23,6 @@ class Untrained:
     """Watches which parameters get no gradient while others do; each is named once.
 
     Looks at the parameters only where others have a gradient than in the step before, and where one reaches a limit.
-
-    Args:
-        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -44,11 +41,7 @@ class Untrained:
         self._without.clear()
 
     def look(self, *, changed: bool) -> None:
-        """Looks for gradients after a step.
-
-        Args:
-            changed: whether other parameters may have had a gradient than in the last step.
-        """
+        """Looks for gradients after a step, in which other parameters may have had one if ``changed``."""
         self._steps += 1
         if not changed and self._steps < self._due:
             return

@@ -56,11 +56,8 @@ class Floats(NamedTuple):
 def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = ()) -> list[StateDict | None]:
     """The state entries for float moments, in scales that all holders of a block agree on.
 
-    All ranks that share blocks must call this with the same slices in the same order.
-
-    Args:
-        slices: the moments.
-        rank_groups: the ranks that raise together if one of them cannot encode its part, as for lack of memory.
+    All ranks that share blocks must call this with the same slices in the same order. The ranks of a group raise
+    together if one of them cannot encode its part, as for lack of memory.
 
     Raises:
         ValueError: only some of the ranks with column shards of a parameter have moments of it.
@@ -85,13 +82,8 @@ def encode_loaded(
 ) -> list[Mapping[str, Any] | None]:
     """Replaces float moments (torch.optim's state) by the state's own entries; leaves other entries alone.
 
-    All ranks that share parameters must call this with the same tensors, in the same order.
-
-    Args:
-        specs: describe the state of each tensor.
-        loaded: the tensors' entries, which passed :meth:`TensorState.check_loaded`; None for a tensor without state.
-        names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot encode its part.
+    All ranks that share parameters must call this with the same tensors, in the same order. Entries have passed
+    :meth:`TensorState.check_loaded`; they are None for a tensor without state.
 
     Raises:
         ValueError: see :func:`encode_slices`.

@@ -15,13 +15,7 @@ from shardopt.state.warn import warn_user
 
 
 def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The weights of a parameter as float32, sharded like the parameter.
-
-    Args:
-        spec: describes the parameter's state.
-        param: the optimizer's parameter.
-        state: the parameter's state; empty before the first step.
-    """
+    """The weights of a parameter as float32, sharded like the parameter; its state is empty before the first step."""
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
@@ -40,13 +34,7 @@ _SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: torch.device) -> None:
     """Drops low bits that belong to weights of another dtype, with a warning: the model was cast after steps.
 
-    Master weights then begin equal to the parameter.
-
-    Args:
-        spec: describes the state of the parameter as it is now.
-        param: the optimizer's parameter.
-        state: the parameter's state, changed in place.
-        device: device for new low bits.
+    Master weights then begin equal to the parameter. ``state`` is changed in place; new low bits are on ``device``.
     """
     step, has, wants = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
     seen = param.dtype
@@ -65,11 +53,7 @@ def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: tor
 
 
 def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
-    """Checks that weights can be loaded into parameters.
-
-    Args:
-        weights: by parameter.
-        params: all parameters of the optimizer.
+    """Checks that weights, by parameter, can be loaded into all parameters of an optimizer.
 
     Raises:
         ValueError: weights are missing, unknown or of another shape, dtype or sharding.
@@ -87,18 +71,10 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
 
 
 def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
-    """Stores float32 weights in a parameter, and their low bits in its state.
+    """Stores float32 weights, sharded like the parameter, in it and its state; returns the state.
 
-    Args:
-        spec: describes the parameter's state.
-        param: the optimizer's parameter.
-        state: the parameter's state; empty before the first step.
-        weights: sharded like the parameter.
-        device: device for a new state.
-
-    Returns:
-        ``state``, or a new state if ``state`` was empty and low bits must be kept. A frozen parameter without state is
-        rounded instead.
+    If ``state`` is empty and low bits must be kept, that is a new one on ``device``; a frozen parameter without state
+    is rounded instead.
     """
     local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
     if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):

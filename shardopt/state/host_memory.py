@@ -18,12 +18,8 @@ _ALIGNMENT = 64  # of each tensor, in bytes
 def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Tensor]:
     """Tensors in one piece of the CPU's memory, which lasts as long as one of them.
 
-    Each has a storage of its own: torch.save refuses several dtypes in one storage.
-
-    Args:
-        likes: tensors of the same shapes and dtypes.
-        pin: a GPU for whose copies the memory is locked; None leaves it pageable.
-        what: names the contents in errors.
+    Each has a storage of its own: torch.save refuses several dtypes in one storage. With ``pin`` the memory is locked
+    for copies of that GPU. ``what`` names the contents in errors.
 
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.

@@ -27,13 +27,7 @@ def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
-    """Checks that an entry is a dense tensor of the expected shape and sharding.
-
-    Args:
-        value: the entry.
-        expected: a tensor of the expected type, shape and sharding, without memory.
-        key: the entry's name.
-        name: the parameter's name in errors.
+    """Checks that an entry ``key`` of the parameter ``name`` is a dense tensor, of the type and sharding of another.
 
     Raises:
         ValueError: the entry is no dense tensor with values, or has another type, shape or sharding.

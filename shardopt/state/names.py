@@ -12,11 +12,6 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
 
     Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` unchanged: if
     there are not as many names as tensors, they are not the tensors' names.
-
-    Args:
-        group: the param group.
-        index: the param group's index.
-        position: the parameter's index in the param group.
     """
     names = group.get("param_names")
     if names and len(names) == len(group["params"]):

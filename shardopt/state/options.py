@@ -241,10 +241,6 @@ _RANGES = {
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
     """Checks the hyper-parameters in a param group. A learning rate on a device is not read.
 
-    Args:
-        group: the param group.
-        beta_count: number of decay rates in ``betas``, if the optimizer has any.
-
     Raises:
         ValueError: a hyper-parameter is out of range, or infinite in float32.
     """
@@ -253,7 +249,7 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
             _check_range(name, group[name], least, largest)
     betas = group.get("betas", (0.0,) * beta_count)
     if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
-        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {_CORRECT}")
+        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {CORRECT}")
     for index, beta in enumerate(betas):
         _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
 
@@ -277,7 +273,7 @@ def check_flag(group: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
 
 
-_CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
+CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
@@ -296,4 +292,4 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
         bounds = f">= 0.0 {bounds}"
     elif largest not in (_BELOW_ONE, LARGEST):
         bounds = f"from {least} to {largest}"
-    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {_CORRECT}")
+    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {CORRECT}")

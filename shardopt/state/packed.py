@@ -77,13 +77,8 @@ def unpack_loaded(
 ) -> list[Mapping[str, Any] | None]:
     """Replaces packed state by the entries that were packed; leaves other state alone.
 
-    All ranks must call this with the same tensors, in the same order, if any of them has flat shards.
-
-    Args:
-        specs: describe the state of each tensor.
-        loaded: the tensors' entries; None for a tensor without state.
-        names: the tensors' names in errors.
-        rank_groups: the ranks that raise together if one of them cannot unpack its part.
+    All ranks must call this with the same tensors, in the same order, if any of them has flat shards. The ranks of a
+    group raise together. A tensor without state has None for its entries.
 
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.

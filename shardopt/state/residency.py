@@ -159,12 +159,6 @@ class StateResidency:
     def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
 
-        Args:
-            name: the parameter's name in errors.
-            param: the parameter.
-            spec: describes the parameter's state.
-            state: the parameter's state.
-
         Raises:
             RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
         """
@@ -227,10 +221,7 @@ class StateResidency:
             transfers.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that the host has memory for the state that is to be offloaded.
-
-        Args:
-            added: the last param group, if the others are checked already; None: all.
+        """Checks that the host has memory for the state to be offloaded, of one added param group or of all.
 
         Raises:
             MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.

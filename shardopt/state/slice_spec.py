@@ -245,10 +245,6 @@ class SliceSpec:
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
         """Checks the values of the state.
 
-        Args:
-            state: the entries.
-            name: the parameter's name in errors.
-
         Raises:
             ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
         """
@@ -339,9 +335,8 @@ def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float
     dtype, zero = moment.codec(codec).code_dtype, moment.codec(codec).zero_code(signed=moment.signed)
     code, scales = torch.tensor(zero, dtype=dtype, device="cpu"), (0.0,)
     if moment.initial:
-        (coded,) = encode_moments(
-            codec, [moment], [torch.full((1,), moment.initial, dtype=torch.float32, device="cpu")]
-        )
+        initial = torch.tensor([moment.initial], dtype=torch.float32, device="cpu")
+        (coded,) = encode_moments(codec, [moment], [initial])
         code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
     if dtype != torch.int16:
         return dtype, (code.item(),), scales

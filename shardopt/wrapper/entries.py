@@ -64,8 +64,7 @@ class Entries:
         unsigned: names of entries that are never below zero.
         checked: names among these whose values each step checks.
         kept: names of entries that stay as they are.
-        may_make_state: whether the next step may be one that a framework takes to have state made.
-        was_made: whether the present state is of such a step.
+        was_made: whether the present state is of a step that a framework took to have state made.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Entries:
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
         self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
-        self.may_make_state, self.was_made = True, False
+        self.was_made = False
 
     @property
     def format(self) -> dict[str, Any]:
@@ -163,10 +162,7 @@ class Entries:
     ) -> SliceSpec:
         """The form of a parameter's state with these entries, which have global shapes, and dtypes.
 
-        ``options`` are those of the param group. With a codec they are a checkpoint's.
-
-        Raises:
-            ValueError: an entry cannot be in a checkpoint of this parameter, or was coded otherwise than here.
+        ``options`` are those of the param group. With a codec they are a checkpoint's. See :meth:`saved_options`.
         """
         names = coded_names(stored)
         coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
@@ -174,11 +170,7 @@ class Entries:
         return replace(coding.slices[0], kept=kept)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, StateDict]:
-        """Form and entries of a parameter's present state: tensors.
-
-        Raises:
-            ValueError: a checkpoint cannot hold an entry.
-        """
+        """Form and entries of a parameter's present state: tensors. See :meth:`form`."""
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
         return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
@@ -198,21 +190,19 @@ class Entries:
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: steps keep no tables of state."""
+        """Ends a load: the next step goes on from the present state."""
+        self.was_made = False
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether a value of a param group was put there by a step."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
     def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
-        """Divides a state dict, of quantized state or of the bare optimizer, into the inner optimizer's and the rest.
+        """Divides a state dict for :meth:`QuantizedState.load_state_dict`, which names the errors.
 
         Returns:
             A state dict with the param groups, and of state only numbers, for the inner optimizer to load; and the
             state of all parameters, as it is kept.
-
-        Raises:
-            ValueError: the state was quantized in another way, is damaged, or is of other parameters.
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, adopted = self.inner.param_groups, dict(states), {}
@@ -225,7 +215,7 @@ class Entries:
                         adopted[param] = new = self._adopted(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        self.may_make_state, self.was_made = True, False
+        self.was_made = False
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
@@ -268,11 +258,7 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
-    """The name and the tensor that stand for an entry in a checkpoint.
-
-    Raises:
-        ValueError: no tensor can stand for it.
-    """
+    """The name and the tensor that stand for an entry in a checkpoint. ValueError if none can."""
     kind = type(value).__name__
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):

@@ -5,7 +5,7 @@ A step takes one parameter after another: its state is decoded, the optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -156,16 +156,10 @@ class QuantizedState(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since
-        entries = self._internals
-        if entries.may_make_state:
-            if entries.was_made:
-                self.state.clear()
-            entries.may_make_state = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-            entries.was_made = entries.may_make_state
-        if entries.was_made:
-            self._make_state()
-        else:
-            self._step_all()
+        if self._internals.was_made:
+            self.state.clear()
+        self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._step_all(counts=not self._internals.was_made)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -249,31 +243,14 @@ class QuantizedState(Optimizer):
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
-    def _make_state(self) -> None:
-        """Takes a step of which only state is left, with step counts of zero: all else is as it was before."""
-        attributes = vars(self._inner).copy()
-        options = [{key: _copied(x) for key, x in group.items() if key not in _PARAMS} for group in self.param_groups]
-        stepped = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        weights = [param.detach().clone() for param in stepped]
-        self._step_all()
-        vars(self._inner).clear()  # also counters that the step has added
-        vars(self._inner).update(attributes)
-        for group, before in zip(self.param_groups, options, strict=True):
-            _put(group, before)
-        for param, before in zip(stepped, weights, strict=True):
-            param.copy_(before)
-            state = self.state.get(param, {})
-            for key in _COUNTS.keys() & state.keys():
-                count, zero = state[key], _COUNTS[key]
-                state[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
-
-    def _step_all(self) -> None:
-        """Takes a step of all parameters that have gradients.
+    def _step_all(self, *, counts: bool) -> None:
+        """Takes a step of all parameters that have gradients. Unless it ``counts``, it leaves nothing but state.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
         parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
         """
         inner, groups, attributes = self._inner, self.param_groups, vars(self._inner)
+        before = attributes.copy()
         numbers = {key: x for key, x in attributes.items() if type(x) in (int, float)}
         try:
             for group in groups:
@@ -288,14 +265,21 @@ class QuantizedState(Optimizer):
                     if at is None:
                         inner.step()
                     else:
-                        self._step_parameter(group["params"][at])
+                        self._step_parameter(group["params"][at], counts)
                     alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                _put(group, alone)
+                for key, value in alone.items() if counts else ():
+                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                        group[key].copy_(value)  # schedulers hold on to the tensor
+                    else:
+                        group[key] = value
         finally:
             inner.param_groups = groups
+            if not counts:
+                attributes.clear()  # also counters that the step has added
+                attributes.update(before)
 
-    def _step_parameter(self, param: Tensor) -> None:
-        """Steps one parameter. If that fails, its state is as it was.
+    def _step_parameter(self, param: Tensor, counts: bool) -> None:
+        """Steps one parameter. If that fails, its state is as it was. Unless it ``counts``, weights and counts stay.
 
         An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
         """
@@ -305,6 +289,7 @@ class QuantizedState(Optimizer):
             target = Parameter(shard.local(param).detach(), requires_grad=param.requires_grad)
             assert param.grad is not None
             target.grad = shard.local_gradient(param.grad)
+        weights = None if counts else target.detach().clone()
         stored = new = states.pop(param, {})
         if stored:
             floats = self._internals.decoded(param, stored)
@@ -313,6 +298,11 @@ class QuantizedState(Optimizer):
             self._inner.param_groups[0]["params"] = [target]
             self._inner.step()
             floats = states.get(target, {})
+            if weights is not None:
+                target.copy_(weights)
+                for key in _COUNTS.keys() & floats.keys():
+                    count, zero = floats[key], _COUNTS[key]
+                    floats[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
             new = self._internals.encoded(param, floats)
@@ -332,13 +322,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, list | dict | set) else value
-
-
-def _put(group: MutableMapping[str, Any], options: MutableMapping[str, Any]) -> None:
-    """Gives a param group what steps made of its values. Tensors stay the same objects: schedulers hold on to them."""
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, Tensor) and isinstance(value, Tensor):
-            present.copy_(value)
-        else:
-            group[key] = value

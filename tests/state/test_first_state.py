@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,18 @@ def test_after_the_state_was_forgotten(by: str) -> None:
     else:
         run[1].load_state_dict(empty)
     get_optimizer_state_dict(*run)
+    advance(*run)
+    advance(*expected)
+    assert_alike(run, expected)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "torch.AdamW"])
+def test_a_checkpoint_loaded_after_it_is_kept(rule: str, tmp_path: Path) -> None:
+    expected, run = make(rule), make(rule)
+    advance(*expected)
+    shardopt.checkpoint.save(tmp_path / "saved", *expected)
+    get_optimizer_state_dict(*run)
+    shardopt.checkpoint.load(tmp_path / "saved", *run)
     advance(*run)
     advance(*expected)
     assert_alike(run, expected)
