@@ -26,7 +26,7 @@ from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
-from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 
 #: "exact": the same codes and scales, or float32 as float32. "requantized": a moment was decoded and encoded again.
 #: "quantized": encoded from float32. "as float32": decoded, and kept in float32.
@@ -73,7 +73,7 @@ class _Found(NamedTuple):
     """The state of one parameter in another package, with its name here and the form that it is to get."""
 
     name: str
-    spec: TensorState
+    spec: TensorSpec
     moments: Mapping[str, Tensor | CodedMoment]
     step: float
 
@@ -192,7 +192,7 @@ def _read(
                     f"{name}: got state with {few(got) or 'no moments'}, expected {', '.join(expected) or 'none'}; "
                     "choose the optimizer of the same kind"
                 )
-            spec = tensor_state_of(param, group, rule.moments)
+            spec = tensor_spec_of(param, group, rule.moments)
             moments = {key: entries[key] for key in expected}
             _check_moments(spec, param, moments, name)
             imported[number] = _Found(name, spec, moments, checked_step(entries, name))
@@ -267,7 +267,7 @@ def _taken_hyper(
     return taken, left_out
 
 
-def _check_moments(spec: TensorState, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
+def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
     """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of floats."""
     for moment in spec.moments:
         key, value = moment.name, moments[moment.name]
@@ -295,7 +295,7 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
     return tensor.device_mesh, tensor.placements
 
 
-def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
+def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
     """The state entries for one parameter's moments, and what it took.
 
     Raises:
@@ -324,7 +324,7 @@ def _converted(spec: TensorState, moments: Mapping[str, Tensor | CodedMoment], n
     return dict(encoded or {}), "as float32" if coded else "exact"
 
 
-def _own(spec: TensorState, key: str, whole: Tensor) -> Tensor:
+def _own(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor, the same on all ranks, as a state entry: sharded as the parameter is."""
     grid = spec.slices[0].grid_of(key)
     part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()

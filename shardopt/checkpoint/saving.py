@@ -39,7 +39,7 @@ _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some
 def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], Contents], ranks: Ranks) -> None:
     """Writes a checkpoint into a folder, which is made if necessary, in place of one that is there.
 
-    All ranks must call this. They agree four times: on the descriptions of their tensors, the folder and its lock, the
+    All ranks must call this, and agree four times: on the descriptions of their tensors, the folder and its lock, the
     data files, and the index. The first rank's header is saved, with the ``param_groups`` of all ranks.
 
     Args:

@@ -21,7 +21,6 @@ class Progress:
     """Counts the backward passes of a step.
 
     Args:
-        model: its parameters' hooks and gradients are watched.
         micro_batches: per step, over all ranks.
         ranks: how many share them.
 

@@ -32,7 +32,7 @@ from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.options import TABLE_FORMAT, make_plain
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
-from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 from shardopt.state.warn import warn_user
 from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
@@ -117,9 +117,9 @@ class Internals:
         """All parameters, in the order of the param groups."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorState:
+    def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorSpec:
         """Describes the state of one of the parameters, given its param group."""
-        return tensor_state_of(param, group, self.optimizer.rule(group).moments)
+        return tensor_spec_of(param, group, self.optimizer.rule(group).moments)
 
     @property
     def name(self) -> str:
@@ -135,13 +135,13 @@ class Internals:
         """The form of a parameter's state with these options, whatever entries a checkpoint has."""
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, Mapping[str, Any]]:
+    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
         """Spec and entries of a parameter's present state."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
     def placed(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
-    ) -> tuple[TensorState, dict[str, Any]]:
+    ) -> tuple[TensorSpec, dict[str, Any]]:
         """Moves a parameter's loaded state to its devices; returns its spec, and the entries of ``state[param]``.
 
         ``states`` has the entries of each slice, as they were read; none for a slice that was saved without state.
@@ -152,7 +152,7 @@ class Internals:
             [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
         )
 
-    def put(self, param: Tensor, placed: tuple[TensorState, dict[str, Any]]) -> None:
+    def put(self, param: Tensor, placed: tuple[TensorSpec, dict[str, Any]]) -> None:
         """Gives a parameter its new state, which :meth:`placed` has made."""
         spec, state = placed
         self.optimizer.state[param] = state

@@ -33,7 +33,7 @@ from shardopt.state.names import listed_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
 from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
-from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 
 #: Key in a state dict's param groups: the elements of flat shards whose state it has; see :func:`held_elements`.
 HELD = "held_elements"
@@ -58,7 +58,7 @@ class _LoadedParameter(NamedTuple):
     param: Tensor
     index: Any  # its number in the state dict
     name: str  # in errors
-    spec: TensorState  # describes the state that it is to get
+    spec: TensorSpec  # describes the state that it is to get
     entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
 
 
@@ -140,7 +140,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
             entries = checked_entries(states.get(index), name)
             off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and off:  # moments that the optimizer would keep with other hyper-parameters
-                left_out = tensor_state_of(param, options, off).entries.keys() - spec.entries.keys()
+                left_out = tensor_spec_of(param, options, off).entries.keys() - spec.entries.keys()
                 left_out |= {moment.name for moment in off}
                 entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
@@ -157,7 +157,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
     return groups, loaded, is_held
 
 
-def moments_of(specs: Iterable[TensorState]) -> list[str]:
+def moments_of(specs: Iterable[TensorSpec]) -> list[str]:
     """The sorted names of the moments of some tensors: entries of packed state have no names of their own."""
     specs = list(specs)
     of_rows = {ROW_MOMENTS for spec in specs if ROW_MOMENTS in spec.entries}

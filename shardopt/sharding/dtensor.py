@@ -139,7 +139,7 @@ class DTensorShard(Shard):
         return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
 
     def _joint(self, dims: Sequence[int]) -> TorchRankGroup:
-        """The same ranks as one group; all of them must call this."""
+        """The ranks of some dims of the mesh, as one group; all of them must call this."""
         if len(dims) == 1:
             return self._along(dims)
         at = tuple(slice(None) if dim in dims else i for dim, i in enumerate(self._coordinate or ()))

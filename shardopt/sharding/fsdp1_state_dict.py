@@ -25,7 +25,7 @@ from shardopt.sharding.rank_group import rank_group_of
 from shardopt.state.options import is_own
 from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 
@@ -152,7 +152,7 @@ def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorState]]:
+def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
     """The parameters of FSDP1 with the descriptions of their state, by their indices in state dicts."""
     listed = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     return {

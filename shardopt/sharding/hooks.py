@@ -93,11 +93,11 @@ class _Finder(MetaPathFinder):
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._callback)
+            spec.loader = _Loader(spec.loader, self._callback)  # type: ignore[assignment]
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """A module's loader and a callback; the loader itself, which others may share, is left as it is."""
 
     def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
@@ -105,10 +105,7 @@ class _Loader(Loader):
         self._callback = callback
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)  # get_source and the like
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        return getattr(self.__dict__["_loader"], name)  # create_module, get_source and the like
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:

@@ -56,7 +56,7 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
-            :meth:`TensorState.check_loaded` and :meth:`TensorState.check_local`.
+            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_local`.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 
 
 def shared_blocks(spec: SliceSpec) -> list[int]:
@@ -75,7 +75,7 @@ def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = (
 
 
 def encode_loaded(
-    specs: Sequence[TensorState],
+    specs: Sequence[TensorSpec],
     loaded: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
     rank_groups: Sequence[RankGroup],
@@ -83,7 +83,7 @@ def encode_loaded(
     """Replaces float moments (torch.optim's state) by the state's own entries; leaves other entries alone.
 
     All ranks that share parameters must call this with the same tensors, in the same order. Entries have passed
-    :meth:`TensorState.check_loaded`; they are None for a tensor without state.
+    :meth:`TensorSpec.check_loaded`; they are None for a tensor without state.
 
     Raises:
         ValueError: see :func:`encode_slices`.

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardopt.state.slice_spec import LOW_BITS, StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 
-def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor:
+def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The weights of a parameter as float32, sharded like the parameter; its state is empty before the first step."""
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -31,7 +31,7 @@ def joined(spec: TensorState, param: Tensor, state: Mapping[str, Any]) -> Tensor
 _SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
-def fit_low_bits(spec: TensorState, param: Tensor, state: StateDict, device: torch.device) -> None:
+def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
     """Drops low bits that belong to weights of another dtype, with a warning: the model was cast after steps.
 
     Master weights then begin equal to the parameter. ``state`` is changed in place; new low bits are on ``device``.
@@ -70,7 +70,7 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
             raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
 
 
-def split_into(spec: TensorState, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
+def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
     """Stores float32 weights, sharded like the parameter, in it and its state; returns the state.
 
     If ``state`` is empty and low bits must be kept, that is a new one on ``device``; a frozen parameter without state

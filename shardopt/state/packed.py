@@ -34,7 +34,7 @@ from shardopt.layout import (
 from shardopt.state.encoding import cut_blocks, held_of
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 
 _PREFIX = "packed_"
 _EXACT = f"{_PREFIX}exact"
@@ -47,13 +47,13 @@ def is_packed(entries: Iterable[str]) -> bool:
     return any(name.startswith(_PREFIX) for name in entries)
 
 
-def words_of(specs: Iterable[TensorState]) -> int:
+def words_of(specs: Iterable[TensorSpec]) -> int:
     """The words per element that the state of each of some tensors fits in, on any number of ranks."""
     sizes = (sum(field.beside for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
     return max((-(-size // _WORD) for size in sizes), default=0)
 
 
-def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
+def pack(spec: TensorSpec, state: Mapping[str, Any], words: int) -> StateDict:
     """The state in ``words`` entries of float32, of the local tensor's shape, beside ``step`` and ``packed_exact``."""
     shape = spec.shard.local_shape
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
@@ -70,7 +70,7 @@ def pack(spec: TensorState, state: Mapping[str, Any], words: int) -> StateDict:
 
 
 def unpack_loaded(
-    specs: Sequence[TensorState],
+    specs: Sequence[TensorSpec],
     loaded: Sequence[Mapping[str, Any] | None],
     names: Sequence[str],
     rank_groups: Sequence[RankGroup],
@@ -215,7 +215,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
     return fields
 
 
-def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
+def _read(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
     """Reads the fields of each slice of a tensor from this rank's part of the packed state, if there is any.
 
     Raises:
@@ -228,7 +228,7 @@ def _read(spec: TensorState, entries: Mapping[str, Any] | None, name: str) -> li
     ]
 
 
-def _packed_bytes(spec: TensorState, entries: Mapping[str, Any], name: str) -> Tensor:
+def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Tensor:
     """The bytes of packed state: uint8, ``(numel, 4 * words)``.
 
     Raises:
@@ -261,7 +261,7 @@ def _packed_bytes(spec: TensorState, entries: Mapping[str, Any], name: str) -> T
 
 
 def _completed(
-    spec: TensorState, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
+    spec: TensorSpec, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
 ) -> Mapping[str, Any] | None:
     """The state of a tensor, after the ranks have put together the scales of cut blocks."""
     if entries is None or not is_packed(entries):

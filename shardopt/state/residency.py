@@ -20,7 +20,7 @@ from shardopt.state.full_precision import fit_low_bits
 from shardopt.state.host_memory import demand_memory, make_homes
 from shardopt.state.names import named
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 Offload = Literal["state", "step"] | None
@@ -94,7 +94,7 @@ class _Movable(NamedTuple):
     device: torch.device
     state: StateDict
     key: str
-    spec: TensorState | None
+    spec: TensorSpec | None
 
     @property
     def local(self) -> Tensor:
@@ -118,7 +118,7 @@ class StateResidency:
         foreseen_bytes: bytes of the state that is to be offloaded and has no memory yet, until places are decided on.
     """
 
-    def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorState]) -> None:
+    def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorSpec]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
         self._decisions: MutableMapping[Tensor, _Decision] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.foreseen_bytes = 0
@@ -150,13 +150,18 @@ class StateResidency:
         self.asleep = True
 
     def wake(self) -> None:
-        """Moves the state back."""
+        """Moves the state back. Raises RuntimeError in the capture of a CUDA graph, which could not replay it."""
         if self.asleep:
             entries, dense = self._movable(), torch.contiguous_format
+            if any(entry.device.type == "cuda" for entry in entries) and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "got a step captured into a CUDA graph while the state is offloaded, expected the state on the "
+                    "device; call optimizer.reload() before the capture"
+                )
             _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
             self.asleep = False
 
-    def ready(self, name: str, param: Tensor, spec: TensorState, state: StateDict) -> None:
+    def ready(self, name: str, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
         """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
 
         Raises:
@@ -172,7 +177,7 @@ class StateResidency:
             check_sign(name, f"state {key}", entry)
         self.put(param, spec, state)
 
-    def put(self, param: Tensor, spec: TensorState, state: StateDict) -> None:
+    def put(self, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
         """Moves a parameter's state to where it lives, in place."""
         where = self.of(param)
         step = state.get("step")

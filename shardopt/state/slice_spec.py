@@ -67,7 +67,7 @@ class SliceSpec:
     State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
     decides what they are. Entries of the parameter's shape are sharded as it is, others are alike on all ranks.
 
-    All tensors here are plain tensors with this rank's part; :class:`TensorState` has the optimizer's own tensors. In a
+    All tensors here are plain tensors with this rank's part; :class:`TensorSpec` has the optimizer's own tensors. In a
     flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
     """
 

@@ -25,7 +25,7 @@ from shardopt.layout import (
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 from shardopt.state.warn import warn_user
 from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutColumns
@@ -61,7 +61,7 @@ class Input:
     group: int
     position: int
     device: torch.device
-    spec: TensorState | None
+    spec: TensorSpec | None
     number: int
     copies: RankGroup | None
     gradient_on_host: bool
@@ -115,7 +115,7 @@ def describe(
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             try:
-                spec = tensor_state_of(param, group, groups[index].rule.moments)
+                spec = tensor_spec_of(param, group, groups[index].rule.moments)
             except UnknownShardError:
                 raise  # even on ranks without a gradient, for which other ranks would wait
             except (RuntimeError, ValueError):

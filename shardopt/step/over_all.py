@@ -127,7 +127,7 @@ class OverAll:
 
 
 def _largest(held: Sequence[Counted]) -> list[Counted]:
-    """Those whose ranks are in no larger set, the first of equal ones, in order."""
+    """The sets of ranks that are in no larger set, the first of equal ones, in order."""
     sets = {counted.numbers: counted for counted in reversed(held)}
     return [c for c in held if sets[c.numbers] is c and not any(c.numbers < other for other in sets)]
 

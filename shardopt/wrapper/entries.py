@@ -20,7 +20,7 @@ from shardopt.state.loaded_entries import check_entry
 from shardopt.state.names import listed_name
 from shardopt.state.options import check_options
 from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
-from shardopt.state.tensor_state import TensorState
+from shardopt.state.tensor_spec import TensorSpec
 from shardopt.wrapper.known import full_name, is_elementwise, is_known
 
 #: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
@@ -109,11 +109,11 @@ class Entries:
                 )
         return own_options
 
-    def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorState:
+    def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorSpec:
         """The form of the quantized entries of these names, each in units of its own; by default coded as here."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
         spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
-        return TensorState(shard, (replace(spec, kept=()),))
+        return TensorSpec(shard, (replace(spec, kept=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
@@ -169,11 +169,11 @@ class Entries:
         kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
         return replace(coding.slices[0], kept=kept)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorState, StateDict]:
+    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, StateDict]:
         """Form and entries of a parameter's present state: tensors. See :meth:`form`."""
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
-        return TensorState(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
+        return TensorSpec(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
         """The new state of a parameter, on its device, from the entries that were read."""

@@ -55,11 +55,6 @@ def test_options(name: str) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_method() -> None:
-    with pytest.raises(AttributeError, match=r"was removed: .* load with convert=True"):
-        trained(0)[1].load_full_precision_parameters({})
-
-
 @pytest.mark.parametrize("name", OF_QUANTIZE_STATE)
 def test_options_of_quantize_state(name: str) -> None:
     with pytest.raises(TypeError, match=f"{re.escape(f'; {name} was removed: {OF_QUANTIZE_STATE[name]}')}$"):

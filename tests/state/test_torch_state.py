@@ -14,16 +14,16 @@ from helpers import CODEC_NAMES, everything, through_a_file
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from shardopt.state import slice_spec
-from shardopt.state.tensor_state import TensorState, tensor_state_of
+from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 from test_state_dict import advance, made, params_of, trained
 from weight_formats import BF16
 
 STEPS = 6
 
 
-def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorState:
+def specification(optimizer: ShardedOptimizer, param: Tensor) -> TensorSpec:
     (group,) = optimizer.param_groups
-    return tensor_state_of(param, group, optimizer.rule(group).moments)
+    return tensor_spec_of(param, group, optimizer.rule(group).moments)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

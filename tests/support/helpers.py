@@ -25,7 +25,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.state.options import DEFAULTS
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import LOW_BITS, ROW_MOMENTS, SliceSpec
-from shardopt.state.tensor_state import tensor_state_of
+from shardopt.state.tensor_spec import tensor_spec_of
 from shardopt.step.muon.matrices import matrix_shapes
 from shardopt.step.muon.waves import normalized
 
@@ -316,7 +316,7 @@ class ReferenceOptimizer:
     def _spec(self, name: str) -> SliceSpec:
         param = self._originals[name]
         group = self._groups[param]
-        return tensor_state_of(param, group, self._optimizer.rule(group).moments).slices[0]
+        return tensor_spec_of(param, group, self._optimizer.rule(group).moments).slices[0]
 
 
 def single(optimizer: ShardedOptimizer) -> tuple[Tensor, dict[str, Any]]:

@@ -25,7 +25,7 @@ _DERIVED = frozenset(["mu_product"])
 
 
 @dataclass(frozen=True)
-class TensorState:
+class TensorSpec:
     """State of one tensor that the optimizer steps.
 
     The slices' entries of one name are concatenated in one tensor, in the order of the slices; in a flat buffer,
@@ -37,7 +37,7 @@ class TensorState:
     slices: tuple[SliceSpec, ...]
 
     @classmethod
-    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
+    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
         """The state of a tensor of this shard and dtype in a param group.
 
         Raises:
@@ -210,6 +210,6 @@ class TensorState:
             slice_.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
 
 
-def tensor_state_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorState:
-    """The spec of a parameter's state in a param group; see :meth:`TensorState.of`."""
-    return TensorState.of(shard_of(param), param.dtype, group, moments)
+def tensor_spec_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
+    """The spec of a parameter's state in a param group; see :meth:`TensorSpec.of`."""
+    return TensorSpec.of(shard_of(param), param.dtype, group, moments)
