@@ -18,11 +18,6 @@ template <class T>
 using Table = py::array_t<T, py::array::c_style>;
 
 template <class T>
-py::array_t<T> column_of(const std::vector<T>& values) {
-  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
-}
-
-template <class T>
 T* pointer(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
@@ -30,13 +25,17 @@ T* pointer(uint64_t address) {
 py::tuple make_tasks(const Table<KernelRow>& kernel_rows, const Table<GroupRow>& groups) {
   check_cut_blocks(kernel_rows.data(), kernel_rows.size());
   const CudaTasks made = make_cuda_tasks(kernel_rows.data(), kernel_rows.size(), groups.data());
-  return py::make_tuple(column_of(made.tasks), column_of(made.batches));
+  py::array_t<int64_t> batches({static_cast<py::ssize_t>(made.batches.size()), py::ssize_t{6}});
+  int64_t* to = batches.mutable_data();
+  for (const CudaBatch& b : made.batches)
+    for (const int64_t x : {int64_t{b.rule}, int64_t{b.codec}, int64_t{b.format}, b.begin, b.staged, b.end}) *to++ = x;
+  return py::make_tuple(py::array_t<CudaTask>(static_cast<py::ssize_t>(made.tasks.size()), made.tasks.data()), batches);
 }
 
 void step_on_cuda(int device, uint64_t kernel_rows, uint64_t gradients, uint64_t groups, uint64_t tasks, uint64_t steps,
                   uint64_t tables, uint64_t prepared, uint64_t grad_scale, uint64_t factor, uint64_t found_inf,
-                  uint64_t nonfinite, int64_t row_count, int64_t step_count, Phase phase,
-                  const Table<CudaBatch>& batches, uint64_t stream) {
+                  uint64_t nonfinite, int64_t row_count, int64_t step_count, Phase phase, const Table<int64_t>& batches,
+                  uint64_t stream) {
   const CudaDeviceGuard guard(device);
   const CudaCall call{pointer<KernelRow>(kernel_rows),
                       pointer<GroupRow>(groups),
@@ -53,7 +52,8 @@ void step_on_cuda(int device, uint64_t kernel_rows, uint64_t gradients, uint64_t
                       phase};
   if (phase == Phase::kStep || phase == Phase::kSums)
     prepare_cuda(call, pointer<const uint64_t>(gradients), pointer<void>(stream));
-  for (py::ssize_t i = 0; i < batches.size(); ++i) step_cuda(call, batches.data()[i], pointer<void>(stream));
+  for (const int64_t *b = batches.data(), *end = b + batches.size(); b < end; b += 6)
+    step_cuda(call, {int(b[0]), int(b[1]), int(b[2]), b[3], b[4], b[5]}, pointer<void>(stream));
 }
 
 void copy_on_cuda(int device, const Table<uint64_t>& to, const Table<uint64_t>& from, const Table<int64_t>& nbytes,
@@ -81,7 +81,6 @@ void clip_on_cuda(uint64_t words, bool is_magnitude, float max_norm, uint64_t cl
 void bind_cuda(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   PYBIND11_NUMPY_DTYPE(CudaTask, first_block, kernel_row, blocks);
-  PYBIND11_NUMPY_DTYPE(CudaBatch, rule, codec, format, begin, staged, end);
   m.attr("cuda_prepared_bytes") = kPreparedBytes;
   m.attr("cuda_launched_gradients") = kLaunchedGradients;
   m.def("cuda_device_count", &cuda_device_count, "The number of usable devices; 0 without a driver.");

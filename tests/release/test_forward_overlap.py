@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardopt
+from programs import Programs
 from ranks.loop import STEPS, Layers, Loop, batch, compare
 from ranks.offload import HostTransfers, before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
@@ -225,8 +228,17 @@ def test_code_that_was_compiled_without_hooks(runs: str) -> None:
         compare(drive, make)
 
 
-def test_forked() -> None:
-    """Steps in flight are over before the fork, and the child's steps have a thread of their own."""
+def test_forked(programs: Programs, tmp_path: Path) -> None:
+    """Steps in flight are over before the fork, and the child's steps have a thread of their own.
+
+    In a process of its own: a child cannot take backward passes if its parent's autograd has started threads.
+    """
+    programs.run(
+        f"import sys; sys.path[:] = {sys.path}; import test_forward_overlap as t; t.fork_between_steps()", tmp_path
+    )
+
+
+def fork_between_steps() -> None:
     loop, ordinary = Loop(True), Loop(False)
     ordinary.run(2)
     with slow_steps(0.01):
@@ -239,6 +251,7 @@ def test_forked() -> None:
                 assert_same(loop.result(), ordinary.result())
                 os._exit(0)
             finally:
+                traceback.print_exc()
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -123,11 +123,11 @@ def test_checkpointed_parameters_are_stepped_once_in_the_backward_pass(model: nn
 @pytest.mark.filterwarnings("ignore:zero_grad:RuntimeWarning")
 @pytest.mark.parametrize(("overlap_forward", "micro_batches"), [(False, 1), (False, 2), (True, 1)])
 def test_parameters_in_two_reentrant_checkpoints_are_refused(overlap_forward: bool, micro_batches: int) -> None:
-    """Each checkpoint gives a part of the gradient, which counts as a gradient."""
+    """Each checkpoint gives a part of the gradient, which counts as a gradient. PyTorch may notice the step before."""
     model = Dropped((2,))
     optimizer = optimizer_of(model, offload="step")
     options = {"overlap_forward": overlap_forward, "micro_batches": micro_batches}
-    message = rf"got gradient {micro_batches + 1} since the last optimizer.step\(\).*use_reentrant=False"
+    message = rf"got gradient {micro_batches + 1} since the last optimizer.step\(\).*use_reentrant=False|is at version"
     with offload_from_cpu(), shardopt.release_gradients(model, optimizer, **options):
         for number in range(micro_batches - 1):
             loss_of(model, make_batch(number)).backward()
