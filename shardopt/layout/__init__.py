@@ -1,4 +1,4 @@
-"""Where blocks lie and which of them this rank holds."""
+"""How parameters are cut into quantization blocks and sharded over ranks: block grids, shards, rank groups."""
 
 from shardopt.layout.block_grid import BlockGrid, Rectangle, is_quantized
 from shardopt.layout.flat import FlatBuffer, FlatShard, Segment

@@ -1,4 +1,4 @@
-"""The block grid, from a parameter's global shape alone, and rectangles of it that the kernels step together."""
+"""The grid of quantization blocks, computed from a parameter's global shape alone, and rectangles for the kernels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Rows shorter than this are not worth a scale.
+#: Parameters whose rows have fewer elements keep float32 state: scales of so short blocks would save little memory.
 MIN_ROW_NUMEL = 32
 
 
 def is_quantized(global_shape: tuple[int, ...], min_quantized_numel: int) -> bool:
-    """Whether a parameter's state is quantized: a matter of its global shape, never of the shard.
+    """Whether a parameter's state is quantized: decided by its global shape, so that all ranks agree.
 
-    Biases, norms and small parameters keep float32 state.
+    Biases, norms, and parameters with fewer than ``min_quantized_numel`` elements or short rows keep float32 state.
     """
     numel = math.prod(global_shape)
     if len(global_shape) < 2 or numel < max(min_quantized_numel, 1):
@@ -24,7 +24,7 @@ def is_quantized(global_shape: tuple[int, ...], min_quantized_numel: int) -> boo
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks of a parameter.
+    """How a parameter is cut into quantization blocks, each of which has a scale.
 
     Every row (a slice along dim 0, flattened) is cut into ``ceil(row_numel / block_size)`` blocks, the last one
     possibly short. Blocks never cross a row.
@@ -46,17 +46,17 @@ class BlockGrid:
         return -(-self.row_numel // self.block_size)
 
     def is_boundary(self, col: int) -> bool:
-        """Whether no block has elements on both sides of the column ``col`` of a row."""
+        """Whether cutting a row before its column ``col`` cuts no block: a block begins there, or the row ends."""
         return col % self.block_size == 0 or col == self.row_numel
 
     def block_of(self, element: int) -> int:
-        """The number of the block that an element of the flattened parameter is in; blocks are counted row by row."""
+        """The index of the block that contains an element of the flattened parameter, counted row by row."""
         row, col = divmod(element, self.row_numel)
         return row * self.blocks_per_row + col // self.block_size
 
 
 class Rectangle(NamedTuple):
-    """Elements of a shard that form a matrix: the same columns of some successive rows.
+    """Elements of a shard that a kernel steps as one matrix: the same columns of some successive rows.
 
     Attributes:
         element: index of the first element in the local tensor.
@@ -67,8 +67,8 @@ class Rectangle(NamedTuple):
         stride: elements from row to row in the flattened parameter.
         block: index, in the local scales, of the block that holds the first element.
         blocks_stride: blocks from row to row in the local scales.
-        cut: whether each row is a part of one block, of which other ranks hold the rest. Before :meth:`divided`, a
-            rectangle may hold whole blocks and cut ones.
+        cut: whether each row is a part of one block, the rest of which is on other ranks. :meth:`divided` sets it:
+            before, a rectangle may contain whole blocks and cut blocks.
     """
 
     element: int
@@ -87,15 +87,15 @@ class Rectangle(NamedTuple):
         return self.first % self.stride
 
     def rows_from(self, row: int, count: int) -> Rectangle:
-        """Some successive rows."""
+        """The rectangle of ``count`` successive rows, from index ``row`` of this rectangle on."""
         element, first = self.element + row * self.row_stride, self.first + row * self.stride
         return self._replace(element=element, first=first, rows=count, block=self.block + row * self.blocks_stride)
 
     def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
-        """The rectangle's parts, in order: rows, or whole blocks of one row.
+        """Splits the rectangle into parts of limited size, in order: groups of rows, or groups of blocks of one row.
 
         Args:
-            limit: elements of a part, at most; but blocks are never divided.
+            limit: most elements of a part; larger is only a part of a single block, as blocks are never split.
             block_size: elements per block.
         """
         if self.rows * self.cols <= limit:
@@ -115,12 +115,12 @@ class Rectangle(NamedTuple):
                 col = stop
 
     def columns(self, col: int, stop: int, block_size: int) -> Rectangle:
-        """The columns ``[col, stop)`` of the whole rows, which are among the rectangle's."""
+        """The rectangle narrowed to the columns ``[col, stop)``, which are counted in the parameter's whole rows."""
         skipped, block = col - self.first_col, self.block + col // block_size - self.first_col // block_size
         return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
 
     def cut_before(self, ends: Iterable[int]) -> Iterator[Rectangle]:
-        """The rectangle's parts, in order, cut before some elements of the local tensor.
+        """Splits the rectangle, in order, so that a part begins at each of some elements of the local tensor.
 
         Args:
             ends: indices of these elements, ascending. If the rectangle has several rows, each element begins a row.
@@ -140,7 +140,7 @@ class Rectangle(NamedTuple):
         yield rest
 
     def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
-        """The rectangle's columns of whole blocks, and each cut block by itself."""
+        """Splits the rectangle by columns: whole blocks together, each block that other ranks share by itself."""
         size, col, end = grid.block_size, self.first_col, self.first_col + self.cols
         while col < end:
             block_end = min((col // size + 1) * size, grid.row_numel)

@@ -1,7 +1,7 @@
 """Flat shards: a rank holds one range of the flattened parameter, as under FSDP1 and ZeRO.
 
-Such a range begins and ends anywhere: it is a partial row, whole rows and another partial row at most. The block in
-which the range begins and the one in which it ends may be cut.
+The range may begin and end inside rows: at most, it consists of a partial row, whole rows and another partial row.
+The first and the last block of the range may continue on other ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shardopt.layout.shard import ASSIGNED, Shard
 
 
 class FlatShard(Shard):
-    """This rank's range of a tensor, 1-D, where parameters are flattened into one tensor and ranks have equal ranges.
+    """This rank's part of a parameter, where all parameters are flattened into one tensor, cut into a range per rank.
 
     Args:
         global_shape: shape of the whole parameter.
         first: offset of the parameter in the flattened tensor.
         size: elements of the flattened tensor per rank; None: this rank holds the whole parameter.
-        ranks: in the order of their ranges; None where this rank holds all.
-        block: for a matrix of blocks, the elements of a row of the parameter and of a block.
-        held: the elements ``[start, end)`` of a matrix of blocks on this rank, which share cut blocks with others.
+        ranks: the ranks in the order of their ranges; None if this rank holds the whole flattened tensor.
+        block: for a matrix of one scale per block, the elements of a row of the parameter and of a block.
+        held: the elements ``[start, end)`` of a matrix of scales on this rank, including those of shared blocks.
 
     Attributes:
         start: index of the first element that this rank holds.
         end: index after the last element that this rank holds.
-        saved_from: index of the first element that this rank saves: a cut block is saved with its first element.
+        saved_from: index of the first element that this rank saves: a shared scale is saved by its block's first rank.
         place: index of the first element in this rank's range of the flattened tensor.
         cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
-        replicas: the ranks that hold the same range; None if no other is known.
+        replicas: the ranks that hold copies of this range (HYBRID_SHARD); None if no copies are known.
     """
 
     layout_attribute = ASSIGNED
@@ -91,26 +91,26 @@ class FlatShard(Shard):
         return FlatShard(shape, first, size, self.ranks, block=block, held=self.blocks(grid))
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
-        """The blocks that lie on several ranks, on this rank or not: numbers in the grid, ascending."""
+        """Grid indices, ascending, of all blocks of the parameter that are cut between ranks, on this rank or not."""
         if grid.block_size not in self._cut_blocks:
             inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
             self._cut_blocks[grid.block_size] = sorted({grid.block_of(cut) for cut in inside})
         return self._cut_blocks[grid.block_size]
 
     def blocks(self, grid: BlockGrid) -> tuple[int, int]:
-        """The blocks of which this rank holds elements: their numbers in the grid are ``[first, end)``."""
+        """The grid indices ``[first, end)`` of the blocks of which this rank holds elements."""
         if self.start == self.end:
             return 0, 0
         return grid.block_of(self.start), grid.block_of(self.end - 1) + 1
 
 
 class Segment(NamedTuple):
-    """The part of one parameter that a flat buffer holds.
+    """One parameter in a :class:`FlatBuffer`: its name, its shard, and where in the buffer its elements are.
 
     Attributes:
         name: the parameter's fully qualified name.
-        number: the parameter's number among those of the model.
-        shard: the range of its elements.
+        number: the parameter's index in the model, which seeds stochastic rounding.
+        shard: which range of the parameter's elements this rank holds.
         offset: index in the buffer of the range's first element.
         aliases: the other names of a shared parameter.
     """
@@ -123,7 +123,7 @@ class Segment(NamedTuple):
 
 
 class FlatBuffer(Shard):
-    """A 1-D tensor made of ranges of several parameters, and of padding, which no optimizer looks at.
+    """A 1-D tensor that concatenates ranges of several parameters and padding, which optimizers ignore.
 
     Args:
         numel: the buffer's length on this rank.

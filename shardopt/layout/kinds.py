@@ -1,4 +1,4 @@
-"""Kinds of sharding: what each knows of parameters and models. Integrations register theirs with :func:`register`."""
+"""Registry of kinds of sharding, such as DTensor and FSDP1. Integrations add theirs with :func:`register`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardopt.layout.shard import Shard, assigned, keeps_float32_state
 
 
 class Engines(NamedTuple):
-    """Functions for models that own their optimizer and keep its parameters elsewhere, as DeepSpeed's do.
+    """Functions for engines, such as DeepSpeed's, that own the optimizer and step master weights outside of the model.
 
     Attributes:
-        name: the kind, for error messages.
-        has_optimizer: whether an optimizer is the engine's, or wrapped by the engine's.
-        opened: a context with the engine's bare model, and the optimizer with the parameters that it steps.
-        refresh: makes the parameters that the model computes with from those that the optimizer steps.
+        name: the engine's kind, for error messages.
+        has_optimizer: whether an optimizer is the one that the engine steps, or the engine's wrapper of it.
+        opened: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
+        refresh: copies masters, after they were loaded, to the parameters that the model computes with.
     """
 
     name: str
@@ -32,17 +32,17 @@ class Engines(NamedTuple):
 
 
 class Kind:
-    """A kind of sharding. Subclasses define what applies to them."""
+    """A kind of sharding. Subclasses override what applies to them; the defaults recognize no tensor and no model."""
 
     def shard_of(self, param: Tensor) -> Shard | None:
-        """The shard that a parameter of this kind is; None for another tensor."""
+        """Which part of a global parameter a tensor of this kind holds; None for a tensor of another kind."""
         return None
 
     def read_model(self, model: Module) -> None:
-        """Assigns shards to a model's parameters that do not say themselves what shard they are."""
+        """Assigns shards to parameters whose sharding only their model's metadata describe, as under FSDP1."""
 
     def copies_in(self, model: Module) -> Mapping[Tensor, RankGroup]:
-        """The ranks that hold copies of a model's parameters, by parameter, and may share the work on it."""
+        """The ranks that hold copies of a parameter, as under DDP, and may divide work on it; by parameter."""
         return {}
 
     def engines_of(self, model: Module) -> Engines | None:
@@ -55,15 +55,15 @@ _whole = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds
 
 
 def register(kind: Kind) -> None:
-    """Adds a kind of sharding."""
+    """Adds a kind of sharding, which the functions below ask from then on."""
     _kinds.append(kind)
 
 
 def shard_of(param: Tensor) -> Shard:
-    """The shard that ``param`` is.
+    """Which part of a global parameter ``param`` holds: as assigned, else as a registered kind finds, else all of it.
 
     Raises:
-        UnknownShardError: ``param`` is a part of a parameter, and nothing says which part of which.
+        UnknownShardError: ``param`` holds a part of a parameter, and no metadata say which part.
     """
     shard = assigned(param)
     for kind in _kinds:

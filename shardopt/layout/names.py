@@ -1,4 +1,4 @@
-"""The names of a model's parameters in the bare model, and their numbers, on which stochastic rounding depends."""
+"""Parameters' names without prefixes of wrappers such as FSDP1, and their indices, which seed stochastic rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of 
 
 
 def canonical_modules(model: Module, *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
-    """All modules, outer ones first, with the prefix of their parameters' names ("" or "layers.0.").
+    """All modules, outer ones first, with the prefix ("" or "layers.0.") of their parameters' names in the bare model.
 
     Args:
         model: the model.
@@ -50,17 +50,17 @@ def bare_name(name: str) -> str:
 
 
 def name_children(module: Module, names: Mapping[str, str]) -> None:
-    """Gives submodules other names in :func:`canonical_modules`, by name: theirs must differ from other ranks'."""
+    """Renames submodules (``{old: new}``) in :func:`canonical_modules`: ranks have different experts under one name."""
     setattr(module, _CHILD_NAMES, dict(names))
 
 
 def parameter_names(model: Module) -> dict[str, Tensor]:
-    """The parameters by their fully qualified names in the bare model, in its order; a shared one by its first name."""
+    """Parameters by fully qualified name in the bare model, in its order; a shared parameter by its first name."""
     return {names[0]: param for param, names in all_parameter_names(model).items()}
 
 
 def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
-    """The names of each parameter, in the bare model's order; a shared one has several."""
+    """All names of each parameter, in the bare model's order; a parameter that modules share has several."""
     names: dict[Tensor, list[str]] = {}
     for prefix, module in canonical_modules(model, all_names=True):
         for name, param in module._parameters.items():
@@ -70,10 +70,10 @@ def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
 
 
 def number_parameters(model: Module) -> None:
-    """Stores with each parameter its index among all of the bare model's; a flat buffer's segments have theirs already.
+    """Stores with each parameter its index in the bare model. Segments of flat buffers have their indices already.
 
-    Steps use the indices after :func:`use_numbers` only: a table of param groups that one rank prints must not change
-    the noise of an optimizer there.
+    Steps use the indices only after :func:`use_numbers`: a rank that numbers a model just to print a table of its
+    param groups must round as the other ranks do.
 
     Args:
         model: the model, which :func:`shardopt.layout.read_model` must have read.
@@ -88,14 +88,14 @@ def number_parameters(model: Module) -> None:
 
 
 def use_numbers(params: Iterable[Tensor]) -> None:
-    """Has steps of these parameters use the indices that were stored last, if any."""
+    """From now on, indices that :func:`number_parameters` stored seed these parameters' stochastic rounding."""
     for param in params:
         if hasattr(param, _STORED):
             setattr(param, _USED, getattr(param, _STORED))
 
 
 def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
-    """Has steps of these parameters use these indices: copies take those of the optimizer they were copied from."""
+    """Sets the indices that seed parameters' stochastic rounding: a copied optimizer keeps the original's indices."""
     for param, number in zip(params, numbers, strict=True):
         if number is not None:
             setattr(param, _USED, number)

@@ -1,6 +1,6 @@
 """The partition: which part of a tensor each rank holds, as a rule of a few numbers for any number of ranks.
 
-A partition counts ranks from the one that holds the first part: an offset is the difference between two ranks' numbers.
+An offset is the number of a rank minus the number of the rank that holds the first part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """A dimension that is cut into parts of equal length.
+    """One dimension of a tensor, cut into parts of equal length for different ranks.
 
     Attributes:
         dim: the dimension.
@@ -45,11 +45,11 @@ class GridPartition(NamedTuple):
 
     @property
     def strides(self) -> tuple[tuple[int, int], ...]:
-        """Ways and stride of each cut."""
+        """The pair ``(ways, stride)`` of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
     def indices(self, shape: Sequence[int], offset: int) -> tuple[Range, ...]:
-        """The indices of each dimension that a rank holds; all of a dimension that is not cut."""
+        """The range of indices that a rank holds in each dimension: the full range where the dimension is not cut."""
         indices: list[Range] = [(0, size) for size in shape]
         for dim, ways, stride in self.cuts:
             start, end = indices[dim]
@@ -62,7 +62,7 @@ class GridPartition(NamedTuple):
 
         Args:
             shape: the tensor's shape.
-            offset: the rank's offset; a rank that no part belongs to holds nothing.
+            offset: the rank's offset; of the ranks with copies of a part, only the least offset counts as its holder.
         """
         if offset != least_offset(self, offset):
             return []
@@ -72,7 +72,7 @@ class GridPartition(NamedTuple):
 
     @property
     def along_rows(self) -> GridPartition:
-        """The cuts of rows alone."""
+        """The partition without the cuts of dimensions other than 0: rows stay whole."""
         return GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
 
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
@@ -87,15 +87,15 @@ class GridPartition(NamedTuple):
 class RangePartition(NamedTuple):
     """A parameter that is flattened, alone or one after others, and cut into ranges of equal length (FSDP1, ZeRO).
 
-    Also the scales of its blocks, which the holders of the blocks' first elements have, and its step count, which the
-    holder of the parameter's first element has.
+    Also describes the parameter's state: a block's scale is with the block's first element, and the step count with
+    the parameter's first element.
 
     Attributes:
         ways: the number of ranges.
         stride: the difference between the numbers of the ranks that hold one range and the next.
         first: index of the parameter's first element in the flattened tensor that is cut.
         size: elements of a range.
-        dims: number of leading dimensions that are cut; the others stay whole. 0: the tensor counts as one element.
+        dims: number of leading dimensions that are flattened and cut. 0: the tensor (a step count) is one element.
         block: for scales, the elements of a row of the parameter and of a block; None for other tensors.
     """
 
@@ -108,7 +108,7 @@ class RangePartition(NamedTuple):
 
     @property
     def strides(self) -> tuple[tuple[int, int], ...]:
-        """Ways and stride."""
+        """The only pair ``(ways, stride)``."""
         return ((self.ways, self.stride),)
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
@@ -139,7 +139,7 @@ class RangePartition(NamedTuple):
         return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
 
     def ends(self, index: int, numel: int) -> tuple[int, int]:
-        """The elements ``[start, end)`` in a range, of the flattened tensor of ``numel`` elements."""
+        """The elements ``[start, end)`` of the flattened tensor (``numel`` in all) that are in the range ``index``."""
         begin = index * self.size - self.first
         return self._elements_before(begin, numel), self._elements_before(begin + self.size, numel)
 
@@ -169,12 +169,12 @@ WHOLE = Placed(UNCUT, 0)
 
 
 def extents_of(indices: Sequence[Range]) -> tuple[int, ...]:
-    """How many indices each dimension has."""
+    """The number of indices per dimension: the shape of the part with these indices."""
     return tuple(end - start for start, end in indices)
 
 
 def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
-    """The elements of a flattened tensor whose index in each dimension is among ``indices``: ranges, none empty."""
+    """A tensor's elements with indices inside ``indices``, as non-empty contiguous ranges of the flattened tensor."""
     elements: list[Range] = [(0, 1)]
     for size, (start, end) in zip(shape, indices, strict=True):
         if end - start == size:
@@ -192,20 +192,20 @@ def overlap(one: Part, other: Part) -> bool:
 
 
 def least_offset(partition: Partition, offset: int) -> int:
-    """The least offset of a rank that holds the same part, where a mesh has copies of the parts."""
+    """The least offset among the ranks with copies of the part that the rank at ``offset`` holds."""
     return sum(offset // stride % ways * stride for ways, stride in partition.strides)
 
 
 def placed_by_number(partition: Partition, offset: int, numbers: tuple[int, ...]) -> Placed | None:
-    """A partition whose offsets are places among some ranks, as one by the ranks' numbers.
+    """Converts a partition over places in a group of ranks to a partition over global rank numbers, for checkpoints.
 
     Args:
         partition: the partition.
-        offset: this rank's place.
-        numbers: of the ranks, by place.
+        offset: this rank's place in the group.
+        numbers: the global rank numbers, by place in the group.
 
     Returns:
-        None if the ranks are not evenly spaced.
+        The partition and this rank's offset in it; None if the ranks are not evenly spaced.
     """
     strides, at = [], 0
     for ways, stride in partition.strides:
@@ -225,9 +225,9 @@ def placed_by_number(partition: Partition, offset: int, numbers: tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def step_between(numbers: tuple[int, ...], ways: int, stride: int = 1) -> int | None:
-    """The difference between the numbers of ranks that are ``stride`` places apart, along a dimension of a mesh.
+    """The difference between global rank numbers of neighbors along a mesh dimension of ``ways`` ranks.
 
-    1 if the dimension has one rank. None if there are several differences, or none above 0.
+    Neighbors are ``stride`` places apart. 1 if the dimension has one rank; None if differences vary or are not above 0.
     """
     places = (place for place in range(len(numbers) - stride) if place // stride % ways < ways - 1)
     found = {numbers[place + stride] - numbers[place] for place in places} if ways > 1 else {1}

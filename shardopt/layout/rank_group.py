@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class RankGroup(ABC):
-    """Ranks that hold parts of the same rows, or of the same parameter, or that save together, and their collectives.
+    """Ranks that run collectives together: holders of one row or parameter, or ranks that save one checkpoint.
 
-    All of its ranks must call a collective. Along several dimensions of a mesh a group has several process groups: it
-    then reduces and gathers only.
+    All ranks of the group must call each collective. A group along several dimensions of a mesh consists of several
+    process groups, and supports all-reduce and :meth:`gathered` only.
     """
 
     @property
@@ -50,13 +50,13 @@ class RankGroup(ABC):
 
     @abstractmethod
     def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy on the back end's device if it cannot send from the tensor's."""
+        """The tensor, or a copy on a device from which the group's back end can send (NCCL: a GPU)."""
 
     @abstractmethod
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of ``sent`` to each rank.
+        """Starts an asynchronous all-to-all: this rank sends a part of ``sent`` to each rank of the group.
 
         Args:
             received: 1-D, filled with the elements from all ranks, in the order of the ranks.
@@ -70,7 +70,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send a contiguous tensor of the rank at the place ``source`` to all.
+        """Starts an asynchronous broadcast of a contiguous tensor from the rank at place ``source`` of the group.
 
         Returns:
             A function that waits until the tensor has arrived.
@@ -78,18 +78,18 @@ class RankGroup(ABC):
 
     @abstractmethod
     def gathered(self, message: bytes) -> dict[int, bytes]:
-        """The ranks' messages by global rank number, in the order of the ranks."""
+        """All-gathers one message per rank: the messages by global rank number, in the order of the ranks."""
 
 
 class Counted(NamedTuple):
-    """The ranks that hold a parameter, for sums over several parameters, which count each part once.
+    """The ranks that hold a parameter: with them, sums over parameters (gradient norms) count each part only once.
 
     Attributes:
-        ranks: all of them; None on a rank that is none of them.
-        numbers: their numbers among all ranks of the job.
-        before: the lower numbers, inside ``ranks`` or not, of ranks that hold copies of this rank's part.
+        ranks: all ranks that hold the parameter; None on a rank that does not hold it.
+        numbers: the global numbers of these ranks.
+        before: the ranks, inside ``ranks`` or not, that hold copies of this rank's part and have lower numbers.
         reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
-        store: the default ``Store`` of torch.distributed, for messages to ranks out of reach; None if there are none.
+        store: torch.distributed's default ``Store``, for messages to ranks that are not in ``reach``; None if all are.
     """
 
     ranks: RankGroup | None
@@ -105,7 +105,7 @@ def on_any_rank(groups: Sequence[RankGroup], here: bool) -> bool:
     All of these ranks must call this.
 
     Args:
-        groups: those that this rank belongs to.
+        groups: the groups that this rank belongs to.
         here: whether the condition holds on this rank.
     """
     for group in (*groups, *groups):
@@ -119,7 +119,7 @@ def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
     """Calls a function without collectives, and raises on all ranks of some groups if it raised on any of them.
 
     Args:
-        groups: those that this rank belongs to.
+        groups: the groups that this rank belongs to.
         work: the function.
 
     Raises:
@@ -143,7 +143,7 @@ def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
 
 
 def reduce_together(all_reduce: Callable[[Tensor], None], tensors: Sequence[Tensor]) -> None:
-    """Reduces tensors of one dtype and device in place, by one collective for all."""
+    """All-reduces tensors of one dtype and device in place, concatenated so that one collective suffices."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     all_reduce(flat)
     for tensor, new in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):

@@ -1,7 +1,7 @@
-"""The shard: which part of a global parameter this rank holds, and how state beside it is made.
+"""The shard: which part of a global parameter this rank holds, and how the parameter's state is sharded.
 
-A plain tensor is its own and only shard. Integrations register kinds of sharding (:mod:`shardopt.layout.kinds`);
-nothing here knows of torch.distributed.
+A plain tensor is a shard that holds the whole parameter. Integrations register kinds of sharding with
+:mod:`shardopt.layout.kinds`; nothing here knows of torch.distributed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _S = TypeVar("_S", bound="_OfThisProcess")
 
 
 class UnknownShardError(RuntimeError):
-    """A parameter is a part of another, and nothing says which part, or says so in a way that is not known here."""
+    """A tensor holds a part of a parameter, and its metadata do not say which part, or have an unknown format."""
 
 
 class _OfThisProcess:
-    """Pickles as None, because it refers to process groups or functions, and is its own copy."""
+    """Base of objects with references to process groups or functions: pickled as None, and not copied by deepcopy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -51,15 +51,15 @@ class _OfThisProcess:
 class Shard(_OfThisProcess):
     """The part of one parameter on this rank.
 
-    A subclass says how the parameter is cut and among which ranks; shapes, rectangles and scales follow from that. If
-    its tensors are no ordinary ones, it defines :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`. Rows
-    and columns are those of the parameter seen as the matrix ``(shape[0], row_numel)``.
+    A subclass says how the parameter is cut and among which ranks; shapes, rectangles and scales follow from that. For
+    tensors of a subclass, such as DTensor, it defines :meth:`local`, :meth:`local_gradient` and :meth:`like_parameter`.
+    Rows and columns are those of the parameter seen as the matrix ``(shape[0], row_numel)``.
 
     Args:
         global_shape: shape of the whole parameter.
         cut: how the parameter is cut, by the ranks' places among ``ranks``.
         offset: this rank's index among ``ranks``.
-        ranks: those that hold the parts, one copy of each; None if this rank holds the whole parameter.
+        ranks: the ranks that hold the parts, one rank per part; None if this rank holds the whole parameter.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
@@ -73,7 +73,7 @@ class Shard(_OfThisProcess):
     #: tensors themselves, and cached steps call neither `local` nor `local_gradient`.
     local_attribute: str | None = None
 
-    #: Whether this rank is one of those that the parameter is divided among.
+    #: Whether this rank is one of the ranks that the parameter is divided among: a DTensor's mesh may lack some ranks.
     is_here = True
 
     #: Whether the moments stay float32, whatever the options say.
@@ -119,13 +119,13 @@ class Shard(_OfThisProcess):
 
     @cached_property
     def range_start(self) -> int | None:
-        """Index in the flattened parameter of this rank's first element; None if the elements are no range of it."""
+        """Index in the flattened parameter of this rank's first element; None if the part is not contiguous."""
         if self.cols != self.row_numel:
             return None
         return self.indices[0][0] * self.row_numel if self.indices else 0
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
-        """The part as matrices whose rows begin where blocks begin."""
+        """This rank's part as rectangles, which kernels step: one per contiguous range of columns."""
         scales, width, columns = self.scales(grid), self.row_numel, self.columns
         deepest = max((dim for dim, n in enumerate(self.local_shape) if n < self.global_shape[dim]), default=0)
         within = math.prod(self.global_shape[deepest:])
@@ -144,18 +144,18 @@ class Shard(_OfThisProcess):
         return rectangles
 
     def scales(self, grid: BlockGrid) -> Shard:
-        """The shard of a matrix with one number per block. Codecs with several scales per block add a dimension."""
+        """The shard of the matrix of scales, one per block. Codecs with several scales per block add a dimension."""
         if grid.block_size not in self._scales:
             self._scales[grid.block_size] = self._matrix_of_blocks(grid)
         return self._scales[grid.block_size]
 
     def _matrix_of_blocks(self, grid: BlockGrid) -> Shard:
-        """A matrix of the grid's blocks that is cut alike, or whose rows alone are."""
+        """Computes :meth:`scales`: cut like the parameter if no block is cut, else along rows only."""
         cut = self.cut if self._is_aligned(grid) else self.cut.along_rows
         return Shard((grid.rows, grid.blocks_per_row), cut, self.offset, self.ranks)
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
-        """Whether no block is cut, and a matrix of the blocks that is cut alike gives each rank its own blocks."""
+        """Whether no block is cut, and the scales' matrix, if cut like the parameter, gives each rank its blocks' scales."""
         if not self.cuts_rows:
             return True
         if any(cut.dim > 1 for cut in self.cut.cuts):
@@ -170,9 +170,9 @@ class Shard(_OfThisProcess):
         return True
 
     def block_owners(self, grid: BlockGrid) -> RankGroup | None:
-        """The ranks that exchange the extremes of cut blocks, and then have the scales of all blocks of their rows.
+        """The ranks that all-reduce the extremes of cut blocks, and so all have the scales of all blocks of their rows.
 
-        None if columns are whole or end where blocks do.
+        None if no block is cut between ranks.
         """
         return self.row_owners if self.cuts_rows and not self.scales(grid).cuts_rows else None
 
@@ -194,7 +194,7 @@ class Shard(_OfThisProcess):
         """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole.
 
         Raises:
-            UnknownShardError: ranks hold parts of different rows, too.
+            UnknownShardError: dimension 0 is cut, too, and the subclass does not say which ranks share rows.
         """
         if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
             raise UnknownShardError(
@@ -204,7 +204,7 @@ class Shard(_OfThisProcess):
         return self.ranks if self.cuts_rows else None
 
     def divided_among(self) -> RankGroup | None:
-        """The ranks that hold the parameter's parts, one copy of each; None if this rank holds the whole parameter.
+        """The ranks that hold the parameter's parts, one rank per part; None if this rank holds the whole parameter.
 
         All of these ranks must call this, as it may make a process group.
 
@@ -219,7 +219,7 @@ class Shard(_OfThisProcess):
         return self.ranks
 
     def counted(self) -> Counted | None:
-        """The ranks that hold the parameter, for sums over several parameters; None if each rank has all of it.
+        """Who holds which copies, so that sums over parameters count each part once; None if every rank has all of it.
 
         All of these ranks must call this, as it may make a process group.
         """
@@ -230,14 +230,14 @@ class Shard(_OfThisProcess):
         return Counted(ranks, numbers, frozenset(), numbers)
 
     def parts_of(self, ranks: RankGroup) -> list[list[Part]]:
-        """The rectangles of the parameter that each of some ranks holds, in their order."""
+        """For each rank of a group, in its order, the list of rectangles of the parameter that the rank holds."""
         places = {number: place for place, number in enumerate(self._numbers)}
         offsets = [least_offset(self.rule, places[number]) for number in ranks.numbers]
         return [self.rule.parts(self.global_shape, offset) for offset in offsets]
 
     @property
     def _numbers(self) -> tuple[int, ...]:
-        """The ranks' numbers in the job, by the places that the cut counts."""
+        """The global rank numbers, by the offsets that ``cut`` counts."""
         return (0,) if self.ranks is None else self.ranks.numbers
 
     @cached_property
@@ -249,7 +249,7 @@ class Shard(_OfThisProcess):
         return placed_by_number(self.rule, self.offset, self._numbers) if self.is_here else None
 
     def local(self, tensor: Tensor) -> Tensor:
-        """The ordinary tensor with this rank's part of a parameter, codes or scales.
+        """This rank's part of a parameter, codes or scales as an ordinary tensor: of a DTensor, its local tensor.
 
         Raises:
             RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
@@ -264,7 +264,7 @@ class Shard(_OfThisProcess):
         return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
-        """The global tensor, sharded like the parameter, whose part here is ``local``.
+        """Wraps this rank's part ``local`` as a global tensor that is sharded like the parameter, such as a DTensor.
 
         ``local`` may have dimensions behind the parameter's.
         """
@@ -297,7 +297,7 @@ class _Unread(_OfThisProcess):
 
 
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
-    """Has shards assigned to parameters when one of them is asked for; replaces earlier assignments.
+    """Defers the assignment of shards until :func:`assigned` asks for one of them; replaces earlier assignments.
 
     Args:
         params: the parameters.
@@ -323,7 +323,7 @@ def assigned(param: Tensor) -> Shard | None:
 
 
 def keep_float32_state(param: Tensor) -> None:
-    """Says that the moments of a parameter stay float32, whatever the options say."""
+    """Marks a parameter whose moments stay float32, whatever the optimizer's options say."""
     setattr(param, _FLOAT32_STATE, True)
 
 
