@@ -95,7 +95,7 @@ class Rectangle(NamedTuple):
         """Splits the rectangle into parts of limited size, in order: groups of rows, or groups of blocks of one row.
 
         Args:
-            limit: most elements of a part; larger is only a part of a single block, as blocks are never split.
+            limit: most elements of a part; a part of a single block may have more, as blocks are never split.
             block_size: elements per block.
         """
         if self.rows * self.cols <= limit:

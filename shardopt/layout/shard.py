@@ -155,7 +155,7 @@ class Shard(_OfThisProcess):
         return Shard((grid.rows, grid.blocks_per_row), cut, self.offset, self.ranks)
 
     def _is_aligned(self, grid: BlockGrid) -> bool:
-        """Whether no block is cut, and the scales' matrix, if cut like the parameter, gives each rank its blocks' scales."""
+        """Whether no block is cut, and the matrix of scales cut like the parameter gives each rank its own blocks."""
         if not self.cuts_rows:
             return True
         if any(cut.dim > 1 for cut in self.cut.cuts):

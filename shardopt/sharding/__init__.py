@@ -1,4 +1,4 @@
-"""Integrations for each way of sharding. Importing this package registers them with the layout layer.
+"""Support for DTensor, FSDP1, DDP and DeepSpeed, which importing this package registers with shardopt.layout.
 
 torch.distributed.tensor, whose import takes more than half a second, is imported only after a DTensor has been made.
 """

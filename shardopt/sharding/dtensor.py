@@ -31,7 +31,7 @@ _CACHED_SHARDS = 8192
 
 
 class DTensorShard(Shard):
-    """The part of a DTensor parameter on this rank."""
+    """The part of a DTensor parameter on this rank, computed from the DTensor's device mesh and placements."""
 
     plain = False
     layout_attribute = "_spec"
@@ -83,7 +83,7 @@ class DTensorShard(Shard):
 
     @cached_property
     def _counted(self) -> Counted:
-        """The mesh's ranks; copies along its replicated dims, and, if it is a slice of a mesh, in the other slices."""
+        """Computes :meth:`counted`; copies are along replicated mesh dims and in other slices of a sliced root mesh."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
         store = _get_default_store() if len(reach) < get_world_size() else None
@@ -135,11 +135,11 @@ class DTensorShard(Shard):
         return moved_to(self._device, super().part(whole)).contiguous()
 
     def _along(self, dims: Sequence[int]) -> TorchRankGroup:
-        """The ranks that differ in these dimensions of their coordinates only."""
+        """The ranks whose mesh coordinates differ from this rank's in ``dims`` only: one process group per dim."""
         return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
 
     def _joint(self, dims: Sequence[int]) -> TorchRankGroup:
-        """The ranks of some dims of the mesh, as one group; all of them must call this."""
+        """The ranks of :meth:`_along` as a single process group, made if needed; all of the ranks must call this."""
         if len(dims) == 1:
             return self._along(dims)
         at = tuple(slice(None) if dim in dims else i for dim, i in enumerate(self._coordinate or ()))
@@ -149,10 +149,10 @@ class DTensorShard(Shard):
 def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
     """The mesh dimensions that shard a parameter, in the order in which they cut it.
 
-    A strided one cuts the parts that later ones make of the same dimension, as FSDP2 cuts those of tensor parallel.
+    A ``_StridedShard`` cuts the parts that later mesh dims make of its dim: FSDP2 cuts tensor-parallel shards so.
 
     Raises:
-        RuntimeError: a strided one does not say that it cuts these parts.
+        RuntimeError: the ``split_factor`` of a ``_StridedShard`` is not the number of these parts.
     """
     strided = [dim for dim in sharded if getattr(placements[dim], "split_factor", 1) > 1]
     for dim in strided:
@@ -167,9 +167,9 @@ def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[i
 
 
 def _slices(mesh: DeviceMesh) -> Tensor:
-    """Per rank of a mesh a row: its own global number, and those of its counterparts in other slices of the root mesh.
+    """A row per rank of a mesh: its global number, and its counterparts' numbers in other slices of the root mesh.
 
-    One column if the mesh is no slice.
+    The matrix has one column if the mesh is not a slice of a larger mesh.
     """
     numbers = mesh.mesh.flatten()
     if hasattr(mesh, "_get_root_mesh"):
@@ -200,11 +200,11 @@ _shards: dict[tuple[Any, ...], DTensorShard] = {}
 
 
 def shard_of_dtensor(param: DTensor) -> DTensorShard:
-    """The shard that a DTensor parameter is.
+    """The shard of a DTensor parameter, cached by mesh, shape and placements.
 
     Raises:
-        RuntimeError: a parameter cannot have these placements, or this rank's part has another shape or dtype than
-            expected.
+        RuntimeError: the placements are unsupported (such as Partial), or this rank's local tensor has another shape
+            than the placements give, or another dtype than the DTensor.
     """
     mesh, local = param.device_mesh, param._local_tensor
     # By identity, as an equal mesh may have process groups that are gone. The shard keeps its mesh alive.

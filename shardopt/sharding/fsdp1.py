@@ -28,7 +28,7 @@ from shardopt.sharding.rank_group import TorchRankGroup
 
 
 def install(module: ModuleType) -> None:
-    """Hooks into ``torch.distributed.fsdp``: has parameters remember the module that was wrapped."""
+    """Hooks FSDP1's constructor, so that parameters find the wrapped model once a step needs their shards."""
     wrap = module.FullyShardedDataParallel.__init__
 
     @functools.wraps(wrap)
@@ -68,7 +68,7 @@ def read_fsdp1(model: Module) -> None:
 
 
 def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
-    """Place and fully qualified name of each original parameter, by module and name in the module."""
+    """Index in the model and full name of each parameter before flattening, by ``(id(module), name in the module)``."""
     flattened: dict[int, list[str]] = {}
     for handle in handles:
         for name, module, _ in handle.flat_param._param_infos:
@@ -121,7 +121,7 @@ def _assign_unit(
 
 
 def _places(flat: Any) -> list[list[tuple[Module, str]]]:
-    """Modules and names of each original parameter: several if the parameter is shared."""
+    """For each original parameter, all pairs of a module and the parameter's name in the module: several if shared."""
     places_by_name = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
         places = places_by_name[id(first_module), first_name]
@@ -131,7 +131,7 @@ def _places(flat: Any) -> list[list[tuple[Module, str]]]:
 
 
 def _replicas(unit: Any) -> TorchRankGroup | None:
-    """The ranks of HYBRID_SHARD that hold the same shard, where all groups have ranks in evenly spaced order."""
+    """The ranks with copies of this shard under HYBRID_SHARD; None without copies or if ranks are not evenly spaced."""
     across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
     if across is None or not handle.uses_sharded_strategy or across.size() == 1:
         return None
@@ -142,7 +142,7 @@ def _replicas(unit: Any) -> TorchRankGroup | None:
 
 
 def _ranges(handle: Any) -> list[FlatShard]:
-    """The shards of an FSDP unit's original parameters."""
+    """The shards of an FSDP unit's original parameters, checked against FSDP's own account of this rank's shard."""
     flat = handle.flat_param
     if not handle.uses_sharded_strategy:
         whole = zip(flat._shapes, _offsets(flat), strict=True)

@@ -1,8 +1,8 @@
-"""Hooks by which torch's own functions for optimizer state under FSDP1 carry ours, packed: bits as they are.
+"""Hooks that have torch's own functions for FSDP1 optimizer state carry quantized state, bit for bit.
 
-``FullyShardedDataParallel.optim_state_dict`` puts state together from flat tensors of the parameters' shapes and of one
-dtype; scales have other shapes, and blocks may be cut. State of shardopt's optimizers passes as
-:mod:`shardopt.state.packed` has it, in both directions and between any numbers of ranks. torch.optim's state passes
+``FullyShardedDataParallel.optim_state_dict`` gathers flat tensors of the parameters' shapes and of one dtype; scales
+have other shapes, and ranks may share blocks. State of shardopt's optimizers is therefore packed when it is saved (see
+:mod:`shardopt.state.packed`), and can be loaded on another number of ranks. State in torch.optim's format passes
 unchanged: ``state_dict(dequantize=True)``, and state that torch's own optimizer saved.
 """
 
@@ -30,9 +30,9 @@ from shardopt.state.warn import warn_user
 
 
 def hook_fsdp1(module: Any) -> None:
-    """Hooks into the two functions of ``torch.distributed.fsdp`` by which all optimizer state is converted.
+    """Wraps FSDP1's functions that save and load optimizer state: packs state, and refuses state not packed.
 
-    In a version without these functions state is neither packed nor refused.
+    A PyTorch version without these private functions is left alone: state is then neither packed nor refused.
     """
     fsdp = module.FullyShardedDataParallel
     save = getattr(fsdp, "_optim_state_dict_impl", None)
@@ -73,9 +73,9 @@ def hook_fsdp1(module: Any) -> None:
 
 
 def hook_state_dict(module: Any) -> None:
-    """Hooks into ``torch.distributed.checkpoint.state_dict``, which steps an optimizer without state, then asks FSDP.
+    """Wraps functions of ``torch.distributed.checkpoint.state_dict``: refuses unsupported state before torch steps.
 
-    In a version without the two functions the step is taken, and only FSDP's functions refuse.
+    To create state, torch steps an optimizer that has none. Without these functions, only FSDP's refuse, afterwards.
     """
     save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
     if save is None or load is None:
@@ -108,14 +108,14 @@ def hook_state_dict(module: Any) -> None:
 
 
 def _drop_empty_entries(optimizer: Any) -> None:
-    """Drops entries that reading ``optimizer.state[param]`` made, for which torch would take the state as present."""
+    """Deletes the empty entries that reading ``optimizer.state[param]`` makes: torch would take them for state."""
     if isinstance(optimizer, ShardedOptimizer):
         for param in [param for param, entries in optimizer.state.items() if entries == {}]:
             del optimizer.state[param]
 
 
 def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) -> None:
-    """Warns if torch leaves out saved state of parameters that are frozen now."""
+    """Warns that torch does not load the saved state of parameters that are frozen now."""
     if not isinstance(owner_of(optimizer), ShardedOptimizer):
         return
     state_dict = state_dict or {}
@@ -132,10 +132,10 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
 
 
 def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of the optimizer with the state of FSDP1's parameters packed.
+    """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed.
 
-    Without any state, these parameters get the state that their first step would begin with: a checkpoint of
-    torch.distributed.checkpoint is loaded into what the optimizer has.
+    If the optimizer has no state yet, trainable parameters get the initial state of their first step, because
+    torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
     specs = _flat_specs(optimizer)
     words = words_of(spec for _, spec in specs.values())
@@ -153,7 +153,7 @@ def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[
 
 
 def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
-    """The parameters of FSDP1 with the descriptions of their state, by their indices in state dicts."""
+    """An optimizer's parameters of FSDP1 and the descriptions of their state, by their indices in state dicts."""
     listed = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     return {
         index: (param, optimizer._internals.state_of(param, group))
@@ -175,12 +175,12 @@ def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
-    """Raises on every rank if torch is to cut state of shardopt for FSDP1 that is not packed. Nothing was changed.
+    """Raises on every rank, before any change, if torch is to shard shardopt's state for FSDP1 and it is not packed.
 
     Args:
         optimizer: the optimizer that is to load the state; None if torch does not know it.
         state_dict: the whole state.
-        rank0_only: whether only the state of the group's rank 0 counts.
+        rank0_only: whether torch uses the state dict of the group's rank 0 only, and ignores other ranks'.
         group: returns the ranks among which torch shares the state; called only if needed.
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
@@ -198,12 +198,12 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
 
 
 def _has_flat_shards(optimizer: Any) -> bool:
-    """Whether an optimizer is one of ours, or a wrapper of one, and has parameters of FSDP1."""
+    """Whether an optimizer is shardopt's, or a wrapper of one, and has parameters that FSDP1 flattened."""
     return any(is_own(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
 def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether a state dict, maybe flattened by torch (``param_groups.<name>.<option>``), is of shardopt."""
+    """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
         return any(is_own(group) for group in state_dict["param_groups"])
@@ -212,12 +212,12 @@ def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
 
 
 def _is_flattened(param: Tensor) -> bool:
-    """Whether a parameter is FSDP1's."""
+    """Whether FSDP1 has flattened a parameter."""
     return getattr(param, "_fsdp_flattened", False)
 
 
 def _is_carried(state_dict: Mapping[str, Any]) -> bool:
-    """Whether torch can cut the state of shardopt: it is packed, or there are no entries beside step counts."""
+    """Whether torch can shard a state dict of shardopt: state is packed, or has step counts only."""
     states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
     bare = all(key == "step" for entries in states for key in entries)
     return "state" in state_dict and (bare or any(is_packed(entries) for entries in states))

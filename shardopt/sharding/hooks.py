@@ -17,23 +17,23 @@ from typing import Any
 #: By package, as ``SHARDOPT_HOOKS`` names it: modules that are hooked into, and the functions that install the hooks.
 HOOKS = {
     "torch": (
-        # FSDP1's parameters know their places in the model.
+        # FSDP1's parameters find their model, which says which elements they hold.
         ("torch.distributed.fsdp", "sharding.fsdp1:install"),
         # FSDP1's own optim_state_dict carries quantized state, packed.
         ("torch.distributed.fsdp", "sharding.fsdp1_state_dict:hook_fsdp1"),
         # get_optimizer_state_dict refuses state that cannot be packed before it takes a step without gradients.
         ("torch.distributed.checkpoint.state_dict", "sharding.fsdp1_state_dict:hook_state_dict"),
-        # The optimizer inside ZeroRedundancyOptimizer knows the parameters of other ranks.
+        # The optimizer inside ZeroRedundancyOptimizer learns of the parameters that other ranks step.
         ("torch.distributed.optim.zero_redundancy_optimizer", "sharding.zero_redundancy:install"),
     ),
-    # DeepSpeed takes our optimizers, also by name, and their blocks lie within parameters.
+    # DeepSpeed takes our optimizers, also by name, and they learn which parameters its flat tensors contain.
     "deepspeed": (("deepspeed.runtime.engine", "sharding.deepspeed.hooks:install"),),
-    # DeepSpeedCPUAdam does not replace ours.
+    # Accelerate does not replace our optimizers by DeepSpeedCPUAdam.
     "accelerate": (("accelerate.accelerator", "sharding.deepspeed.hooks:hook_accelerate"),),
     "transformers": (
-        # optim= takes our names.
+        # TrainingArguments(optim=...) takes our optimizers' names.
         ("transformers.training_args", "clients.names:add_names"),
-        # Trainer finds their classes.
+        # Trainer finds our optimizers' classes by these names.
         ("transformers.trainer", "clients.names:find_by_name"),
     ),
 }
@@ -59,7 +59,7 @@ def hooked_packages() -> tuple[str, ...]:
 
 
 def install_hooks(packages: Container[str]) -> None:
-    """Has the hooks into some packages installed once their modules are imported."""
+    """Installs the hooks into some packages: each once its module is imported, or now if it already is."""
     for package, hooks in HOOKS.items():
         for module, install in hooks if package in packages else ():
             after_import(module, _installer(install))
@@ -79,7 +79,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module by the other finders, and gives it a loader that calls back."""
+    """Import finder for one module: asks the other finders, and wraps the loader to call back after the import."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -98,7 +98,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader:
-    """A module's loader and a callback; the loader itself, which others may share, is left as it is."""
+    """Wraps a module's loader to run a callback after it; the loader itself, which may be shared, is not changed."""
 
     def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Replaces a model's parameters for a while by other tensors: the float32 ones that an engine's optimizer steps."""
+"""Temporarily replaces a model's parameters, by the float32 master weights that an engine's optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn import Module
 
 @contextmanager
 def replaced_parameters(model: Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, parameters, each maybe in several modules, are replaced by the tensors; others stay.
+    """Context in which every module that holds a parameter with a replacement holds the replacement instead.
 
     Args:
         model: the model.
-        tensors: the replacements, by parameter.
+        tensors: the replacements, by parameter; other parameters stay.
     """
     places = [
         (module._parameters, name, param)

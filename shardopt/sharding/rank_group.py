@@ -1,4 +1,4 @@
-"""Groups of ranks, by collectives of torch.distributed."""
+"""Implements :class:`shardopt.layout.RankGroup` with process groups and collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardopt.layout import RankGroup
 
 
 def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
-    """This rank's device of a kind: the device that the group's back end is bound to, else the current one."""
+    """This rank's device of a type ("cpu", "cuda"): the device that the group is bound to, else the current one."""
     if kind == "cpu":
         return torch.device("cpu")
     bound: torch.device | None = getattr(group, "bound_device_id", None)
@@ -37,7 +37,7 @@ def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
-    """Where the back end of a group, of all ranks by default, takes tensors: the host if it can."""
+    """The device of tensors for a group's collectives: the CPU if the back end can. None: the group of all ranks."""
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     devices = {device.type for device in group._device_types}
@@ -56,10 +56,10 @@ _joint_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] =
 
 
 def joint_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A group of some ranks of the world, all of which must call this.
+    """The process group of some ranks, made once and then cached; all of these ranks must call this.
 
     Args:
-        ranks: ascending.
+        ranks: the global rank numbers, ascending.
     """
     world = GroupMember.WORLD
     if world is not None and len(ranks) == get_world_size():
@@ -73,7 +73,7 @@ def joint_group(ranks: Sequence[int]) -> ProcessGroup:
 
 @dataclass(frozen=True)
 class TorchRankGroup(RankGroup):
-    """Ranks of process groups of torch.distributed. Equal groups share one collective.
+    """A rank group of torch.distributed. Tensors whose rank groups are equal can share one collective.
 
     Attributes:
         groups: the group of the ranks, or several groups, used one after another, as along the dimensions of a mesh.
@@ -162,7 +162,7 @@ class TorchRankGroup(RankGroup):
 
 
 def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:
-    """The ranks of a process group, by default all: for tensors on the GPU unless its back end is gloo."""
+    """The rank group of a process group (None: of all ranks), for tensors on the GPU unless the back end is gloo."""
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()

@@ -1,9 +1,9 @@
-"""Hooks into three methods of ZeroRedundancyOptimizer.
+"""Hooks into three methods of ZeroRedundancyOptimizer, whose inner optimizer on each rank steps some parameters only.
 
-Stochastic rounding depends on a parameter's number among all parameters, and sums over all parameters on the ranks that
-have the others. The inner optimizer sees neither: hooks tell it when it is made, and in ``add_param_group``. The hooks
-drop ``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
-entries straight into the inner optimizer's state: a hook checks them, and the param groups, before.
+Stochastic rounding is seeded with a parameter's index among all parameters, and sums over all parameters need the ranks
+that step the others. Hooks give both to the inner optimizer when it is made, and in ``add_param_group``. The hooks drop
+``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
+entries straight into the inner optimizer's state: a hook checks the entries, and the param groups, before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _tell_places(outer: Any) -> None:
 
 
 def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Checks a state dict with the state of all parameters, which every rank is given; returns it without names.
+    """Checks a state dict with all ranks' parameters; returns it with parameters in this optimizer's order.
 
     Raises:
         ValueError: the param groups are not for this optimizer, or have options that are out of range; or see

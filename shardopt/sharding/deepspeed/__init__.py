@@ -1,4 +1,4 @@
-"""DeepSpeed: shardopt's optimizers as config types, and the contents of DeepSpeed's flat partitions.
+"""Support for DeepSpeed: optimizers by name in its config, and which parameters its flat partitions contain.
 
 No module here imports DeepSpeed before the user does.
 """

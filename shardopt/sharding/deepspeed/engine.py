@@ -1,4 +1,4 @@
-"""A DeepSpeed engine as a model and an optimizer, for checkpoints."""
+"""Lets checkpoints take a DeepSpeed engine for a model: finds its bare model, its optimizer and the master weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _engines: weakref.WeakKeyDictionary[Module, weakref.ref[Any]] = weakref.WeakKeyD
 
 
 def own(engine: Any) -> None:
-    """Lets checkpoints find an engine by its bare model."""
+    """Registers an engine, so that :func:`engine_of` finds it by its bare model."""
     _engines[engine.module] = weakref.ref(engine)
 
 
@@ -42,10 +42,10 @@ def has_optimizer(model: Module, optimizer: Optimizer) -> bool:
 
 @contextmanager
 def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
-    """The engine's bare model and our optimizer, with the flat masters in its param groups.
+    """Yields the engine's bare model and shardopt's optimizer, with the flat master weights in its param groups.
 
-    Outside of this context, ZeRO 3 shows masters to the optimizer one at a time, and none between steps. Frozen
-    parameters, which no optimizer has, are gathered meanwhile, whole on every rank, and written back. Under ZeRO 0 with
+    Outside of this context, ZeRO 3's param groups have one master at a time, and none between steps. Inside, frozen
+    parameters, which no optimizer has, are all-gathered; then each rank's part is written back. Under ZeRO 0 with
     bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
     """
     engine = engine_of(model)
@@ -85,7 +85,7 @@ def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
 
 
 def refresh(model: Module) -> None:
-    """Makes the model's parameters from the masters, after these were loaded."""
+    """Copies the master weights, after a checkpoint was loaded into them, to the model's parameters."""
     wrapper = engine_of(model).optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
         for param, master in _masters(wrapper).items():
@@ -101,9 +101,9 @@ def refresh(model: Module) -> None:
 
 
 def refuse_single_states(wrapper: Any) -> None:
-    """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed refuse our state, on all ranks.
+    """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed raise on all ranks for our state.
 
-    DeepSpeed looks for float32 tensors that are laid out like the masters, and would wait for the ranks that raise.
+    DeepSpeed looks for float32 tensors laid out like the masters; ranks that find some would wait for ranks that raise.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
@@ -126,7 +126,7 @@ def refuse_single_states(wrapper: Any) -> None:
 
 
 def _without_state(access: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of DeepSpeed's whose last argument, ``optim_state_key``, must be None: what remains is the master."""
+    """Wraps a DeepSpeed method that accesses a master or its state: raises unless ``optim_state_key`` is None."""
 
     @wraps(access)
     def method(*args: Any, optim_state_key: str | None = None, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.state.options import DEFAULTS, is_own
 from shardopt.wrapper.optimizer import QuantizedState
 
-#: The versions of DeepSpeed whose insides are known: [first, end).
+#: The supported versions of DeepSpeed, whose private attributes are known: [first, end).
 VERSIONS = ((0, 19, 8), (0, 20))
 
 #: Config types, which may be written in any letter case. DeepSpeed and PyTorch have the names without a number.
@@ -50,7 +50,7 @@ TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit
 
 
 def install(engine_module: ModuleType) -> None:
-    """Hooks into DeepSpeed.
+    """Installs the hooks into DeepSpeed; in an unsupported version, has engines refuse shardopt's optimizers.
 
     Args:
         engine_module: ``deepspeed.runtime.engine``.
@@ -126,7 +126,7 @@ def hook_accelerate(module: ModuleType) -> None:
 
 
 def _accepted(engine: Any, optimizer: Any) -> Any:
-    """Prepares an engine for an optimizer, and returns the optimizer. Raises if DeepSpeed and shardopt do not agree."""
+    """Prepares an engine for shardopt's optimizer; raises if the config does not suit it. Returns the optimizer."""
     if isinstance(optimizer, QuantizedState):
         raise RuntimeError(
             f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens parameters, "
@@ -176,12 +176,12 @@ def _version() -> str:
 
 
 def is_known(version: str) -> bool:
-    """Whether the insides of a version of DeepSpeed are known."""
+    """Whether a version of DeepSpeed is supported, so that its private attributes are as shardopt expects."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]
 
 
 def _refuse_later(engine_class: Any, version: str) -> None:
-    """Has engines of a version whose insides are not known refuse optimizers of shardopt; leaves others alone."""
+    """Has engines of an unsupported version refuse shardopt's optimizers; other optimizers work as before."""
     initialize = engine_class.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Merging of memory that DeepSpeed holds twice with equal contents.
+"""Saves memory where DeepSpeed holds two tensors with equal contents: both get the same storage.
 
 DeepSpeed keeps masters beside the parameters and copies them to the parameters after each step, even if both have one
 dtype (``bf16_master_weights_and_grads``, or a model in float32). Here such masters and parameters share their memory if
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def share_copies(wrapper: Any) -> None:
-    """Merges tensors that DeepSpeed's optimizer wrapper holds twice.
+    """Makes tensors that DeepSpeed's optimizer wrapper holds twice share their storage.
 
     Saves, in bytes per owned parameter, with masters in bf16 (in parentheses: float32):
 
@@ -42,7 +42,7 @@ def share_copies(wrapper: Any) -> None:
 
 
 def _share_flat(wrapper: Any) -> None:
-    """ZeRO 1 and 2."""
+    """ZeRO 1 and 2: masters share storage with parameters, or under offload with the staging buffer."""
     masters = wrapper.single_partition_of_fp32_groups
     if wrapper.cpu_offload:
         staging = wrapper.param_buffer_of_bit16_for_cpu_offload_groups
@@ -62,7 +62,7 @@ def _share_flat(wrapper: Any) -> None:
 
 
 def _share_partitioned(wrapper: Any) -> None:
-    """ZeRO 3."""
+    """ZeRO 3: masters share storage with parameters, and the two copies of offloaded gradients share theirs."""
     masters = wrapper.fp32_partitioned_groups_flat
     if bool(wrapper.offload_optimizer) == bool(wrapper.offload_param):
         for master, partition in zip(masters, wrapper.fp16_partitioned_groups_flat, strict=True):
@@ -90,5 +90,5 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _frees_by_address() -> bool:
-    """Whether DeepSpeed locks memory by itself, and frees it by tensor: two tensors must then not share memory."""
+    """Whether DeepSpeed pins memory itself and frees it by tensor: two tensors must then not share pinned memory."""
     return os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"

@@ -1,4 +1,4 @@
-"""Muon as an optimizer type of DeepSpeed's config, and DeepSpeed's mark of parameters, ``use_muon``."""
+"""Muon in DeepSpeed's config: its param groups, and ``use_muon``, with which DeepSpeed marks Muon's parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple
         params: the config's ``optimizer.params``, which may have arguments of :func:`shardopt.muon_groups`, too.
 
     Returns:
-        Param groups, and the parameters for the optimizer.
+        Param groups, and the optimizer's other arguments.
     """
     arguments = [name for name in inspect.signature(muon_groups).parameters if name not in ("model", "lr")]
     group_options = {name: params[name] for name in arguments if name in params}
@@ -48,7 +48,7 @@ def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple
 
 
 def leave_gradients(model: Module) -> None:
-    """Removes DeepSpeed's marks, by which ZeRO would orthogonalize gradients for any optimizer called Muon."""
+    """Sets DeepSpeed's ``use_muon`` marks to False: ZeRO would itself orthogonalize marked parameters' gradients."""
     for param in model.parameters():
         if getattr(param, _MARK, False):
             setattr(param, _MARK, False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.masters import share_copies
 
-#: Bytes of a disk's sector: reads past the system's cache begin at multiples.
+#: Bytes of a disk's sector: direct reads (O_DIRECT) must begin at a multiple.
 _SECTOR = 512
 
 
@@ -36,9 +36,9 @@ def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swap_what_survives(wrapper: Any) -> None:
-    """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters, and only gradients that come back whole.
+    """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters and sector-aligned gradients only.
 
-    DeepSpeed reads state back into buffers of the masters' dtype, in which codes would be lost: all state stays in
+    DeepSpeed reads state back into buffers of the masters' dtype, which corrupts quantized codes: all state stays in
     memory. DeepSpeed reads a gradient back to its offset in the sub-group's gradient. If the offset is no multiple of a
     disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay in memory, too.
 
@@ -72,8 +72,8 @@ def swap_what_survives(wrapper: Any) -> None:
 def move_state_too(wrapper: Any) -> None:
     """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
 
-    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. Masters and parameters that
-    share memory (:func:`share_copies`) have their own after a reload, so that they are made to share it again.
+    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload,
+    masters and parameters have separate memory again: :func:`share_copies` is then repeated.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
@@ -92,7 +92,7 @@ def move_state_too(wrapper: Any) -> None:
 
 
 def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
-    """Replaces ``offload_states``; returns the function for ``reload_states``."""
+    """Has ZeRO 3's ``offload_states`` move our state, too; returns a ``reload_states`` that moves it back."""
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
 
@@ -161,7 +161,7 @@ def _load_state(engine: Any, load_dir: str, tag: str) -> None:
 
 @contextmanager
 def masters_in_memory(wrapper: Any) -> Iterator[None]:
-    """Inside, masters that ZeRO 3 keeps on NVMe are in the host's memory; afterwards they are written back.
+    """Context in which masters that ZeRO 3 keeps on NVMe are in the host's memory; on exit, they are written back.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine, of any stage, with any offload.

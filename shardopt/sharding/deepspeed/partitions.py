@@ -1,4 +1,4 @@
-"""Contents of DeepSpeed's flat partitions: ZeRO 1, 2 and 3, and BF16_Optimizer.
+"""Finds which parameters' ranges DeepSpeed's flat partitions contain: ZeRO 1, 2 and 3, and BF16_Optimizer.
 
 Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused. For checkpoints, the experts of its MoE
 layers are named by their numbers in the whole model: the layers number the experts of each rank from 0 on.
@@ -18,7 +18,7 @@ from shardopt.layout import FlatBuffer, FlatShard, Segment, assign, keep_float32
 from shardopt.layout.names import name_children, parameter_names
 from shardopt.sharding.rank_group import rank_group_of
 
-#: Places and names of a model's parameters, by identity.
+#: Index in the model and name of each parameter, by ``id(param)``.
 _Names = Mapping[int, tuple[int, str]]
 
 
@@ -29,7 +29,7 @@ def assign_partitions(engine: Any) -> None:
         engine: a DeepSpeedEngine whose optimizer is configured.
 
     Raises:
-        RuntimeError: DeepSpeed shards in a way that is not known here, or steps the param groups one by one although
+        RuntimeError: the optimizer wrapper or its partitioning is not supported, or steps the param groups one by one although
             the optimizer needs sums over all of them.
     """
     wrapper = engine.optimizer
@@ -67,7 +67,7 @@ def assign_partitions(engine: Any) -> None:
 
 
 def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
-    """Raises if DeepSpeed steps parts of the parameters one by one, and the rule has sums over all of them."""
+    """Raises if DeepSpeed steps ``flats`` one after another, but the optimizer needs sums over all parameters."""
     optimizer = engine.basic_optimizer
     if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
         raise RuntimeError(
@@ -78,14 +78,14 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
 
 
 def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names) -> FlatBuffer:
-    """A partition that is one range of all parameters, flattened one after another.
+    """The layout of a partition that is one range of all parameters flattened one after another (ZeRO 1 and 2).
 
     Args:
         params: the model's parameters.
         offsets: the parameters' offsets in the flattened whole.
         size: elements per rank.
-        group: the ranks that hold the ranges.
-        names: places and names of the model's parameters.
+        group: the process group among whose ranks the whole is cut.
+        names: index in the model and name of each parameter.
     """
     segments = []
     for param, first in zip(params, offsets, strict=True):
@@ -96,7 +96,7 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
 
 
 def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
-    """A partition that is made of a range of each parameter (ZeRO 3)."""
+    """The layout of a partition that concatenates this rank's range of each parameter (ZeRO 3)."""
     segments = []
     sizes = [int(param.partition_numel()) for param in params]
     for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
@@ -122,7 +122,7 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 
 
 def name_experts(model: Any) -> None:
-    """Names the experts of MoE layers as in DeepSpeed's own checkpoints, by the order of the group's ranks."""
+    """Names this rank's experts of MoE layers by their index in the whole model, as DeepSpeed's checkpoints do."""
     for layer in model.modules():
         if _is_moe_layer(layer):
             from deepspeed.utils import groups  # type: ignore[import-untyped]
