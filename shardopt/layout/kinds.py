@@ -73,7 +73,7 @@ def shard_of(param: Tensor) -> Shard:
 
 
 def read_model(model: Module) -> None:
-    """Assigns shards to all parameters of a model that a registered kind knows of."""
+    """Has all registered kinds assign shards to a model's parameters; see :meth:`Kind.read_model`."""
     for kind in _kinds:
         kind.read_model(model)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-#: Offsets and extents of a rectangle of a tensor, one number each per dimension.
+#: A rectangle of a tensor: the index where it begins and its length, in each dimension.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
-#: Successive indices ``[start, end)``.
+#: A contiguous range of indices, ``[start, end)``.
 Range = tuple[int, int]
 
 
@@ -58,7 +58,7 @@ class GridPartition(NamedTuple):
         return tuple(indices)
 
     def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
-        """The rectangles that a rank holds of a tensor, without empty ones: one or none.
+        """The rectangles of a tensor that a rank holds: one, or none if the rank's part is empty.
 
         Args:
             shape: the tensor's shape.
@@ -76,7 +76,7 @@ class GridPartition(NamedTuple):
         return GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
 
     def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets of the ranks that hold elements of a rectangle that is not empty, ascending."""
+        """The offsets, ascending, of the ranks that hold elements of a non-empty rectangle; of copies the least one."""
         along = []
         for dim, (low, extent) in enumerate(zip(*part, strict=True)):
             cuts = [cut for cut in self.cuts if cut.dim == dim]
@@ -85,7 +85,7 @@ class GridPartition(NamedTuple):
 
 
 class RangePartition(NamedTuple):
-    """A parameter that is flattened, alone or one after others, and cut into ranges of equal length (FSDP1, ZeRO).
+    """A parameter that is flattened, alone or behind other parameters, and cut into equal ranges (FSDP1, ZeRO).
 
     Also describes the parameter's state: a block's scale is with the block's first element, and the step count with
     the parameter's first element.

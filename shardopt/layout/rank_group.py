@@ -100,7 +100,7 @@ class Counted(NamedTuple):
 
 
 def on_any_rank(groups: Sequence[RankGroup], here: bool) -> bool:
-    """Whether a condition holds on any rank of some groups, or of other groups to which one of these ranks belongs.
+    """Whether a condition holds on any rank of some groups, or of any group that shares a rank with one of them.
 
     All of these ranks must call this.
 

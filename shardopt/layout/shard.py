@@ -58,15 +58,15 @@ class Shard(_OfThisProcess):
     Args:
         global_shape: shape of the whole parameter.
         cut: how the parameter is cut, by the ranks' places among ``ranks``.
-        offset: this rank's index among ``ranks``.
+        offset: this rank's place among ``ranks``, from 0 on.
         ranks: the ranks that hold the parts, one rank per part; None if this rank holds the whole parameter.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
     plain = True
 
-    #: Name of the attribute that refers to an object which decides the shard: cached steps look the shard up again only
-    #: when a parameter has another such object. None: cached steps look shards up in each step, unless they are plain.
+    #: Name of a parameter's attribute whose object determines the shard: cached steps look the shard up again only when
+    #: the attribute refers to another object. None: cached steps look the shard up in each step, unless it is plain.
     layout_attribute: str | None = None
 
     #: Name of the attribute in which tensors keep their local tensor. With `layout_attribute` alone, tensors are local
@@ -93,7 +93,7 @@ class Shard(_OfThisProcess):
         #: The indices of each dimension that this rank holds.
         self.indices: tuple[Range, ...] = cut.indices(self.global_shape, offset)
         self.local_shape = extents_of(self.indices)
-        #: Whether ranks may hold parts of one row: they exchange moments where blocks are cut.
+        #: Whether ranks may hold parts of one row; if a block is cut between them, they exchange its extremes.
         self.cuts_rows = any(each.dim > 0 for each in cut.cuts)
         self._scales: dict[int, Shard] = {}
 
@@ -186,7 +186,7 @@ class Shard(_OfThisProcess):
 
     @property
     def holders(self) -> RankGroup | None:
-        """All ranks that hold a part of the parameter or a copy of one; None if this rank knows of no other."""
+        """All ranks that hold a part of the parameter or a copy of a part; None if no rank but this one is known to."""
         return self.ranks
 
     @property
@@ -259,19 +259,19 @@ class Shard(_OfThisProcess):
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient, laid out like the parameter, with memory of its own.
 
-        All ranks must call this if the gradient is sharded otherwise than the parameter.
+        If the gradient is sharded otherwise than the parameter, collectives redistribute it: all ranks must call this.
         """
         return readable(gradient if self.plain else self.local(gradient))
 
     def like_parameter(self, local: Tensor) -> Tensor:
         """Wraps this rank's part ``local`` as a global tensor that is sharded like the parameter, such as a DTensor.
 
-        ``local`` may have dimensions behind the parameter's.
+        ``local`` may have more trailing dimensions than the parameter.
         """
         return local
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a global tensor of the parameter's shape, maybe with dimensions behind."""
+        """This rank's part of a global tensor of the parameter's shape, which may have further trailing dimensions."""
         inside = whole[tuple(slice(start, end) for start, end in self.indices)]
         if inside.shape == whole.shape:
             return whole
@@ -285,12 +285,12 @@ _FLOAT32_STATE = "_shardopt_float32_state"
 
 
 def assign(param: Tensor, shard: Shard) -> None:
-    """Stores a parameter's shard with the parameter."""
+    """Stores a parameter's shard as an attribute of the parameter, where :func:`assigned` finds it."""
     setattr(param, ASSIGNED, shard)
 
 
 class _Unread(_OfThisProcess):
-    """Placeholder for a parameter's shard until the shard is asked for."""
+    """Placeholder for a parameter's shard until :func:`assigned` asks for the shard; see :func:`assign_later`."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         self.read = read

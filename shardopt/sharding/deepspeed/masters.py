@@ -1,10 +1,10 @@
 """Saves memory where DeepSpeed holds two tensors with equal contents: both get the same storage.
 
 DeepSpeed keeps masters beside the parameters and copies them to the parameters after each step, even if both have one
-dtype (``bf16_master_weights_and_grads``, or a model in float32). Here such masters and parameters share their memory if
-both are on the device, or both on the host. If such masters are in the host's memory, they share it with the staging
-buffer through which they go to the device, and ZeRO 3's two copies of gradients are merged. DeepSpeed's copies between
-merged tensors then do nothing.
+dtype (``bf16_master_weights_and_grads``, or a model in float32). Here masters and parameters of one dtype share memory
+if both are on the device, or both on the host. Masters in the host's memory share it with the staging buffer through
+which they are copied to the device, and ZeRO 3's two copies of gradients share theirs. DeepSpeed's copies between
+tensors that share memory then do nothing.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def swap_what_survives(wrapper: Any) -> None:
 def move_state_too(wrapper: Any) -> None:
     """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
 
-    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload,
-    masters and parameters have separate memory again: :func:`share_copies` is then repeated.
+    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload, masters and
+    parameters have separate memory again: :func:`share_copies` is then repeated.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.

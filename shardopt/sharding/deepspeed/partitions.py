@@ -29,8 +29,8 @@ def assign_partitions(engine: Any) -> None:
         engine: a DeepSpeedEngine whose optimizer is configured.
 
     Raises:
-        RuntimeError: the optimizer wrapper or its partitioning is not supported, or steps the param groups one by one although
-            the optimizer needs sums over all of them.
+        RuntimeError: DeepSpeed's optimizer wrapper or its partitioning is unsupported, or the wrapper steps the param
+            groups one by one although the optimizer needs sums over all of them.
     """
     wrapper = engine.optimizer
     name_experts(engine.module)
