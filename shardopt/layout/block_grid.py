@@ -24,7 +24,7 @@ def is_quantized(global_shape: tuple[int, ...], min_quantized_numel: int) -> boo
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """How a parameter is cut into quantization blocks, each of which has a scale.
+    """How a parameter is cut into quantization blocks: runs of elements that share scales.
 
     Every row (a slice along dim 0, flattened) is cut into ``ceil(row_numel / block_size)`` blocks, the last one
     possibly short. Blocks never cross a row.

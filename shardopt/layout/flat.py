@@ -19,7 +19,7 @@ from shardopt.layout.shard import ASSIGNED, Shard
 
 
 class FlatShard(Shard):
-    """This rank's part of a parameter, where all parameters are flattened into one tensor, cut into a range per rank.
+    """This rank's part of a parameter that was flattened, alone or behind others, and cut into a range per rank.
 
     Args:
         global_shape: shape of the whole parameter.
@@ -34,7 +34,7 @@ class FlatShard(Shard):
         end: index after the last element that this rank holds.
         saved_from: index of the first element that this rank saves: a shared scale is saved by its block's first rank.
         place: index of the first element in this rank's range of the flattened tensor.
-        cuts: where in the flattened parameter one rank's range ends and another's begins, ascending.
+        cuts: indices of the parameter's elements, ascending, at which the next rank's range begins.
         replicas: the ranks that hold copies of this range (HYBRID_SHARD); None if no copies are known.
     """
 

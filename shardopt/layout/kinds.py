@@ -39,7 +39,7 @@ class Kind:
         return None
 
     def read_model(self, model: Module) -> None:
-        """Assigns shards to parameters whose sharding only their model's metadata describe, as under FSDP1."""
+        """Assigns shards to a model's parameters if only the model's metadata describe them, as under FSDP1."""
 
     def copies_in(self, model: Module) -> Mapping[Tensor, RankGroup]:
         """The ranks that hold copies of a parameter, as under DDP, and may divide work on it; by parameter."""

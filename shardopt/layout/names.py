@@ -88,7 +88,7 @@ def number_parameters(model: Module) -> None:
 
 
 def use_numbers(params: Iterable[Tensor]) -> None:
-    """From now on, indices that :func:`number_parameters` stored seed these parameters' stochastic rounding."""
+    """Lets steps seed these parameters' stochastic rounding with indices that :func:`number_parameters` stored."""
     for param in params:
         if hasattr(param, _STORED):
             setattr(param, _USED, getattr(param, _STORED))

@@ -186,7 +186,7 @@ class Shard(_OfThisProcess):
 
     @property
     def holders(self) -> RankGroup | None:
-        """All ranks that hold a part of the parameter or a copy of a part; None if no rank but this one is known to."""
+        """All ranks that hold a part of the parameter or a copy of a part; None if only this rank is known to."""
         return self.ranks
 
     @property
@@ -219,7 +219,7 @@ class Shard(_OfThisProcess):
         return self.ranks
 
     def counted(self) -> Counted | None:
-        """Who holds which copies, so that sums over parameters count each part once; None if every rank has all of it.
+        """Which ranks hold copies, so that sums over parameters count each part once; None if each rank has all of it.
 
         All of these ranks must call this, as it may make a process group.
         """

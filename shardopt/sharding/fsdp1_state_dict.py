@@ -30,7 +30,7 @@ from shardopt.state.warn import warn_user
 
 
 def hook_fsdp1(module: Any) -> None:
-    """Wraps FSDP1's functions that save and load optimizer state: packs state, and refuses state not packed.
+    """Wraps FSDP1's functions that save and load optimizer state: packs saved state, refuses unpacked state to load.
 
     A PyTorch version without these private functions is left alone: state is then neither packed nor refused.
     """
@@ -180,7 +180,7 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
     Args:
         optimizer: the optimizer that is to load the state; None if torch does not know it.
         state_dict: the whole state.
-        rank0_only: whether torch uses the state dict of the group's rank 0 only, and ignores other ranks'.
+        rank0_only: whether torch uses only the state dict of the group's rank 0, and sends it to other ranks.
         group: returns the ranks among which torch shares the state; called only if needed.
     """
     if optimizer is not None and not _has_flat_shards(optimizer):

@@ -78,7 +78,7 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
 
 
 def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names) -> FlatBuffer:
-    """The layout of a partition that is one range of all parameters flattened one after another (ZeRO 1 and 2).
+    """The layout of a partition that is one range of all parameters flattened in a row (ZeRO 1 and 2, BF16_Optimizer).
 
     Args:
         params: the model's parameters.
