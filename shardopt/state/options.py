@@ -158,7 +158,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def repays(group: Mapping[str, Any]) -> bool:
-    """Whether a step corrects the weights for the first moment's rounding errors: the option ``repay`` in a param group.
+    """Whether a step corrects the weights for rounding errors of the first moment, as the option ``repay`` says.
 
     None means yes for codecs in which two moments share a code. Optimizers without the option never do so.
     """
