@@ -32,7 +32,7 @@ _SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
 def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
-    """Resets low bits, with a warning, if the parameter was cast to another dtype since they were computed.
+    """Drops or resets low bits, with a warning, if the parameter was cast to another dtype after a step.
 
     Master weights then equal the parameter again. Changes ``state`` in place; new low bits are on ``device``.
     """

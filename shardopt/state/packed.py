@@ -121,9 +121,9 @@ class _Field(NamedTuple):
         """Local indices of elements that hold scales' bytes; a mask ``(blocks, elements)``, True if on this rank."""
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
         ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
-        numbers = torch.arange(*ends, device=device)
+        numbers = torch.arange(*ends, device=device)  # of this rank's blocks, which begin at these elements:
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
-        count = -(-sum(self.widths.values()) // self.beside)
+        count = -(-sum(self.widths.values()) // self.beside)  # elements that hold one block's bytes
         elements = begins[:, None] + torch.arange(count, device=device) - start
         inside = (elements >= 0) & (elements < math.prod(shard.local_shape))
         return elements[inside], inside
@@ -208,6 +208,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
     fields: list[_Field] = []
     at = 0
     for grid, of_grid in widths.items():
+        # The last block of each row may be shorter than the others.
         shortest = 1 if grid is None else grid.row_numel % grid.block_size or grid.block_size
         if of_grid:
             fields.append(_Field(spec, grid, of_grid, at, -(-sum(of_grid.values()) // shortest)))

@@ -76,7 +76,7 @@ class SliceSpec:
     codec: Codec
     moments: tuple[Moment, ...]
     weights: WeightFormat
-    row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
+    row_grid: BlockGrid | None = None  # one block per row that has a second moment; None without these
     kept: tuple[tuple[str, EntryFormat], ...] | None = None
     offset: int = field(default=0, compare=False)
     name: str | None = field(default=None, compare=False)
@@ -268,6 +268,7 @@ class SliceSpec:
                 raise unsound(self.codes_name(moment) + what, name, signed=moment.signed)
         if not self.relative:
             return
+        # Relative codes decode to multiples of their unit, whose largest value times their scale must be finite, too.
         unit = next(moment for moment in self.moments if not moment.signed)
         scales = by_moment[unit].scales
         assert scales is not None
@@ -312,7 +313,7 @@ class SliceSpec:
     def _blocks(self, x: Tensor, rectangle: Rectangle, fill: int = 0) -> Tensor:
         """A rectangle's elements of ``x``, padded with ``fill`` to whole blocks: ``(rows, blocks, block_size)``."""
         rows = _matrix(x.reshape(-1), rectangle)
-        if lead := rectangle.first_col % self.grid.block_size:
+        if lead := rectangle.first_col % self.grid.block_size:  # elements of the first block that are before it
             rows = torch.nn.functional.pad(rows, (lead, 0), value=fill)
         return to_blocks(rows, self.grid.block_size, fill=fill)
 

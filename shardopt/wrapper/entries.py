@@ -32,7 +32,7 @@ UNSIGNED = {
 WEIGHT_COPIES = {"z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"}
 #: Averages over so many steps that 8 bits would round a step's small change away: coded in 16 bits.
 WIDE = {"exp_avg_slow"}
-#: Left in floats: centered RMSprop takes the root of ``square_avg - grad_avg**2``, which rounding could make negative.
+#: Kept in floats if both exist: rounding could make centered RMSprop's ``square_avg - grad_avg**2`` negative.
 CENTERED = {"grad_avg", "square_avg"}
 
 #: Suffixes that mark the two stored entries, codes and scales, of one quantized entry.
@@ -116,7 +116,7 @@ class Entries:
         return TensorSpec(shard, (replace(spec, kept=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
-        """Whether a parameter is globally large enough to quantize, and not marked for floats (StableEmbedding)."""
+        """Whether state of this global shape is quantized, and not marked to stay in floats (StableEmbedding)."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
     def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
