@@ -47,12 +47,12 @@ class Options(TypedDict, total=False):
             parameter: load both or neither. A parameter that is overwritten keeps its low bits, an error of up to half
             a last place.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
-            small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
-            the optimizer and the element's in the parameter, not on the shard or device.
+            small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's index in
+            the optimizer and the element's index in the parameter, not on the shard or device.
         stochastic_rounding_seed: seed of that noise, and of log4's, the same on all ranks.
-        offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
-            streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
-            are copied to it, and parameters back.
+        offload: which memory stores state of GPU parameters. None: the GPU's. "state": the host's; a step streams the
+            state through a small buffer on the GPU. "step": the host's, and the CPU runs the step: gradients are
+            copied to the host, and parameters back to the GPU.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
         capturable: ignored like ``foreach``.

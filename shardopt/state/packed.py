@@ -3,7 +3,7 @@
 Bytes are moved unchanged. Decoded moments could not replace them: most blocks' scales cannot be recovered from decoded
 numbers, so that quantizing them again would give other codes.
 
-An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its own bytes of the entries that
+An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its bytes in the entries that
 have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
 then a part of the bytes of its block's scales, which are spread over the block's elements from the first on, with as
 many bytes in each as the parameter's shortest block needs. Second moments of rows follow likewise, with rows as blocks.

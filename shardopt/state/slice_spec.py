@@ -30,7 +30,7 @@ ROW_MOMENTS = "second_momentum_buffer"
 #: The state entry with the codes of both moments, for codecs that code two moments in one number.
 SHARED_CODES = "moment_codes"
 
-#: Entries that store no moment of single elements.
+#: Entries that are not moments of single elements: they are never quantized.
 BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
 #: Elements that PyTorch encodes or decodes at a time, which bounds temporary memory to about 60 bytes for each.
@@ -63,12 +63,12 @@ class SliceSpec:
     more per block). Two moments that share their codes have one ``moment_codes`` for both. Any other moment, even an
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
-    ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
-    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
-    decides what they are. Entries of the parameter's shape are sharded as it is, others are alike on all ranks.
+    ``second_momentum_buffer`` has one float32 per row of a matrix, sharded like the scales of one block per row.
+    For quantize_state, ``kept`` lists the wrapped optimizer's unquantized entries, which take the place of ``step``:
+    those of the parameter's shape are sharded like it, all others are replicated on all ranks.
 
-    All tensors here are plain tensors with this rank's part; :class:`TensorSpec` has the optimizer's own tensors. In a
-    flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
+    Tensors here are plain tensors with this rank's part; :class:`TensorSpec` has those in ``optimizer.state``. In a
+    flat buffer, a slice has the parameter's name and number in the model, and begins at index ``offset``.
     """
 
     shard: Shard
@@ -84,7 +84,7 @@ class SliceSpec:
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
-        """The spec of a slice of a parameter of this dtype in a param group.
+        """Makes the spec for a slice of a parameter with this dtype, given its param group and its rule's moments.
 
         Raises:
             ValueError: the group's weight format, or ``repay``, does not suit the dtype.
@@ -119,7 +119,7 @@ class SliceSpec:
 
     @property
     def exchanges_columns(self) -> bool:
-        """Whether column shards cut blocks, whose scales all owners keep."""
+        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
         return self.codec.blockwise and self.shard.block_owners(self.grid) is not None
 
     @cached_property

@@ -76,7 +76,7 @@ class TensorSpec:
 
     @property
     def exchanges_columns(self) -> bool:
-        """Whether column shards cut blocks, whose scales all owners keep."""
+        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
         return any(slice_.exchanges_columns for slice_ in self.slices)
 
     def new(self, device: torch.device) -> StateDict:
@@ -153,10 +153,10 @@ class TensorSpec:
         """Checks entries before :meth:`adopt`, but not the values of codes and scales, which :meth:`check_local` does.
 
         Args:
-            loaded: the state's own entries, or torch.optim's state of the tensor.
+            loaded: entries as shardopt stores them, or torch.optim's state of the tensor.
             name: the parameter's name in errors.
-            of_torch: whether the state is torch.optim's: without low bits, as master weights then begin equal to the
-                parameter.
+            of_torch: whether the state may be torch.optim's, which lacks low bits: master weights then equal the
+                parameter at first.
 
         Raises:
             ValueError: the entries are of another optimizer, or of a parameter of another shape, or have float moments
