@@ -105,7 +105,7 @@ class _Movable(NamedTuple):
 class StateResidency:
     """Decides, once per parameter, which device stores its state, and owns the host memory of offloaded state.
 
-    State of column shards that cut blocks stays on the parameter's device, as ranks exchange its scales in each step.
+    State of column shards that cut blocks stays on the parameter's device: each step all-reduces its blocks' extremes.
     A frozen parameter's residency is decided once it has a gradient or state.
 
     Args:
