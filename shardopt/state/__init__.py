@@ -1,1 +1,1 @@
-"""Optimizer state: options, the spec of a tensor's state, conversion from and to floats, and where it lives."""
+"""Optimizer state: options, which entries it has, conversion from and to floats, and the device that it is on."""

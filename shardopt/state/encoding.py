@@ -1,4 +1,4 @@
-"""Encoding of float moments: ranks that hold parts of a block first agree on its extremes, as they do in a step."""
+"""Quantization of float moments: ranks that share a block first all-reduce its extremes, so that scales agree."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from shardopt.state.tensor_spec import TensorSpec
 
 
 def shared_blocks(spec: SliceSpec) -> list[int]:
-    """The blocks on whose scales several ranks have to agree: numbers in the grid, equal on all ranks."""
+    """Indices, in the parameter's block grid, of quantized blocks that flat shards cut; the same list on all ranks."""
     return cut_blocks(spec.shard, spec.grid) if spec.codec.blockwise else []
 
 
 def cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
-    """The blocks of a grid that flat shards cut, on this rank or not: numbers in the grid, equal on all ranks."""
+    """Indices of the blocks of ``grid`` that are split between ranks with flat shards; the same list on all ranks."""
     return shard.cut_blocks(grid) if isinstance(shard, FlatShard) and shard.ranks is not None else []
 
 
 def held_of(numbers: Sequence[int], shard: Shard, grid: BlockGrid) -> tuple[list[int], list[int]]:
-    """Which of some cut blocks this rank holds parts of, and their places in this rank's scales."""
+    """Positions in ``numbers`` (indices of cut blocks) that this rank holds, and those blocks' rows in its scales."""
     first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, 0)
     held = [place for place, number in enumerate(numbers) if first <= number < end]
     return held, [numbers[place] - first for place in held]
 
 
 def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
-    """The ranks that hold parts of the same blocks of a parameter; None if no block is cut."""
+    """The ranks that must agree on scales, as blocks of the parameter are split between them; None if none is."""
     if shared_blocks(spec):
         return spec.shard.holders
     return spec.shard.block_owners(spec.grid) if spec.exchanges_columns else None
 
 
 class Floats(NamedTuple):
-    """Float moments of a slice, to be encoded.
+    """The float moments of one slice, as input of :func:`encode_slices`.
 
     Attributes:
         spec: describes the slice's state.
-        values: this rank's part of each moment; None if this rank has none to encode.
+        values: this rank's part of each moment; None if this rank has no moments to encode.
         name: the parameter's name in errors.
     """
 
@@ -54,16 +54,16 @@ class Floats(NamedTuple):
 
 
 def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = ()) -> list[StateDict | None]:
-    """The state entries for float moments, in scales that all holders of a block agree on.
+    """Quantizes float moments to state entries; ranks that share a block all-reduce its extremes to get equal scales.
 
-    All ranks that share blocks must call this with the same slices in the same order. The ranks of a group raise
-    together if one of them cannot encode its part, as for lack of memory.
+    All ranks that share blocks must call this with the same slices in the same order. If one rank of a group fails,
+    for example for lack of memory, all ranks of the group raise.
 
     Raises:
         ValueError: only some of the ranks with column shards of a parameter have moments of it.
     """
     agreed: list[dict[str, Tensor]] = [{} for _ in slices]
-    for relative in (False, True):  # moments in units of another's root follow the root
+    for relative in (False, True):  # True: moments coded in units of another's root
         messages = all_or_none(rank_groups, partial(_messages, slices, agreed, relative=relative))
         for ranks, parts in messages.items():
             reduce_together(ranks.all_reduce_max, list(parts.values()))
@@ -80,7 +80,7 @@ def encode_loaded(
     names: Sequence[str],
     rank_groups: Sequence[RankGroup],
 ) -> list[Mapping[str, Any] | None]:
-    """Replaces float moments (torch.optim's state) by the state's own entries; leaves other entries alone.
+    """Quantizes the float moments in loaded state (as torch.optim saves it); leaves other entries unchanged.
 
     All ranks that share parameters must call this with the same tensors, in the same order. Entries have passed
     :meth:`TensorSpec.check_loaded`; they are None for a tensor without state.
@@ -107,15 +107,18 @@ def encode_loaded(
     return results
 
 
-#: The parts of a message, int32 ``(n, 2)`` on the CPU, by slice and moment: extremes of shared blocks. For column
-#: shards the part of no moment says whether a rank has moments to encode, and whether a rank has none.
+#: Extremes of shared blocks that are all-reduced: int32 ``(blocks, 2)`` on the CPU, by slice index and moment name. For
+#: column shards, the name "" has the flags (has moments to encode, has none), which find ranks that disagree.
 _Parts = dict[tuple[int, str], Tensor]
 
 
 def _messages(
     slices: Sequence[Floats], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
 ) -> dict[RankGroup, _Parts]:
-    """This rank's extremes of shared blocks, of the moments in units of another's root or of all other moments."""
+    """Computes this rank's extremes of shared blocks, by the rank group that will all-reduce them.
+
+    ``relative`` selects moments that are coded in units of another moment's root; otherwise all others are taken.
+    """
     messages: dict[RankGroup, _Parts] = {}
     for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
         ranks = sharing_ranks(spec)
@@ -137,7 +140,7 @@ def _messages(
 
 
 def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed: Sequence[dict[str, Tensor]]) -> None:
-    """Reads the answers: the extremes over all ranks."""
+    """Copies all-reduced extremes of this rank's blocks to ``agreed``; raises if only some ranks have moments."""
     for (index, moment), part in (item for parts in messages.values() for item in parts.items()):
         spec, values, name = slices[index]
         if not moment:
@@ -153,14 +156,14 @@ def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed
 
 
 def _new_extremes(spec: SliceSpec, device: torch.device) -> Tensor:
-    """Extremes of this rank's blocks, of which none is known yet: 0 is neutral."""
+    """Zeros for two extremes per block of this rank: 0 is neutral in the maximum that is taken later."""
     return torch.zeros((math.prod(spec.shard.scales(spec.grid).local_shape), 2), dtype=torch.int32, device=device)
 
 
 def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]:
-    """How many blocks a message has, which of them this rank holds, and their indices in this rank's scales.
+    """Block count of a slice's all-reduce, the indices in it of this rank's blocks, and their indices in its scales.
 
-    Column shards send the extremes of all blocks of their rows.
+    Column shards all-reduce the extremes of all blocks of their rows.
     """
     if not isinstance(spec.shard, FlatShard):
         return math.prod(spec.shard.scales(spec.grid).local_shape), slice(None), slice(None)

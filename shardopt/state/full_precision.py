@@ -1,4 +1,4 @@
-"""Weights in the full precision of parameter and low bits together: reading and writing them."""
+"""Reads and writes float32 weights that are stored as a 16-bit parameter and, in its state, the missing low bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardopt.state.warn import warn_user
 
 
 def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The weights of a parameter as float32, sharded like the parameter; its state is empty before the first step."""
+    """Joins parameter and low bits to float32 weights, sharded like the parameter. ``state`` may still be empty."""
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
@@ -27,14 +27,14 @@ def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     return spec.shard.like_parameter(weights)
 
 
-#: The dtype that the weights had when their state was last seen, by the state's step count.
+#: The parameter's dtype at the last call of :func:`fit_low_bits`, by the tensor with the state's step count.
 _SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
 def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
-    """Drops low bits that belong to weights of another dtype, with a warning: the model was cast after steps.
+    """Drops or resets low bits, with a warning, if the parameter was cast to another dtype after a step.
 
-    Master weights then begin equal to the parameter. ``state`` is changed in place; new low bits are on ``device``.
+    Master weights then equal the parameter again. Changes ``state`` in place; new low bits are on ``device``.
     """
     step, has, wants = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
     seen = param.dtype
@@ -71,10 +71,10 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
 
 
 def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
-    """Stores float32 weights, sharded like the parameter, in it and its state; returns the state.
+    """Writes float32 weights, sharded like the parameter, to the parameter and the low bits; returns the state.
 
-    If ``state`` is empty and low bits must be kept, that is a new one on ``device``; a frozen parameter without state
-    is rounded instead.
+    If low bits must be kept and ``state`` is empty, makes a new state on ``device``; but a frozen parameter gets none,
+    and the weights are rounded to its dtype.
     """
     local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
     if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):

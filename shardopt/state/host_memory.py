@@ -1,4 +1,4 @@
-"""Memory of the CPU for parameters' state and gradients: in one piece, page-locked for copies to and from a GPU."""
+"""Allocates contiguous host memory, pinned for copies to and from a GPU, for offloaded state and gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ALIGNMENT = 64  # of each tensor, in bytes
 
 
 def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Tensor]:
-    """Tensors in one piece of the CPU's memory, which lasts as long as one of them.
+    """Allocates uninitialized CPU tensors with the shapes and dtypes of ``likes`` in one contiguous buffer.
 
-    Each has a storage of its own: torch.save refuses several dtypes in one storage. With ``pin`` the memory is locked
-    for copies of that GPU. ``what`` names the contents in errors.
+    The buffer is freed when the last tensor is. Each tensor has its own storage, as torch.save refuses several dtypes
+    in one. With ``pin`` the buffer is pinned for copies of that GPU. ``what`` names the contents in errors.
 
     Raises:
         MemoryError: the host has too little memory, or refuses to lock it.
@@ -34,8 +34,8 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
             "some parameters a param group with offload=None"
         ) from error
     first = -pages.data_ptr() % _PAGE
-    memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which nobody else locks
-    array = memory.numpy()  # the base of all arrays below, which keep it
+    memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which no other buffer pins
+    array = memory.numpy()  # all arrays below keep a reference to this one
     if pin is not None and nbytes:
         from shardopt.kernels.transfers_cuda import pin_memory
 
@@ -51,7 +51,7 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
 
 
 def demand_memory(nbytes: int, ranks: int) -> None:
-    """Raises MemoryError if the host does not have ``nbytes`` for each of ``ranks``."""
+    """Raises MemoryError if the host has less available memory than ``nbytes`` for each of its ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:
         parts = f", {nbytes / _MIB:.0f} MiB for each of {ranks} ranks here" if ranks > 1 else ""
@@ -63,7 +63,7 @@ def demand_memory(nbytes: int, ranks: int) -> None:
 
 
 def _available_host_bytes() -> int | None:
-    """Bytes that the system and the container could still give; None if neither tells."""
+    """Host memory that can still be allocated, within the container's limit (cgroup v2); None if unknown."""
     limits = []
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Checks of state entries that come from outside."""
+"""Checks of state entries that users or checkpoints supply."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shardopt.codec.base import are_finite
 
-#: Step counts end here: the kernels take powers by them in 64-bit integers.
+#: The largest accepted step count, as the kernels compute powers with 64-bit integer exponents.
 _MAX_STEP = 2**62
 
 
 def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RuntimeError if an optimizer has the state of a tensor that is in none of its param groups."""
+    """Raises RuntimeError if ``state`` has a key that is a tensor but in none of the param groups."""
     known = {id(param) for group in groups for param in group["params"]}
     foreign = next((key for key in state if isinstance(key, Tensor) and id(key) not in known), None)
     if foreign is not None:
@@ -27,7 +27,7 @@ def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
-    """Checks that an entry ``key`` of the parameter ``name`` is a dense tensor, of the type and sharding of another.
+    """Checks that entry ``key`` of parameter ``name`` is a dense tensor with type, shape and sharding of ``expected``.
 
     Raises:
         ValueError: the entry is no dense tensor with values, or has another type, shape or sharding.
@@ -53,7 +53,7 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
 
 
 def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
-    """Checks this rank's part of a float moment.
+    """Checks the dtype and the values of this rank's part of a loaded float moment.
 
     Raises:
         ValueError: the moment has no float dtype, is not finite, or is below zero and not ``signed``.
@@ -65,7 +65,7 @@ def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
 
 
 def unsound(what: str, name: str, *, signed: bool) -> ValueError:
-    """The error for entries that no step could continue from: one such value would spoil its block."""
+    """The error for NaN, Inf or wrongly negative values in state: one of them would spoil its whole block's codes."""
     got, expected = ("NaN or Inf", "") if signed else ("NaN, Inf or numbers below zero", " >= 0")
     return ValueError(
         f"{name}: got {what} that stands for {got}, expected finite numbers{expected}; either the run had diverged "
@@ -74,7 +74,7 @@ def unsound(what: str, name: str, *, signed: bool) -> ValueError:
 
 
 def checked_step(loaded: Mapping[str, Any], name: str) -> float:
-    """The step count among loaded entries; 1 without one, as in torch's SGD, whose momentum has taken a step.
+    """Returns the loaded step count, or 1 if there is none: torch's SGD saves momentum, but no count.
 
     Raises:
         ValueError: the step count is no single whole number >= 0.

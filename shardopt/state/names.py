@@ -8,7 +8,7 @@ from typing import Any
 
 
 def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
-    """A parameter's name in its param group, or its position there.
+    """A parameter's name from ``param_names`` of its param group, or else its position, for errors and reports.
 
     Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` unchanged: if
     there are not as many names as tensors, they are not the tensors' names.
@@ -21,7 +21,7 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Prefixes errors that shards raise with a parameter's name."""
+    """Context manager that puts a parameter's name before the message of a plain RuntimeError raised inside."""
     try:
         yield
     except RuntimeError as error:

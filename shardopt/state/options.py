@@ -1,4 +1,4 @@
-"""The options of all optimizers, and their checks."""
+"""The options that all of shardopt's optimizers have, their defaults, and checks of options and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Options(TypedDict, total=False):
             parameter: load both or neither. A parameter that is overwritten keeps its low bits, an error of up to half
             a last place.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
-            small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's place in
-            the optimizer and the element's in the parameter, not on the shard or device.
+            small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's index in
+            the optimizer and the element's index in the parameter, not on the shard or device.
         stochastic_rounding_seed: seed of that noise, and of log4's, the same on all ranks.
-        offload: where the state of parameters on a GPU lives. None: beside them. "state": in the host's memory; a step
-            streams it through a small buffer on the device. "step": in the host's memory, and the CPU steps: gradients
-            are copied to it, and parameters back.
+        offload: which memory stores state of GPU parameters. None: the GPU's. "state": the host's; a step streams the
+            state through a small buffer on the GPU. "step": the host's, and the CPU runs the step: gradients are
+            copied to the host, and parameters back to the GPU.
         foreach: accepted for compatibility with torch.optim and ignored: a step is always one fused call.
         fused: ignored like ``foreach``.
         capturable: ignored like ``foreach``.
@@ -90,23 +90,23 @@ DEFAULTS: Options = {
     "differentiable": False,
 }
 
-#: Options that must be equal in a checkpoint and the optimizer that loads it: codes mean nothing without them.
+#: Options that a checkpoint and the optimizer that loads it must share: codes are decoded by them.
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
-#: Options of the state's place, which depends on the machine: an optimizer keeps its own when it loads.
+#: Options for the device that state is on: a loading optimizer keeps its own, not the checkpoint's.
 PLACEMENT = ("offload",)
 
-#: Options that the tables of a step depend on.
+#: Options that the cached argument tables of a step's kernels depend on.
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
 def is_own(options: Container[str]) -> bool:
-    """Whether options of a param group, maybe in a state dict, belong to an optimizer of this package."""
+    """Whether a param group, live or from a state dict, belongs to one of shardopt's own optimizers."""
     return all(option in options for option in STATE_FORMAT)
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options completed by their defaults.
+    """Adds the defaults of all options that are not given.
 
     Raises:
         TypeError: an option is unknown.
@@ -122,7 +122,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
-#: Values that options may have, as a test and in words.
+#: For each option, a test whether a value is allowed, and the allowed values in words for errors.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "codec": (lambda x: isinstance(x, str), f"one of {', '.join(map(repr, CODECS))}"),
     "block_size": (
@@ -158,16 +158,16 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def repays(group: Mapping[str, Any]) -> bool:
-    """Whether weights make up for the first moment's rounding errors: the option ``repay`` in a param group.
+    """Whether a step corrects the weights for rounding errors of the first moment, as the option ``repay`` says.
 
-    None means yes for codecs in which two moments share a code. Optimizers without the option never repay.
+    None means yes for codecs in which two moments share a code. Optimizers without the option never do so.
     """
     repay = group.get("repay", False)
     return get_codec(group["codec"]).shared if repay is None else bool(repay)
 
 
 def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Checks that weights of this dtype can make up for rounding errors, if the param group asks for it.
+    """Checks that weights of ``dtype`` are precise enough for ``repay``, if the param group has it on.
 
     Raises:
         ValueError: the param group repays, but its weights have 16 bits, in which the repayment would be lost again.
@@ -180,7 +180,7 @@ def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number, which True and False are not meant to be."""
+    """Whether a value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -189,9 +189,9 @@ _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
 def make_plain(group: dict[str, Any]) -> None:
-    """Replaces sequences in a param group (lists, OmegaConf's ListConfig, arrays) by tuples of plain numbers.
+    """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of Python numbers.
 
-    State dicts then load with ``weights_only=True``.
+    State dicts that contain them can then be loaded with ``torch.load(weights_only=True)``.
     """
     for name in _SEQUENCES:
         if group.get(name) is not None:
@@ -212,7 +212,7 @@ def _plain(value: Any) -> Any:
 
 
 def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
-    """Warns of keys of a param group that are nearly options. Other keys are the user's, and torch allows them."""
+    """Warns of keys of a param group that look like misspelt options. Any other key is allowed, as in torch."""
     for key in keys:
         near = get_close_matches(key, known, n=1, cutoff=0.8)
         if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):  # as no_weight_decay
@@ -228,7 +228,7 @@ LARGEST = 2.0**128 - 2.0**104
 
 _BELOW_ONE = 1.0 - 2.0**-53
 
-#: Least and largest value of hyper-parameters that are single numbers.
+#: The range, ends included, of each hyper-parameter that is a single number.
 _RANGES = {
     "lr": (0.0, LARGEST),
     "eps": (0.0, LARGEST),
@@ -239,7 +239,7 @@ _RANGES = {
 
 
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
-    """Checks the hyper-parameters in a param group. A learning rate on a device is not read.
+    """Checks the hyper-parameters in a param group. A learning rate on a GPU is skipped: reading it would synchronize.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or infinite in float32.
@@ -258,7 +258,7 @@ def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> 
     """Checks a hyper-parameter that is a number from 0 up to ``most``, or from 0 to below 1 if ``most`` is 1.
 
     Raises:
-        ValueError: the hyper-parameter is no such number.
+        ValueError: the hyper-parameter is no number, or out of range.
     """
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
@@ -277,7 +277,7 @@ CORRECT = "correct it where it is set: an argument, a param group, a scheduler o
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
-    if type(value) is float and least <= value <= largest:  # the ordinary case, in each step that changed a number
+    if type(value) is float and least <= value <= largest:  # fast path for steps, which check what schedulers changed
         return
     if isinstance(value, Tensor):
         if value.numel() != 1:

@@ -1,15 +1,15 @@
-"""State packed into float32 tensors of the parameter's shape, the only form that FSDP1's own functions carry.
+"""Packs state into float32 tensors of the parameter's shape, as torch's optim_state_dict for FSDP1 takes no other.
 
-Bits are moved, never computed with. Decoded moments would not do: the scales of most blocks cannot be told from decoded
-numbers, so that encoding them again gives other bits.
+Bytes are moved unchanged. Decoded moments could not replace them: most blocks' scales cannot be recovered from decoded
+numbers, so that quantizing them again would give other codes.
 
-An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its own bytes of the entries that
+An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its bytes in the entries that
 have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
-then some bytes of its block's scales, as many as let the parameter's shortest block carry them all: they begin at the
-block's first element and go on at the next ones. Second moments of rows follow likewise, with rows as blocks. The rest
-is zeros: FSDP1 demands the same entries of all parameters.
+then a part of the bytes of its block's scales, which are spread over the block's elements from the first on, with as
+many bytes in each as the parameter's shortest block needs. Second moments of rows follow likewise, with rows as blocks.
+The rest is zeros: FSDP1 demands the same entries of all parameters.
 
-``packed_exact`` is one number that no narrower format has: a cast of the state to one, and back, changes it.
+``packed_exact`` is a float32 number that 16-bit formats cannot hold: if it has changed, the state was cast in between.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def is_packed(entries: Iterable[str]) -> bool:
 
 
 def words_of(specs: Iterable[TensorSpec]) -> int:
-    """The words per element that the state of each of some tensors fits in, on any number of ranks."""
+    """How many ``packed_N`` entries, of 4 bytes per element, the largest state of ``specs`` needs, however sharded."""
     sizes = (sum(field.beside for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
     return max((-(-size // _WORD) for size in sizes), default=0)
 
 
 def pack(spec: TensorSpec, state: Mapping[str, Any], words: int) -> StateDict:
-    """The state in ``words`` entries of float32, of the local tensor's shape, beside ``step`` and ``packed_exact``."""
+    """Packs a state into ``words`` float32 entries of the local tensor's shape; adds ``step`` and ``packed_exact``."""
     shape = spec.shard.local_shape
     device = next((value.device for key, value in state.items() if key != "step"), state["step"].device)
     packed = torch.zeros((math.prod(shape), words * _WORD), dtype=torch.uint8, device=device)
@@ -75,7 +75,7 @@ def unpack_loaded(
     names: Sequence[str],
     rank_groups: Sequence[RankGroup],
 ) -> list[Mapping[str, Any] | None]:
-    """Replaces packed state by the entries that were packed; leaves other state alone.
+    """Unpacks packed state; ranks all-reduce the scales of blocks that are cut. Leaves other state unchanged.
 
     All ranks must call this with the same tensors, in the same order, if any of them has flat shards. The ranks of a
     group raise together. A tensor without state has None for its entries.
@@ -97,14 +97,14 @@ def unpack_loaded(
 
 
 class _Field(NamedTuple):
-    """Bytes that some entries take in each packed element: those of the parameter's shape, or those of one block grid.
+    """The byte range, in each packed element, of all entries of the parameter's shape, or of all of one block grid.
 
     Attributes:
         spec: describes the slice's state.
         grid: the blocks; None for entries of the parameter's shape.
-        widths: bytes of an element or a block, by entry.
-        first: index of the first byte in an element.
-        beside: bytes per element. A block's bytes are spread over its elements, so that the shortest block has room.
+        widths: by entry, its bytes per element, or per block if there is a grid.
+        first: offset of the byte range in an element.
+        beside: its length. A block's bytes are spread over its elements, so that the shortest block has room for them.
     """
 
     spec: SliceSpec
@@ -114,16 +114,16 @@ class _Field(NamedTuple):
     beside: int
 
     def of(self, packed: Tensor) -> Tensor:
-        """The field of the slice's elements: a view."""
+        """A view of this byte range of all the slice's elements."""
         return packed[:, self.first : self.first + self.beside]
 
     def carriers(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Local indices of elements that carry scales' bytes, 1-D, and a mask ``(blocks, carriers per block)``."""
+        """Local indices of elements that hold scales' bytes; a mask ``(blocks, elements)``, True if on this rank."""
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
         ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
-        numbers = torch.arange(*ends, device=device)
+        numbers = torch.arange(*ends, device=device)  # of this rank's blocks, which begin at these elements:
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
-        count = -(-sum(self.widths.values()) // self.beside)
+        count = -(-sum(self.widths.values()) // self.beside)  # elements that hold one block's bytes
         elements = begins[:, None] + torch.arange(count, device=device) - start
         inside = (elements >= 0) & (elements < math.prod(shard.local_shape))
         return elements[inside], inside
@@ -140,7 +140,7 @@ class _Field(NamedTuple):
         self.of(packed)[elements] = carried.view(*inside.shape, self.beside)[inside]
 
     def unpack(self, packed: Tensor | None) -> _Unpacked:
-        """Reads the bytes that this rank's elements carry, if there are any."""
+        """Reads this byte range from this rank's elements; ``packed`` is None if this rank loads no packed state."""
         width, numbers = sum(self.widths.values()), [] if self.grid is None else cut_blocks(self.spec.shard, self.grid)
         cut = torch.zeros((len(numbers), width + 1), dtype=torch.int32, device="cpu")
         if packed is None:
@@ -158,13 +158,13 @@ class _Field(NamedTuple):
 
 
 class _Unpacked(NamedTuple):
-    """Bytes on their way out of packed state.
+    """The bytes of one field that were read from packed state; those of cut blocks are still to be all-reduced.
 
     Attributes:
-        field: describes them.
+        field: the byte range and its entries.
         found: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have them; None without
             packed state.
-        cut: the same of all cut blocks, and how many of the bytes are known: int32, on the CPU.
+        cut: int32 ``(all cut blocks, bytes + 1)`` on the CPU, to be summed over ranks; last, how many bytes are known.
     """
 
     field: _Field
@@ -172,7 +172,7 @@ class _Unpacked(NamedTuple):
     cut: Tensor
 
     def entries(self, name: str) -> StateDict:
-        """The entries, after the ranks have put together the bytes of cut blocks.
+        """Converts the bytes to state entries, after ``cut`` was all-reduced.
 
         Raises:
             ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
@@ -197,7 +197,7 @@ class _Unpacked(NamedTuple):
 
 
 def _fields(spec: SliceSpec) -> list[_Field]:
-    """The bytes of an element of packed state, in order."""
+    """The byte ranges of a packed element: of entries of the parameter's shape, then of each block grid's."""
     widths: dict[BlockGrid | None, dict[str, int]] = {None: {}}
     for key, entry in spec.entries.items():
         if not spec.is_whole(key):
@@ -208,6 +208,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
     fields: list[_Field] = []
     at = 0
     for grid, of_grid in widths.items():
+        # The last block of each row may be shorter than the others.
         shortest = 1 if grid is None else grid.row_numel % grid.block_size or grid.block_size
         if of_grid:
             fields.append(_Field(spec, grid, of_grid, at, -(-sum(of_grid.values()) // shortest)))
@@ -216,7 +217,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
 
 
 def _read(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
-    """Reads the fields of each slice of a tensor from this rank's part of the packed state, if there is any.
+    """Reads the byte ranges of each slice from a tensor's loaded entries, if they are packed state.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
@@ -229,7 +230,7 @@ def _read(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> lis
 
 
 def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Tensor:
-    """The bytes of packed state: uint8, ``(numel, 4 * words)``.
+    """Checks packed state, and returns its bytes as uint8, ``(numel, 4 * words)``.
 
     Raises:
         ValueError: packed state is of another parameter, another optimizer or other options.
@@ -263,7 +264,7 @@ def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Te
 def _completed(
     spec: TensorSpec, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
 ) -> Mapping[str, Any] | None:
-    """The state of a tensor, after the ranks have put together the scales of cut blocks."""
+    """Returns a tensor's unpacked state, once the bytes of cut blocks were all-reduced; other state unchanged."""
     if entries is None or not is_packed(entries):
         return entries
     states = [{k: x for unpacked in fields for k, x in unpacked.entries(name).items()} for fields in slices]

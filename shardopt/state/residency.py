@@ -1,4 +1,4 @@
-"""Where the state of each parameter lives: beside the parameter, or in the CPU's memory (the option ``offload``)."""
+"""Decides which device stores each parameter's state (the parameter's or, with ``offload``, the CPU), and moves it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Offload = Literal["state", "step"] | None
 
 MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 
-#: Bytes that are copied at a time, and size of a slot.
+#: The most bytes that are copied at a time, which is the size of a staging slot.
 CHUNK_BYTES = 32 << 20
 
-#: Makes copies from the CPU to the CPU in slots of so many bytes, for tests; None: parameters there are not offloaded.
+#: For tests: makes CPU-to-CPU transfers with slots of the given size. None: state of CPU parameters is not offloaded.
 FROM_CPU: Callable[[int], CudaTransfers] | None = None
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Residency(NamedTuple):
-    """Where a parameter's state lives.
+    """The devices that store a parameter's state and run its step.
 
     Attributes:
-        offload: the operands that are copied for a step: None, "state" or "step" (gradients and parameters).
-        state: the device of moments and low bits.
-        steps: the device of the step count and the kernels.
+        offload: what a step copies between devices: None, "state", or "step" (gradients and parameters).
+        state: the device that stores moments and low bits.
+        steps: the device that stores the step count and runs the kernels.
     """
 
     offload: Offload
@@ -51,11 +51,11 @@ class Residency(NamedTuple):
 
     @classmethod
     def of(cls, offload: Offload, device: torch.device) -> Residency:
-        """The place of a parameter on ``device``."""
+        """The residency for a parameter on ``device`` with this option."""
         return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
 
     def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
-        """The number of elements that can be moved at a time."""
+        """How many of the parameter's elements can be copied at a time, so that all operands fit into one slot."""
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
@@ -65,13 +65,13 @@ class Residency(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """Where a parameter's state lives.
+    """The residency that was chosen for a parameter, which holds until the parameter changes its device.
 
     Attributes:
         device: the parameter's device at the time of the decision.
-        residency: the place.
-        entries: if the state is offloaded, its entries without memory, but the step count.
-        homes: with ``offload="state"``, the entries in the host's memory.
+        residency: the chosen devices.
+        entries: if the state is offloaded, meta tensors like all its entries but ``step``.
+        homes: with ``offload="state"``, host tensors that store these entries, pinned for a GPU.
     """
 
     device: torch.device
@@ -81,14 +81,14 @@ class _Decision(NamedTuple):
 
 
 class _Movable(NamedTuple):
-    """A state entry of a parameter that is moved from and to the parameter's device.
+    """A state entry that :meth:`StateResidency.sleep` moves to the host, and ``wake`` back to the parameter's device.
 
     Attributes:
         device: the parameter's device.
-        state: the optimizer's entries of the parameter, of which this one is replaced.
+        state: the parameter's entries, ``optimizer.state[param]``, in which the moved tensor replaces the old one.
         key: the entry's name.
-        spec: describes the state; None for a parameter of no param group now, such as ZeRO 3's between steps, whose
-            entries are plain tensors.
+        spec: describes the state; None for a parameter that is in no param group now, as with ZeRO 3 between steps:
+            its entries are plain tensors.
     """
 
     device: torch.device
@@ -98,24 +98,24 @@ class _Movable(NamedTuple):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part."""
+        """The entry's plain tensor on this rank, a DTensor's local tensor."""
         return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
 
 
 class StateResidency:
-    """Decides, once per parameter, where its state lives, and keeps the memory of offloaded state.
+    """Decides, once per parameter, which device stores its state, and owns the host memory of offloaded state.
 
-    The state of column shards which cut blocks stays beside the parameters, as other ranks have to see its scales.
-    Frozen parameters get a place when they are stepped or have state.
+    State of column shards that cut blocks stays on the parameter's device: each step all-reduces its blocks' extremes.
+    A frozen parameter's residency is decided once it has a gradient or state.
 
     Args:
         optimizer: the parameters' optimizer.
         state_of: describes the state of a parameter, given its param group.
 
     Attributes:
-        asleep: whether all state is in the host's memory until :meth:`wake`. That memory is kept from one sleep to the
-            next: page-locking memory takes longer than the copies.
-        foreseen_bytes: bytes of the state that is to be offloaded and has no memory yet, until places are decided on.
+        asleep: whether :meth:`sleep` has moved all state to host memory, until :meth:`wake`. That memory is kept for
+            the next sleep: pinning it takes longer than the copies.
+        foreseen_bytes: bytes of state that will be offloaded, but has no host memory yet as nothing is decided.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorSpec]) -> None:
@@ -124,20 +124,20 @@ class StateResidency:
         self.foreseen_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self.asleep = False
-        self._sleep_buffers: list[Tensor] = []  # memory for the state while it sleeps
+        self._sleep_buffers: list[Tensor] = []  # host memory for state that is asleep
 
     def of(self, param: Tensor) -> Residency:
-        """Where a parameter's state lives."""
+        """A parameter's residency; the first call decides it for all parameters, and allocates host memory."""
         if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide()
         where = self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
         return where._replace(state=_CPU) if self.asleep and where.offload is None else where
 
     def sleep(self) -> None:
-        """Moves the state that is on devices to the host's memory.
+        """Moves all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
 
         Raises:
-            MemoryError: there is not enough. Nothing was moved.
+            MemoryError: the host has too little memory. Nothing was moved.
         """
         if self.asleep:
             return
@@ -150,7 +150,7 @@ class StateResidency:
         self.asleep = True
 
     def wake(self) -> None:
-        """Moves the state back. Raises RuntimeError in the capture of a CUDA graph, which could not replay it."""
+        """Undoes :meth:`sleep`. Raises RuntimeError in a CUDA graph capture: replays could not repeat the move."""
         if self.asleep:
             entries, dense = self._movable(), torch.contiguous_format
             if any(entry.device.type == "cuda" for entry in entries) and torch.cuda.is_current_stream_capturing():
@@ -162,7 +162,7 @@ class StateResidency:
             self.asleep = False
 
     def ready(self, name: str, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
-        """Readies a parameter's state for a step, in place: makes missing state, and puts it where it lives.
+        """Prepares ``state`` for a step, in place: creates or checks its entries, and moves them to their devices.
 
         Raises:
             RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
@@ -178,7 +178,7 @@ class StateResidency:
         self.put(param, spec, state)
 
     def put(self, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
-        """Moves a parameter's state to where it lives, in place."""
+        """Moves the step count to its device, and offloaded entries into host memory; replaces them in ``state``."""
         where = self.of(param)
         step = state.get("step")
         if isinstance(step, Tensor) and step.device != where.steps:  # ZeroRedundancyOptimizer leaves steps on the CPU
@@ -192,12 +192,12 @@ class StateResidency:
             if key in state:
                 local = spec.shard.local(state[key])
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
-                    self.synchronize()  # copies to this place may be under way
+                    self.synchronize()  # copies to this memory may be in flight
                     home.copy_(local)
                     state[key] = spec.like(key, home)
 
     def transfers(self, device: torch.device, offload: str) -> CudaTransfers:
-        """Staging slots and copy streams for a device and a kind of offload, made on first use."""
+        """Staging slots and copy streams of a device for ``offload`` "state" or "step", made on first use."""
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
@@ -211,7 +211,7 @@ class StateResidency:
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """Bytes of the slots, and of memory that is kept for the next sleep, by device."""
+        """Bytes of staging slots, and of host memory that is kept for the next :meth:`sleep`, by device."""
         nbytes: dict[torch.device, int] = {}
         for (device, offload), transfers in self._transfers.items():
             where = _CPU if offload == "step" else device
@@ -221,15 +221,15 @@ class StateResidency:
         return nbytes
 
     def synchronize(self) -> None:
-        """Waits until all results are in the host's memory."""
+        """Waits for all copies of steps' results to host memory that are in flight."""
         for transfers in self._transfers.values():
             transfers.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that the host has memory for the state to be offloaded, of one added param group or of all.
+        """Checks that host memory suffices to offload all state, or an added param group's; sets ``foreseen_bytes``.
 
         Raises:
-            MemoryError: the host has too little memory for all its ranks, none of which has allocated any yet.
+            MemoryError: the host has too little memory for all its ranks, if none has allocated its part yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
         before, groups = (0, self._optimizer.param_groups) if added is None else (self.foreseen_bytes, [added])
@@ -240,7 +240,7 @@ class StateResidency:
         self.foreseen_bytes = before + new
 
     def _movable(self) -> list[_Movable]:
-        """Entries that :meth:`sleep` and :meth:`wake` move: all but step counts, of parameters without ``offload``."""
+        """Entries for :meth:`sleep` and :meth:`wake`: all but step counts, of parameters that are not offloaded."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():
@@ -255,11 +255,11 @@ class StateResidency:
         return param in self._decisions and self._decisions[param].device == param.device
 
     def _has_use(self, param: Tensor) -> bool:
-        """Whether a parameter has state or is about to get some, unlike frozen parameters."""
+        """Whether a parameter has or will get state: False for a frozen parameter without a gradient and state."""
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
     def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
-        """Chooses places for all parameters of param groups that have none.
+        """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory.
 
         Raises:
             RuntimeError: ``offload`` is not possible for a parameter.
@@ -288,7 +288,7 @@ class StateResidency:
         return chosen
 
     def _decide(self) -> None:
-        """Decides for all parameters without a place."""
+        """Chooses a residency for all parameters without one, and allocates host memory for offloaded state."""
         chosen = self._choose(self._optimizer.param_groups)
         moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
         likes = [like for entries in moved.values() for like in entries.values()]
@@ -300,7 +300,7 @@ class StateResidency:
 
 
 def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
-    """Moves entries to other places, and waits for the copies."""
+    """Copies entries into the given tensors, waits, and puts those tensors into the state."""
     for entry, place in zip(entries, places, strict=True):
         place.copy_(entry.local, non_blocking=True)
     for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
@@ -310,18 +310,18 @@ def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
 
 
 def _a_gpu(devices: Iterable[torch.device]) -> torch.device | None:
-    """The first GPU among devices."""
+    """The first GPU among ``devices``; None if there is none."""
     return next((device for device in devices if device.type == "cuda"), None)
 
 
 def ranks_here() -> int:
-    """The number of ranks on this host, as launchers tell it."""
+    """The number of ranks on this host, from LOCAL_WORLD_SIZE, which launchers such as torchrun set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @cache  # once in a process
 def warn_of_one_thread() -> None:
-    """Warns if the CPU steps in one thread, to which torchrun sets it, though this rank's share of cores is larger."""
+    """Warns if CPU steps run in one thread, as torchrun sets, though this rank's share of the cores is larger."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // ranks_here()
     if torch.get_num_threads() == 1 and share > 1:

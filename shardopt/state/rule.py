@@ -1,4 +1,4 @@
-"""The description of a rule: the update that the kernels carry out, with its moments."""
+"""Describes update rules, such as Adam's, that the compiled kernels carry out, and the moments of each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.kernels.newton_schulz import NewtonSchulz
 
-#: Division of a parameter along its first dimension into matrices: the matrices' rows; "each" if every index is a
-#: matrix by itself; or None if the whole parameter is one matrix.
+#: How a parameter is divided along its first dimension into matrices: the number of rows of each matrix; "each" if
+#: every index of the dimension is a matrix; None if the whole parameter is one matrix.
 Split = tuple[int, ...] | Literal["each"] | None
 
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """How a rule's directions are orthogonalized, and how parameters move by the result.
+    """How a rule such as Muon's orthogonalizes its update directions, and updates parameters by the result.
 
     Attributes:
         newton_schulz: orthogonalizes a matrix.
-        split: the matrices of a parameter.
-        scale: gives a factor of the learning rate for the shape of a matrix.
-        apply: name of the rule that moves parameters by orthogonalized directions, which it reads as gradients.
+        split: how a parameter is divided into the matrices that are orthogonalized.
+        scale: returns the factor by which the learning rate is multiplied for a matrix, given its rows and columns.
+        apply: name of the rule that updates parameters, with the orthogonalized directions in place of gradients.
         row_decay: decay rate of the second moments by which the rows of a result are normalized; None to leave rows as
             they are.
         memory: bytes that directions and intermediate results may take on a device at a time, unless a parameter needs
@@ -40,13 +40,13 @@ class Orthogonalized:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of csrc/rules by name, with torch's names for its moments.
+    """An update rule that csrc/rules implements, and the moments that it keeps, under torch's names.
 
     Attributes:
-        name: the rule's name.
+        name: the rule's name in csrc/rules.
         moments: the rule's moments.
-        has_sums: False for a variant without the sums over the parameter that csrc/rules declares, and without their
-            pass.
+        has_sums: False for a variant that skips the sums over the parameter that csrc/rules declares, and the extra
+            pass that computes them.
         orthogonalized: how directions are orthogonalized, for a rule that writes directions where others write
             parameters; otherwise None.
     """
@@ -80,6 +80,6 @@ class Rule:
 
 
 def hyper_row(rule: str, hyper: Mapping[str, float]) -> list[float]:
-    """A rule's hyper-parameters in the kernels' order, padded with zeros to the table's width."""
+    """A rule's hyper-parameters as a row of the kernels' table: in their order, padded with zeros to its width."""
     row = [float(hyper[name]) for name in _C.rules[rule]["hyper"]]
     return row + [0.0] * (_C.max_hyper - len(row))

@@ -1,4 +1,4 @@
-"""State of one slice of a model parameter: this rank's plain tensors, and their conversion from and to float32."""
+"""Which state entries one slice of a model parameter has on this rank, and their conversion from and to float32."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from shardopt.state.options import check_repayment
 
 StateDict = dict[str, Any]
 
-#: The state entry with the low bits that a 16-bit parameter lacks of its master weight.
+#: The state entry with the low bits of master weights, whose high bits are the 16-bit parameter.
 LOW_BITS = "master_low_bits"
 
 #: The state entry with the second moments of the rows of orthogonalized matrices.
 ROW_MOMENTS = "second_momentum_buffer"
 
-#: The state entry with the codes that both moments share.
+#: The state entry with the codes of both moments, for codecs that code two moments in one number.
 SHARED_CODES = "moment_codes"
 
-#: Entries that are not a moment's.
+#: Entries that are not moments of single elements: they are never quantized.
 BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
-#: Elements that are coded at a time in PyTorch, which takes about 60 bytes for each.
+#: Elements that PyTorch encodes or decodes at a time, which bounds temporary memory to about 60 bytes for each.
 CODED_AT_A_TIME = 1 << 20
 
 
 class EntryFormat(NamedTuple):
     """A state entry's shape on this rank, its dtype, and its initial values.
 
-    ``fill`` has one value for all elements, or one per place along the last dimension.
+    ``fill`` has one value for all elements, or one per index of the last dimension.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class EntryFormat(NamedTuple):
     fill: tuple[float, ...]
 
     def new(self, device: torch.device) -> Tensor:
-        """The entry with its initial values."""
+        """Allocates the entry with its initial values."""
         if len(self.fill) == 1:
             return torch.full(self.shape, self.fill[0], dtype=self.dtype, device=device)
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
@@ -56,19 +56,19 @@ class EntryFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """State of this rank's slice of one model parameter: all of it, a shard, or a range within a flat buffer.
+    """Describes the state of this rank's slice of one model parameter: all of it, a shard, or a part of a flat buffer.
 
     A quantized moment ``exp_avg`` has two entries: ``exp_avg_codes`` (uint8, the slice's shape; codes of 16 bits have a
     last dimension of 2 for their bytes, as collectives do not take int16) and ``exp_avg_scales`` (float32, a scale or
     more per block). Two moments that share their codes have one ``moment_codes`` for both. Any other moment, even an
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
-    ``second_momentum_buffer`` has one float32 per row of a matrix, laid out as scales are in blocks of one row.
-    State of quantize_state has the ``kept`` entries beside its moments, in place of ``step``: the optimizer inside
-    decides what they are. Entries of the parameter's shape are sharded as it is, others are alike on all ranks.
+    ``second_momentum_buffer`` has one float32 per row of a matrix, sharded like the scales of one block per row.
+    For quantize_state, ``kept`` lists the wrapped optimizer's unquantized entries, which take the place of ``step``:
+    those of the parameter's shape are sharded like it, all others are replicated on all ranks.
 
-    All tensors here are plain tensors with this rank's part; :class:`TensorSpec` has the optimizer's own tensors. In a
-    flat buffer, a slice has the parameter's name and number in the model, and begins at ``offset``.
+    Tensors here are plain tensors with this rank's part; :class:`TensorSpec` has those in ``optimizer.state``. In a
+    flat buffer, a slice has the parameter's name and number in the model, and begins at index ``offset``.
     """
 
     shard: Shard
@@ -76,7 +76,7 @@ class SliceSpec:
     codec: Codec
     moments: tuple[Moment, ...]
     weights: WeightFormat
-    row_grid: BlockGrid | None = None  # the rows that have second moments, as blocks
+    row_grid: BlockGrid | None = None  # one block per row that has a second moment; None without these
     kept: tuple[tuple[str, EntryFormat], ...] | None = None
     offset: int = field(default=0, compare=False)
     name: str | None = field(default=None, compare=False)
@@ -84,7 +84,7 @@ class SliceSpec:
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
-        """The spec of a slice of a parameter of this dtype in a param group.
+        """Makes the spec for a slice of a parameter with this dtype, given its param group and its rule's moments.
 
         Raises:
             ValueError: the group's weight format, or ``repay``, does not suit the dtype.
@@ -99,32 +99,32 @@ class SliceSpec:
         return cls(shard, grid, codec, moments, weights, row_grid)
 
     def elements(self, local: Tensor) -> Tensor:
-        """The slice's elements in a tensor laid out like the optimizer's: a view."""
+        """A view of the slice's part of a local tensor: in a flat buffer a range of the first dimension, else all."""
         return local if self.name is None else local[self.offset : self.offset + self.shard.local_shape[0]]
 
     def entry_name(self, key: str) -> str:
-        """The name of an entry in the optimizer's state: in a flat buffer all entries of a name have one dtype."""
+        """The name of an entry in ``optimizer.state``: flat buffers tell bf16 moments from float32 ones by a suffix."""
         renamed = self.name is not None and not self.codec.blockwise and self.codec.code_dtype != torch.float32
         return f"{key}_{self.codec.name}" if renamed and key not in BESIDE_MOMENTS else key
 
     @property
     def relative(self) -> bool:
-        """Whether a signed moment is coded in units of the unsigned one beside it."""
+        """Whether a signed moment is coded in units of the unsigned moment's root, as Adam's first in the second's."""
         return any(not m.signed for m in self.moments) and any(m.is_relative(self.codec) for m in self.moments)
 
     @property
     def is_random(self) -> bool:
-        """Whether weights or moments are rounded at random."""
+        """Whether the step rounds weights or moments stochastically."""
         return self.weights.stochastic or self.codec.random
 
     @property
     def exchanges_columns(self) -> bool:
-        """Whether column shards cut blocks, whose scales all owners keep."""
+        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
         return self.codec.blockwise and self.shard.block_owners(self.grid) is not None
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
-        """The entries of the state, by name."""
+        """Shape, dtype and initial values of all state entries, by name."""
         if self.kept is not None:
             return {**self.moment_entries, **dict(self.kept)}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
@@ -135,7 +135,7 @@ class SliceSpec:
 
     @property
     def moment_entries(self) -> dict[str, EntryFormat]:
-        """The entries of the moments, by name."""
+        """Shape, dtype and initial values of the moments' entries (codes and scales, or floats), by name."""
         formats, shape = {}, self.shard.local_shape
         for moment in self.moments:
             dtype, code, scales = _first_codes(self.codec, moment)
@@ -146,21 +146,21 @@ class SliceSpec:
         return formats
 
     def codes_name(self, moment: Moment) -> str:
-        """The state entry with a moment's codes."""
+        """The name of the state entry with a moment's codes, or its floats if it is not quantized."""
         if self.codec.shared:
             return SHARED_CODES
         return f"{moment.name}_codes" if self.has_scales(moment) else moment.name
 
     def has_scales(self, moment: Moment) -> bool:
-        """Whether a moment is quantized in blocks."""
+        """Whether a moment is quantized in blocks, and so has scales."""
         return moment.codec(self.codec).blockwise
 
     def scales_name(self, moment: Moment) -> str:
-        """The state entry with a moment's scales."""
+        """The name of the state entry with a moment's scales."""
         return f"{moment.name}_scales"
 
     def grid_of(self, key: str) -> BlockGrid | None:
-        """The blocks to which a state entry has numbers, scales or second moments of rows; None for other entries."""
+        """The block grid of an entry with numbers per block (scales, second moments of rows); None for others."""
         if key == ROW_MOMENTS:
             return self.row_grid
         is_scales = any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
@@ -174,7 +174,7 @@ class SliceSpec:
         return entry is not None and (not entry.shape or entry.shape != self.shard.local_shape)
 
     def new(self, device: torch.device) -> StateDict:
-        """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
+        """Allocates new state: initial moments, master weights equal to the parameter, no steps taken."""
         return {key: entry.new(device) for key, entry in self.entries.items()}
 
     def encode(
@@ -183,14 +183,14 @@ class SliceSpec:
         agreed: Mapping[str, Tensor] | None = None,
         found: Mapping[str, Tensor] | None = None,
     ) -> StateDict:
-        """The state entries for float moments, without communication; see :func:`encoding.encode_slices`.
+        """Quantizes this rank's float moments without communication; :func:`encoding.encode_slices` adds that.
 
-        Extremes of blocks are int32, ``(blocks, 2)``, in the order of the scales, by moment.
+        Extremes of blocks, from which scales follow, are int32 ``(blocks, 2)`` in the order of the scales, by moment.
 
         Args:
             values: one tensor of the slice's shape per moment.
-            agreed: the extremes over all ranks, 0 for blocks that this rank holds alone.
-            found: filled with the extremes of this rank's parts.
+            agreed: all-reduced extremes; 0 for blocks that are on this rank alone.
+            found: tensors that receive the extremes of this rank's elements, to be all-reduced.
         """
         local, agreed, found = [x.float() for x in values], agreed or {}, found or {}
         if not self.codec.blockwise:
@@ -200,7 +200,7 @@ class SliceSpec:
             codec, scales = moment.codec(self.codec), None
             if self.has_scales(moment):
                 scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
-                if moment.name in agreed:  # column shards keep the scales of a row's other blocks, too
+                if moment.name in agreed:  # column shards store scales of all blocks of a row, also of other ranks'
                     scales.copy_(codec.scales_for(agreed[moment.name], signed=moment.signed).view_as(scales))
             new.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
         for rectangle in self._rectangles():
@@ -223,7 +223,7 @@ class SliceSpec:
         return self.coded_entries(new)
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """The moments as float32."""
+        """Dequantizes this rank's moments to float32."""
         local = [self.local_coded(state, moment) for moment in self.moments]
         if not self.codec.blockwise:
             return decode_moments(self.codec, self.moments, local).values
@@ -235,7 +235,7 @@ class SliceSpec:
         return moments
 
     def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
-        """Codes, in the codec's dtype, and scales of a moment: views of the state."""
+        """Views of a moment's codes, with 16-bit codes as int16 instead of pairs of bytes, and of its scales."""
         scales = state[self.scales_name(moment)] if self.has_scales(moment) else None
         codes = state[self.codes_name(moment)]
         if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
@@ -243,7 +243,7 @@ class SliceSpec:
         return Coded(codes, scales)
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values of the state.
+        """Checks the values of the step count and all moments of this rank.
 
         Raises:
             ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
@@ -260,7 +260,7 @@ class SliceSpec:
             self._check_coded(self._coded_blocks(local, rectangle), name)
 
     def _check_coded(self, coded: Sequence[Coded], name: str) -> None:
-        """Raises ValueError if codes and scales stand for numbers that are not finite, or below zero and not signed."""
+        """Raises ValueError if a moment decodes to a number that is not finite, or is negative though unsigned."""
         by_moment = dict(zip(self.moments, coded, strict=True))
         for moment, (codes, scales) in by_moment.items():
             if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
@@ -268,6 +268,7 @@ class SliceSpec:
                 raise unsound(self.codes_name(moment) + what, name, signed=moment.signed)
         if not self.relative:
             return
+        # Relative codes decode to multiples of their unit, whose largest value times their scale must be finite, too.
         unit = next(moment for moment in self.moments if not moment.signed)
         scales = by_moment[unit].scales
         assert scales is not None
@@ -280,7 +281,7 @@ class SliceSpec:
                 raise unsound(f"{self.codes_name(moment)} with {of_scales}", name, signed=True)
 
     def _rectangles(self) -> Iterator[Rectangle]:
-        """The slice as matrices of at most :data:`CODED_AT_A_TIME` elements."""
+        """Divides the slice into matrices (rows or parts of rows) of at most :data:`CODED_AT_A_TIME` elements."""
         for rectangle in self.shard.rectangles(self.grid):
             if rectangle.rows * rectangle.cols:
                 yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
@@ -290,7 +291,7 @@ class SliceSpec:
         return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
     def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
-        """The state entries with the codes and scales of all moments."""
+        """Puts codes and scales, one pair per moment, under the names of their state entries."""
         state: StateDict = {}
         for moment, (codes, scales) in zip(self.moments, coded, strict=True):
             state[self.codes_name(moment)] = _as_bytes(codes) if codes.dtype == torch.int16 else codes
@@ -299,7 +300,7 @@ class SliceSpec:
         return state
 
     def _coded_blocks(self, local: Sequence[Coded], rectangle: Rectangle) -> list[Coded]:
-        """A rectangle's codes, and scales, in blocks ``(rows, blocks, block_size)``."""
+        """A rectangle's codes, padded to ``(rows, blocks, block_size)``, and its scales, for each moment."""
         coded = []
         for moment, (codes, scales) in zip(self.moments, local, strict=True):
             codec = moment.codec(self.codec)
@@ -310,20 +311,20 @@ class SliceSpec:
         return coded
 
     def _blocks(self, x: Tensor, rectangle: Rectangle, fill: int = 0) -> Tensor:
-        """A rectangle's elements of a tensor of the slice's shape, in blocks ``(rows, blocks, block_size)``."""
+        """A rectangle's elements of ``x``, padded with ``fill`` to whole blocks: ``(rows, blocks, block_size)``."""
         rows = _matrix(x.reshape(-1), rectangle)
-        if lead := rectangle.first_col % self.grid.block_size:
+        if lead := rectangle.first_col % self.grid.block_size:  # elements of the first block that are before it
             rows = torch.nn.functional.pad(rows, (lead, 0), value=fill)
         return to_blocks(rows, self.grid.block_size, fill=fill)
 
     def _put(self, x: Tensor, rectangle: Rectangle, blocks: Tensor) -> None:
-        """Writes blocks to a rectangle of a tensor of the slice's shape: the inverse of :meth:`_blocks`."""
+        """Writes blocks, without padding, to a rectangle of ``x``, of the slice's shape: undoes :meth:`_blocks`."""
         lead = rectangle.first_col % self.grid.block_size
         _matrix(x.view(-1), rectangle).copy_(from_blocks(blocks, lead + rectangle.cols)[:, lead:])
 
 
 def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | None:
-    """The rows of a parameter's matrices as blocks, if a param group's rule keeps second moments of rows."""
+    """A grid with one block per row of the parameter's matrices, if the rule has second moments of rows; or None."""
     if group.get("normalize") != "rows" or group["algorithm"] != "muon" or len(shape) < 2:
         return None
     return BlockGrid(shape, math.prod(shape[2 if group["split"] == "each" else 1 :]))
@@ -331,7 +332,7 @@ def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | N
 
 @cache
 def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
-    """A moment before the first step: its stored codes' dtype, the code of an element, the scales of a block."""
+    """Initial state of a moment: its codes' stored dtype, an element's code (bytes if it has two), a block's scales."""
     dtype, zero = moment.codec(codec).code_dtype, moment.codec(codec).zero_code(signed=moment.signed)
     code, scales = torch.tensor(zero, dtype=dtype, device="cpu"), (0.0,)
     if moment.initial:
@@ -344,18 +345,18 @@ def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float
 
 
 def _as_bytes(codes: Tensor) -> Tensor:
-    """Codes of 16 bits as uint8, with a last dimension of 2."""
+    """Reinterprets int16 codes as uint8 with another last dimension of 2."""
     return codes.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _matrix(flat: Tensor, rectangle: Rectangle) -> Tensor:
-    """The elements of a rectangle in the flattened slice: a view."""
+    """A strided view ``(rows, cols)`` of a rectangle's elements in the flattened slice."""
     begin = flat.storage_offset() + rectangle.element
     return flat.as_strided((rectangle.rows, rectangle.cols), (rectangle.row_stride, 1), begin)
 
 
 def _per_block(entry: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
-    """A rectangle's part of an entry with ``width`` numbers per block: a view, ``(rows, count, width)``."""
+    """A view ``(rows, count, width)`` of the numbers of a rectangle's blocks, ``width`` each and ``count`` in a row."""
     stride = rectangle.blocks_stride if rectangle.rows > 1 else count
     rows = entry.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
     return rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))

@@ -1,4 +1,4 @@
-"""State of one tensor that an optimizer steps: slices of model parameters, each with its own state.
+"""Which state entries one stepped tensor has, put together from the slices of model parameters in the tensor.
 
 A plain or DTensor parameter, or its single flat shard, is one slice; a flat buffer (a FlatParameter of FSDP1 with
 ``use_orig_params=False``; ZeRO) has slices of several parameters.
@@ -20,13 +20,13 @@ from shardopt.layout import FlatBuffer, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step
 from shardopt.state.slice_spec import BESIDE_MOMENTS, LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
-#: Entries of torch.optim's state that follow from the step count (NAdam's).
+#: Entries of torch.optim's state (NAdam's) that are ignored, as the step count determines them.
 _DERIVED = frozenset(["mu_product"])
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """State of one tensor that the optimizer steps.
+    """Describes the state of one tensor that the optimizer steps.
 
     The slices' entries of one name are concatenated in one tensor, in the order of the slices; in a flat buffer,
     quantized and unquantized moments have different names (bf16 moments are ``exp_avg_bf16``). Entries are sharded like
@@ -38,7 +38,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
-        """The state of a tensor of this shard and dtype in a param group.
+        """Makes the spec for a tensor with this shard and dtype, given its param group and its rule's moments.
 
         Raises:
             ValueError: the group's weight format, or ``repay``, does not suit the dtype.
@@ -53,17 +53,17 @@ class TensorSpec:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The moments, which all slices have."""
+        """The rule's moments, the same in all slices."""
         return self.slices[0].moments
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of the weights, which all slices have."""
+        """The format of weights and low bits, the same in all slices."""
         return self.slices[0].weights
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
-        """This rank's part of the state's entries, by name."""
+        """Local shape, dtype and initial values of all entries, by name: slices' entries are concatenated."""
         entries: dict[str, EntryFormat] = {}
         for slice_ in self.slices:
             for key, entry in slice_.entries.items():
@@ -76,22 +76,22 @@ class TensorSpec:
 
     @property
     def exchanges_columns(self) -> bool:
-        """Whether column shards cut blocks, whose scales all owners keep."""
+        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
         return any(slice_.exchanges_columns for slice_ in self.slices)
 
     def new(self, device: torch.device) -> StateDict:
-        """Fresh state: all moments zero, the master weights equal to the parameter, no step taken."""
+        """Allocates new state: initial moments, master weights equal to the parameter, no steps taken."""
         return {key: self.like(key, entry.new(device)) for key, entry in self.entries.items()}
 
     def like(self, key: str, local: Tensor) -> Tensor:
-        """The state entry named ``key`` whose part here is ``local``."""
+        """Wraps this rank's part of entry ``key`` as the optimizer stores it: for a DTensor parameter, as a DTensor."""
         if key == "step":
             return local
         shard, grid = self.slices[0].shard, self.slices[0].grid_of(key)
         return (shard if grid is None else shard.scales(grid)).like_parameter(local)
 
     def join(self, states: Sequence[Mapping[str, Tensor]]) -> StateDict:
-        """The tensor's state, or some entries of it, from the slices' entries."""
+        """Concatenates the slices' entries to entries of the whole tensor: the inverse of :meth:`split`."""
         by_name: dict[str, list[Tensor]] = {}
         for slice_, state in zip(self.slices, states, strict=True):
             for key, value in state.items():
@@ -102,7 +102,7 @@ class TensorSpec:
         }
 
     def split(self, state: Mapping[str, Any]) -> list[StateDict]:
-        """The slices' states: this rank's plain tensors, views. An entry missing in ``state`` is missing there, too."""
+        """Divides a tensor's entries, as far as ``state`` has them, by slice: views of this rank's plain tensors."""
         ends: dict[str, int] = {}
         states = []
         for slice_ in self.slices:
@@ -119,17 +119,17 @@ class TensorSpec:
         return states
 
     def split_moments(self, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Each slice's part of float moments that are sharded like the tensor: plain tensors, views."""
+        """Divides float moments, sharded like the tensor, by slice: views of this rank's plain tensors, per moment."""
         local = [self.shard.local(values[moment.name]) for moment in self.moments]
         return [[slice_.elements(x) for x in local] for slice_ in self.slices]
 
     def encode(self, values: Mapping[str, Tensor]) -> StateDict:
-        """Encodes float moments by name, sharded like the tensor, if no block is cut; else see ``encode_slices``."""
+        """Quantizes float moments, sharded like the tensor. Blocks must not be cut: ``encode_slices`` handles these."""
         moments = zip(self.slices, self.split_moments(values), strict=True)
         return self.join([slice_.encode(slice_moments) for slice_, slice_moments in moments])
 
     def decode(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The moments as float32, sharded like the tensor, with zeros for padding."""
+        """Dequantizes moments to float32, sharded like the tensor, with zeros where a flat buffer is padded."""
         states = zip(self.slices, self.split(state), strict=True)
         if isinstance(self.shard, FlatBuffer):
             values = [torch.zeros(self.shard.local_shape, device=state["step"].device) for _ in self.moments]
@@ -141,7 +141,7 @@ class TensorSpec:
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
     def has_floats(self, loaded: Mapping[str, Any]) -> bool:
-        """Whether loaded entries have float moments laid out like the tensor, as in torch.optim."""
+        """Whether loaded entries have float moments of the tensor's shape, as torch.optim saves, and no codes."""
         floats, entries = {moment.name for moment in self.moments}, self.entries.keys() - BESIDE_MOMENTS
         if not floats or not floats <= loaded.keys():
             return False
@@ -150,13 +150,13 @@ class TensorSpec:
         return loaded.keys().isdisjoint(entries - floats)
 
     def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
-        """Checks entries that are to be adopted, except the values of codes and scales: see :meth:`check_local`.
+        """Checks entries before :meth:`adopt`, but not the values of codes and scales, which :meth:`check_local` does.
 
         Args:
-            loaded: the state's own entries, or torch.optim's state of the tensor.
+            loaded: entries as shardopt stores them, or torch.optim's state of the tensor.
             name: the parameter's name in errors.
-            of_torch: whether the state is torch.optim's: without low bits, as master weights then begin equal to the
-                parameter.
+            of_torch: whether the state may be torch.optim's, which lacks low bits: master weights then equal the
+                parameter at first.
 
         Raises:
             ValueError: the entries are of another optimizer, or of a parameter of another shape, or have float moments
@@ -193,19 +193,19 @@ class TensorSpec:
         checked_step(loaded, name)
 
     def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
-        """Copies of entries that passed :meth:`check_loaded`, and whose floats are encoded."""
+        """Copies checked entries, with floats already quantized, to ``device``; missing ones get initial values."""
         state: StateDict = {}
         for key, entry in self.entries.items():
             if key == "step":
                 state[key] = torch.tensor(checked_step(loaded, name), dtype=torch.float32, device=device)
             elif key in loaded:
                 state[key] = loaded[key].detach().clone(memory_format=torch.contiguous_format).to(device)
-            else:  # torch.optim's state has neither low bits nor second moments of rows
+            else:  # low bits or second moments of rows, which torch.optim's state lacks
                 state[key] = self.like(key, entry.new(device))
         return state
 
     def check_local(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values of the state's entries; see :meth:`SliceSpec.check_local`."""
+        """Checks the values of all slices' entries with :meth:`SliceSpec.check_local`."""
         for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
             slice_.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
 

@@ -1,4 +1,4 @@
-"""Any torch optimizer with its state in 8 bits: a step decodes, steps and encodes one parameter at a time."""
+"""Wraps a torch optimizer and keeps its state in 8 bits: a step dequantizes, updates and requantizes per parameter."""
 
 from shardopt.wrapper.optimizer import QuantizedState, quantize_state
 

@@ -1,6 +1,6 @@
-"""StateDict entries: which are quantized, their codes, how they are loaded, and what checkpoints see of them.
+"""Chooses which state entries of a wrapped optimizer are quantized, and encodes, decodes, loads and saves them.
 
-The functions that checkpoints call have the names that they have in :class:`shardopt.optim.internals.Internals`.
+:class:`Entries` has the methods of :class:`shardopt.optim.internals.Internals` that shardopt.checkpoint calls.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
 from shardopt.wrapper.known import full_name, is_elementwise, is_known
 
-#: Averages of squares, of magnitudes or of variances, and sums of squares. Other names are signed.
+#: Entries that are never negative: averages of squares, magnitudes or variances, and sums of squares.
 UNSIGNED = {
     *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "grad_sum_sq", "fim", "hessian"),
     *("exp_avg_var", "max_exp_avg_var", "variance_ma", "max_variance_ma"),
 }
-#: Copies of the weights, whose errors would go straight into the weights.
+#: Copies of the weights, never quantized: the optimizer writes them, or mixes of them, back into the weights.
 WEIGHT_COPIES = {"z", "x0", "p0", "ax", "slow_params", "slow_buffer", "lookahead_params"}
-#: Averages over so many steps that an 8-bit code would drop what a step adds to them: coded in 16 bits.
+#: Averages over so many steps that 8 bits would round a step's small change away: coded in 16 bits.
 WIDE = {"exp_avg_slow"}
-#: Of centered RMSprop, which takes the root of ``square_avg - grad_avg**2``: errors of codes would put it below zero.
+#: Kept in floats if both exist: rounding could make centered RMSprop's ``square_avg - grad_avg**2`` negative.
 CENTERED = {"grad_avg", "square_avg"}
 
-#: Ends of the names of codes and scales.
+#: Suffixes that mark the two stored entries, codes and scales, of one quantized entry.
 CODING_ENDS = ("_codes", "_scales")
-#: Ends the codec's name in state dicts and checkpoints: shardopt's own optimizers code some moments in units of others.
+#: Suffix of the saved codec's name: every entry has scales of its own, unlike in shardopt's own optimizers.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
 OF_QUANTIZE_STATE = "quantize_state of "
-#: Numbers in state are 0-d tensors in a checkpoint, with their types in the entries' names: ``step:int``.
+#: Checkpoints store Python numbers as 0-d tensors of these dtypes, with the type in the entry's name: ``step:int``.
 _NUMBERS: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
 def coded_names(state: Collection[str]) -> list[str]:
-    """The names of the entries that are stored as codes and scales, sorted."""
+    """Sorted names of the quantized entries: ``exp_avg`` for stored ``exp_avg_codes`` and ``exp_avg_scales``."""
     return sorted({key.removesuffix(end) for key in state for end in CODING_ENDS if key.endswith(end)})
 
 
 def local_of(shard: Shard, x: Any) -> Any:
-    """The plain tensor with this rank's part of a DTensor; anything else as it is."""
+    """Returns a DTensor's local tensor on this rank; any other value unchanged."""
     return shard.local(x) if hasattr(x, "to_local") else x
 
 
 class Entries:
-    """Decides by name which entries are quantized and how, so that all ranks decide alike.
+    """Decides by an entry's name, shape and dtype whether and how to quantize it, so that all ranks decide alike.
 
     Attributes:
         inner: the optimizer whose state this is.
-        options: how entries are coded, as options of a param group of shardopt's.
+        options: codec, block size and the other options that a param group of shardopt's own optimizers has.
         unsigned: names of entries that are never below zero.
-        checked: names among these whose values each step checks.
-        kept: names of entries that stay as they are.
-        was_made: whether the present state is of a step that a framework took to have state made.
+        checked: names in ``unsigned`` that are checked for negative numbers before they are quantized.
+        kept: names of entries that are never quantized.
+        was_made: whether a framework took the last step, with lr=0, only to create state: the next step drops it.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Entries:
 
     @property
     def format(self) -> dict[str, Any]:
-        """The options in the param groups of a state dict or checkpoint, without which codes cannot be decoded."""
+        """Options that every saved param group of a state dict or checkpoint gets, as decoding codes needs them."""
         options = {option: self.options[option] for option in ("block_size", "min_quantized_numel")}
         return {"codec": self.options["codec"] + _BY_ENTRY, **options, "unsigned": sorted(self.unsigned)}
 
     def saved_options(self, saved: Mapping[str, Any], names: Collection[str], *, exact: bool = False) -> dict[str, Any]:
-        """The options with which the entries of these names in a state dict or checkpoint were coded.
+        """Returns this run's options, but with the codec and block size with which saved entries were quantized.
 
-        If ``exact``, codec and block size must be those of this run.
+        If ``exact``, both must equal this run's.
 
         Raises:
-            ValueError: entries were not coded by quantize_state, or with other signs than here.
+            ValueError: quantize_state did not save them, or ``min_quantized_numel`` or an entry's sign differs here.
         """
         got, expected = {key: saved.get(key) for key in self.format}, self.format
         if isinstance(signs := got["unsigned"], list | tuple):  # of other entries, they may differ
@@ -110,27 +110,27 @@ class Entries:
         return own_options
 
     def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorSpec:
-        """The form of the quantized entries of these names, each in units of its own; by default coded as here."""
+        """Spec of the named quantized entries, each with its own scales. ``options`` overrides codec and block size."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
         spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
         return TensorSpec(shard, (replace(spec, kept=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
-        """Whether entries of a parameter's shape are quantized: by its global shape, and not for StableEmbedding."""
+        """Whether state of this global shape is quantized, and not marked to stay in floats (StableEmbedding)."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
     def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
-        """The state in floats, up to rounding errors of the codec."""
+        """Returns a parameter's state with quantized entries decoded to its dtype, and other entries unchanged."""
         names, shard = coded_names(stored), shard_of(param)
         floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
         local = shard.local(param).detach()
         for name, value in self.coding(shard, names).decode(stored).items() if names else ():
-            # In the parameter's order of memory, in which fused kernels take elements.
+            # With the parameter's strides: fused kernels walk through both in memory order.
             floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
 
     def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
-        """The state to keep for one in floats: the inverse of ``decoded``.
+        """Returns a parameter's state for storage, with entries of its shape and dtype quantized: undoes ``decoded``.
 
         Raises:
             ValueError: an unsigned entry has a value below zero.
@@ -154,15 +154,15 @@ class Entries:
 
     @property
     def name(self) -> str:
-        """The optimizer's name in a checkpoint."""
+        """The name under which a checkpoint records this optimizer; a load compares it."""
         return OF_QUANTIZE_STATE + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
 
     def form(
         self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
     ) -> SliceSpec:
-        """The form of a parameter's state with these entries, which have global shapes, and dtypes.
+        """Spec of a parameter's state that has the entries ``stored``, of which global shapes and dtypes are read.
 
-        ``options`` are those of the param group. With a codec they are a checkpoint's. See :meth:`saved_options`.
+        ``options`` of a checkpoint's param group tell how it was quantized; without a codec in them, as in this run.
         """
         names = coded_names(stored)
         coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
@@ -170,15 +170,15 @@ class Entries:
         return replace(coding.slices[0], kept=kept)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, StateDict]:
-        """Form and entries of a parameter's present state: tensors. See :meth:`form`."""
+        """Spec and entries of a parameter's present state as a checkpoint saves it: Python numbers become tensors."""
         shard, state = shard_of(param), self.inner.state.get(param, {})
         tensors = dict(_packed(key, value) for key, value in state.items())
         return TensorSpec(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
 
     def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
-        """The new state of a parameter, on its device, from the entries that were read."""
+        """Makes a parameter's new state, on its device, from entries that were read from a checkpoint."""
         shard = shard_of(param)
-        # The inverse of _packed.
+        # Entries such as "step:int" become Python numbers again: undoes _packed.
         state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
         form = self.coding(shard, coded_names(state))
         coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
@@ -186,23 +186,23 @@ class Entries:
         return {**kept, **coded}
 
     def put(self, param: Tensor, placed: StateDict) -> None:
-        """Gives a parameter its new state, which :meth:`placed` has made."""
+        """Installs the state that :meth:`placed` has made in the inner optimizer."""
         self.inner.state[param] = placed
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Ends a load: the next step goes on from the present state."""
+        """Called after a load: keeps the next step from dropping the loaded state; there are no tables here."""
         self.was_made = False
 
     def is_counter(self, key: str, value: Any) -> bool:
-        """Whether a value of a param group was put there by a step."""
+        """Whether a step added this number to the param group; a load removes it if the checkpoint lacks it."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
     def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
-        """Divides a state dict for :meth:`QuantizedState.load_state_dict`, which names the errors.
+        """Checks and converts a state dict for :meth:`QuantizedState.load_state_dict`, which documents the errors.
 
         Returns:
-            A state dict with the param groups, and of state only numbers, for the inner optimizer to load; and the
-            state of all parameters, as it is kept.
+            A state dict for the inner optimizer to load, with the param groups but only the numbers of the state; and
+            the state to store for each parameter, with entries quantized.
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, adopted = self.inner.param_groups, dict(states), {}
@@ -219,7 +219,7 @@ class Entries:
         return {**state_dict, "state": numbers, "param_groups": plain}, adopted
 
     def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
-        """A parameter's loaded state as it is kept."""
+        """Checks a parameter's loaded entries and returns its state to store; floats are quantized."""
         shard, is_coded = shard_of(param), "codec" in saved
         names = coded_names(loaded) if is_coded else []
         if is_coded:
@@ -240,10 +240,10 @@ class Entries:
 
 
 def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
-    """Name and form of an entry that is not quantized; ``x`` has a dtype and a global shape.
+    """Name and :class:`EntryFormat` of an unquantized entry; only dtype and global shape of ``x`` are read.
 
     Raises:
-        ValueError: no save wrote it, or ranks may have different ones.
+        ValueError: a name like ``step:int`` is not a number's, or a sharded parameter has an entry of another shape.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
     if kind and (shape or _NUMBERS.get(kind) != x.dtype):
@@ -258,7 +258,7 @@ def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
 
 
 def _packed(key: str, value: Any) -> tuple[str, Tensor]:
-    """The name and the tensor that stand for an entry in a checkpoint. ValueError if none can."""
+    """A checkpoint's name and tensor for a state entry. Raises ValueError if it is neither tensor nor number."""
     kind = type(value).__name__
     if not set(key) & set(".:"):
         if isinstance(value, Tensor):
@@ -272,7 +272,7 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
 
 
 def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """A copy of an entry that is not quantized, on the device and in the memory order of the parameter."""
+    """Copies a loaded, unquantized entry: to the parameter's device, with its strides if it has the same shape."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":  # as in Optimizer.load_state_dict

@@ -1,4 +1,4 @@
-"""Optimizers that were tested, by class, and those whose state cannot be quantized one parameter at a time."""
+"""Tables of the optimizer classes that were tested with quantize_state, and of those that it refuses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-#: Classes by package. The update of an element depends on no other element.
+#: Tested classes, by package, that update each element independently of all others: shards can be stepped.
 _ELEMENTWISE = {
     "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
     "timm": "AdaBelief Adopt LaProp Lion NAdamW RMSpropTF",
     "pytorch_optimizer": "ADOPT AdEMAMix Lion ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD Tiger Yogi",
     "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
 }
-#: The update of an element depends on others of the parameter, through norms or products of matrices.
+#: Tested classes whose update uses norms or matrix products over the whole parameter, which must not be sharded.
 _BY_PARAMETER = {
     "torch": "Adafactor Muon",
     "timm": "Adan Lamb Lars Mars",
@@ -25,7 +25,7 @@ _BY_PARAMETER = {
 _BY_PARAMETER_OPTIONS = ("adanorm", "caution", "cautious", "orthograd", "stable_adamw", "use_gc")
 
 _TOGETHER = "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AdamS SPAM"
-#: Reasons by the name of the class, or of one that it is derived from.
+#: Reasons to refuse an optimizer, by the name of its class or of a base class.
 _REFUSED = {
     "LBFGS": "its state is one history of all parameters, and its step evaluates a closure several times",
     "SparseAdam": "its gradients are sparse",
@@ -42,24 +42,24 @@ ELEMENTWISE, BY_PARAMETER = _listed(_ELEMENTWISE), _listed(_BY_PARAMETER)
 
 
 def full_name(optimizer: object) -> str:
-    """The package and the name of the optimizer's class."""
+    """The top-level package and the name of the optimizer's class: ``torch.AdamW``."""
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__qualname__}"
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's class was tested; a subclass of one was not."""
+    """Whether this very class was tested with quantize_state; subclasses of tested classes count as untested."""
     return full_name(optimizer) in ELEMENTWISE | BY_PARAMETER
 
 
 def is_elementwise(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the optimizer, with these param groups, is known to update each element by itself."""
+    """Whether the optimizer is known to update each element independently, given the options in its param groups."""
     options: list[Mapping[str, Any]] = [*groups, vars(optimizer)]
     by_option = any(values.get(name) for values in options for name in _BY_PARAMETER_OPTIONS)
     return full_name(optimizer) in ELEMENTWISE and not by_option
 
 
 def refuse(optimizer: object) -> None:
-    """Raises TypeError for an optimizer whose state is quantized already, or whose step or state cannot be divided."""
+    """Raises TypeError for an optimizer that cannot be stepped per parameter, or whose state is quantized already."""
     name, why = type(optimizer).__name__, None
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"quantize_state: got {name}, expected a torch.optim.Optimizer")
@@ -76,7 +76,7 @@ def refuse(optimizer: object) -> None:
 
 
 def refuse_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError if a param group has an option that does not go with one parameter at a time."""
+    """Raises ValueError if a param group has an option that fails when parameters are stepped one at a time."""
     if any(group.get("differentiable") for group in groups):
         raise ValueError("differentiable: got True, which quantized state cannot be; leave the option out")
     if any(group.get("max_grad_norm") for group in groups) and getattr(optimizer, "pre_norm", True):

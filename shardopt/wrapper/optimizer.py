@@ -1,6 +1,6 @@
-"""The wrapper around a user's optimizer: torch's optimizer protocol, with the state in codes.
+"""The wrapper around a user's optimizer: a torch optimizer whose state is stored as quantized codes and scales.
 
-A step takes one parameter after another: its state is decoded, the optimizer steps it alone, and its state is encoded.
+A step goes through the parameters: each one's state is decoded, the inner optimizer steps it, the state is encoded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardopt.state.warn import warn_user
 from shardopt.wrapper.entries import Entries, local_of
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
 
-#: Keys of a param group that each parameter has its own of.
+#: Keys of a param group that hold lists with an item per parameter.
 _PARAMS = frozenset(["params", "param_names"])
-#: State entries that count steps, with their values before the first one.
+#: State entries that follow from the number of steps, with their values before the first step.
 _COUNTS = {"step": 0, "mu_product": 1}
 
 
@@ -42,20 +42,20 @@ def quantize_state(
     keep: Iterable[str] = (),
     **unknown: object,
 ) -> QuantizedState:
-    """Keeps the state of a torch optimizer in 8 bits: any of torch.optim's, or one from elsewhere.
+    """Wraps a torch optimizer, from torch.optim or elsewhere, and stores its state in 8 bits.
 
-    Use the result in place of the optimizer; both have the same param groups. Entries of the parameter's shape are
-    quantized; copies of weights, matrices, rows and scalars stay as they are.
+    Use the wrapper in place of the optimizer; both have the same param groups. State entries of the parameter's shape
+    are quantized, except copies of weights; entries of other shapes (matrices, rows, scalars) stay as they are.
 
     Args:
         optimizer: the optimizer, best before its first step: existing state is quantized now.
         codec: "log8", "companded8" or "dynamic8".
         block_size: elements that share a scale.
         min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
-        unsigned: names of state entries that are never below zero, beside those in shardopt's table, which are coded
-            with the same relative error for small values as for large ones.
+        unsigned: names of further state entries that are never below zero, in addition to shardopt's table. Their
+            codes have the same relative error for small values as for large ones.
         keep: names of state entries that are not to be quantized, such as copies of weights.
-        **unknown: none; options of earlier versions are refused with what to use in their place.
+        **unknown: must be empty; for an option of an earlier version the error says what to use instead.
 
     Raises:
         TypeError: the optimizer cannot be quantized, or is already; or an option has an unknown name.
@@ -116,14 +116,14 @@ class QuantizedState(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def synchronize(self) -> None:
-        """Waits for nothing: a step leaves its state complete."""
+        """Does nothing: no work is in flight after a step. Exists because shardopt's own optimizers have it."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group to the inner optimizer.
 
         Raises:
-            ValueError: for the reasons of :func:`quantize_state`; nothing was added.
-            RuntimeError: for the reasons of :func:`quantize_state`; nothing was added.
+            ValueError: as for :func:`quantize_state`; the param group was not added.
+            RuntimeError: as for :func:`quantize_state`; the param group was not added.
         """
         self._inner.add_param_group(param_group)
         try:
@@ -137,13 +137,13 @@ class QuantizedState(Optimizer):
     @_disable_dynamo
     @without_autograd
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes a step, one parameter after another.
+        """Steps the parameters one after another: decodes the state of each, steps it, and encodes the state.
 
-        After a failure, the parameters before the failing one are stepped, and the failing one has its former codes.
-        The weights stay where the inner optimizer has left them: load a checkpoint to repeat the step.
+        If a parameter fails, those before it have been stepped, and its own state is as before the step. Weights are
+        not restored: load a checkpoint to repeat the step.
 
         Args:
-            closure: evaluates the model again and returns the loss, once.
+            closure: evaluates the model again and returns the loss; called once, before the first parameter.
 
         Returns:
             The closure's loss.
@@ -155,7 +155,7 @@ class QuantizedState(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.check_group(*self.param_groups)  # parameters may have been sharded since
+        self.check_group(*self.param_groups)  # parameters may have been sharded since the last step
         if self._internals.was_made:
             self.state.clear()
         self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
@@ -163,10 +163,10 @@ class QuantizedState(Optimizer):
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
-        """The optimizer's state.
+        """Returns the state dict: quantized entries as codes and scales, and in the param groups how to decode them.
 
         Args:
-            dequantize: give the state in floats, in the form that the bare optimizer loads.
+            dequantize: return floats instead, which the inner optimizer without this wrapper can load.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -187,7 +187,7 @@ class QuantizedState(Optimizer):
     @_disable_dynamo
     @without_autograd
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a state dict of this class, or of the bare optimizer, which is quantized.
+        """Loads a state dict of this class, or quantizes one of the inner optimizer without this wrapper.
 
         Raises:
             ValueError: the state was quantized in another way, is damaged, or is of other parameters. Nothing was
@@ -214,10 +214,10 @@ class QuantizedState(Optimizer):
         super().__setstate__({})  # hooks
 
     def check_group(self, *groups: Mapping[str, Any]) -> None:
-        """Checks the options in param groups, and whether the inner optimizer with these can step the parameters.
+        """Checks the options in ``groups``, and that all parameters are sharded in a way that can be stepped with them.
 
         Raises:
-            ValueError: an option does not go with one parameter at a time.
+            ValueError: an option fails when parameters are stepped one at a time.
             RuntimeError: the parameters are sharded in a way that the optimizer cannot step.
         """
         refuse_options(self._inner, groups)
@@ -244,7 +244,7 @@ class QuantizedState(Optimizer):
         self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
 
     def _step_all(self, *, counts: bool) -> None:
-        """Takes a step of all parameters that have gradients. Unless it ``counts``, it leaves nothing but state.
+        """Steps all parameters that have gradients. Unless ``counts``, nothing changes but that their state is made.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
         parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
@@ -255,7 +255,7 @@ class QuantizedState(Optimizer):
         try:
             for group in groups:
                 positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
-                for at in positions or (None,):  # steps without gradients are counted, too
+                for at in positions or (None,):  # a step without gradients advances counters, too
                     for key in [key for key, x in attributes.items() if type(x) in (int, float)]:
                         del attributes[key]  # a counter may have begun as an attribute of the class
                     attributes.update(numbers)
@@ -269,7 +269,7 @@ class QuantizedState(Optimizer):
                     alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
                 for key, value in alone.items() if counts else ():
                     if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                        group[key].copy_(value)  # schedulers hold on to the tensor
+                        group[key].copy_(value)  # schedulers keep a reference to this tensor
                     else:
                         group[key] = value
         finally:
@@ -279,9 +279,9 @@ class QuantizedState(Optimizer):
                 attributes.update(before)
 
     def _step_parameter(self, param: Tensor, counts: bool) -> None:
-        """Steps one parameter. If that fails, its state is as it was. Unless it ``counts``, weights and counts stay.
+        """Steps one parameter; a failure restores its state. Unless ``counts``, weights and step counts are reset.
 
-        An optimizer that is element by element steps the local tensor of a DTensor, with local tensors of its state.
+        For a DTensor, an element-wise optimizer steps the local tensor instead, with the local tensors of its state.
         """
         shard, states = shard_of(param), self.state
         is_local, target = not shard.plain and is_elementwise(self._inner, self.param_groups), param
@@ -313,12 +313,12 @@ class QuantizedState(Optimizer):
 
 
 def _sharded(shard: Shard, x: Any) -> Any:
-    """The DTensor with this local part, if it is a tensor of the parameter's local shape; anything else as it is."""
+    """Wraps a tensor of the parameter's local shape as a DTensor sharded like it; other values stay unchanged."""
     return shard.like_parameter(x) if isinstance(x, Tensor) and x.dim() and x.shape == shard.local_shape else x
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a param group's value that a step may change in place."""
+    """Copies a value of a state dict or param group, so that changing it in place leaves the original unchanged."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, list | dict | set) else value
