@@ -1,4 +1,4 @@
-"""The norm of gradients, with the same bits on any number of ranks, and their multiplication by a coefficient."""
+"""The norm of all gradients, bitwise equal on any number of ranks, and clipping: gradients times a coefficient."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardopt.state.names import named
 from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
 
-#: Exact sums of squares, or magnitudes, by the ranks whose parts are to be joined: int64, on the CPU.
+#: This rank's exact sums of squares, or largest magnitudes, by the ranks to reduce them over: int64, on the CPU.
 Shares = Mapping[Counted | None, Tensor]
 
-#: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
+#: A table row: the elements of one model parameter in a gradient, from index `element` on; `sums` is an address.
 _ROW = np.dtype([(name, np.int64) for name in ("tensor", "element", "cols", "sums")])
 
 
 class GradientNorm:
-    """Tables of the gradients of some parameters, kept as long as ``_C.Inputs`` finds the parameters unchanged.
+    """Computes and clips the norm of parameters' gradients, with kernel tables that are cached between calls.
 
-    The tables refer to no parameter and no gradient.
+    The tables keep no parameter and no gradient alive; :meth:`read` says whether the tables are still valid.
 
     Args:
         params: the parameters. Ranks that hold parts of the same parameters pass them in the same order.
@@ -100,7 +100,7 @@ class GradientNorm:
         Args:
             max_norm: the largest norm that the gradients may have.
             largest: whether the norm is the largest magnitude, instead of the root of the sum of squares, rounded once.
-            kept: shares of gradients that are kept in the host's memory.
+            kept: this rank's sums or magnitudes of gradients in the host's memory, to be included.
 
         Returns:
             float32, 0-d, on the device of the first parameter.
@@ -142,14 +142,14 @@ class GradientNorm:
         _C.increment_versions([param.grad for param in self.with_gradient])
 
     def forget_gradients(self) -> None:
-        """Lets go of the gradients."""
+        """Drops all references to gradients, so that their memory can be freed."""
         self._parts, self.with_gradient = [], []
         self._copied.clear()
         for batch in self._batches:
             batch.contiguous.clear()
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
-        """Divides the rows of parameters with a gradient by device; rows that the kernels can scale come first."""
+        """Makes a batch per device of the rows with a gradient; rows that the kernels can scale in place come first."""
         has_gradient = kinds != _C.Inputs.no_gradient
         others = has_gradient & (kinds & _C.Inputs.strided > 0)
         others[list(self._copied)] = True
@@ -162,14 +162,14 @@ class GradientNorm:
 
 
 class _NormBatch:
-    """The rows of the gradients on a device.
+    """The table of all gradients on a device, with the kernel call that reads or scales the gradients.
 
     Attributes:
-        call: the kernels' call for them.
+        call: the kernel call.
         tensors: per row, the parameter's index.
         in_place: number of leading rows whose gradients the kernels multiply in place.
-        others: the indices of the other parameters, whose gradients are not contiguous, or copies.
-        contiguous: the contiguous copies of these gradients that the kernels read.
+        others: indices of the other parameters, whose gradients PyTorch multiplies: strided ones, or read from copies.
+        contiguous: contiguous copies of the gradients of ``others``, which the kernels read.
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
@@ -181,7 +181,7 @@ class _NormBatch:
         self.contiguous: dict[int, Tensor] = {}
 
     def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:
-        """Fills in the gradients' addresses."""
+        """Writes the gradients' current addresses into the table, after contiguous copies of strided gradients."""
         watched.fill(self._kernel_rows, self.tensors, self._elements)
         self.contiguous = {index: parts[index].contiguous() for index in self.others}
         for row in range(self.in_place, len(self.tensors)):
@@ -189,7 +189,7 @@ class _NormBatch:
             self._kernel_rows["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
 
     def demand_apart(self) -> None:
-        """Raises RuntimeError if two gradients that are multiplied in place are one."""
+        """Raises RuntimeError if two parameters have the same gradient, which would be multiplied twice."""
         rows = self._kernel_rows[: self.in_place]
         places = np.flatnonzero(rows["cols"])  # rows without elements share nothing
         addresses = rows["gradient"][places]
