@@ -180,7 +180,7 @@ class StepPlan:
         return self
 
     def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
-        """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.
+        """All-reduces (maximum) the answers of a set of ranks, in a tensor on a device.
 
         On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
         in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
@@ -190,7 +190,7 @@ class StepPlan:
             ranks.all_reduce_max(message)
             return message.numpy()
         found = np.zeros_like(answers)
-        if torch.cuda.is_current_stream_capturing():  # replays of the graph could tell nobody
+        if torch.cuda.is_current_stream_capturing():  # a replay of the graph could not report a difference
             return found
         said, there = self._on_gpus.get(ranks, (None, None))
         is_new = said is None or not np.array_equal(said, answers)
@@ -228,7 +228,7 @@ class StepPlan:
 
 
 def _device_of(lines: Sequence[Line]) -> torch.device:
-    """The device of the messages about some parameters: a GPU if one of the parameters is on it."""
+    """The device on which ranks all-reduce their checks of some parameters: a GPU if a parameter is on it, else CPU."""
     return next((line.device for line in lines if line.device.type != "cpu"), torch.device("cpu"))
 
 

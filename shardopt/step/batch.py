@@ -61,7 +61,7 @@ class Batch:
             call: Call = make(self.tables)
         else:
             new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
-            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # where offload="step" needs it
+            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
             moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
             call = StreamedCall(self.tables, rows["extent"], np.cumsum(new_unit), moves, transfers, size, make)

@@ -142,7 +142,7 @@ class CutBlocks:
                 extremes[1:] = extremes[0]
 
     def share_scales(self) -> None:
-        """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""
+        """All-reduces scales, so that each rank with columns of a row has the scales of all blocks of the row."""
         for ranks, columns in self._columns.items():
             every = [scales for column in columns for scales in column.scales]
             for column in columns:

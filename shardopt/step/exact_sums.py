@@ -36,7 +36,7 @@ class ExactSums:
                 first = 0 if rule.totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
                 counts[key] = first + rule.sums
-        # int64, (sums, words). Each device has room for all sums of its ranks, as ranks may differ in devices.
+        # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
         buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
         for parameter, place, key, device, first in places:
             if device not in buffers[key]:
@@ -75,7 +75,7 @@ class ExactSums:
                     other.copy_(total)
 
     def total(self) -> Tensor | None:
-        """The sums over all parameters and ranks: int64, (sums, words), on the host; None without any.
+        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if this rank has no sums.
 
         Raises:
             RuntimeError: a CUDA graph captures the step, or no mesh has all ranks that share parameters.

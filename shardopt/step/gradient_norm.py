@@ -42,7 +42,7 @@ class GradientNorm:
     def __init__(self, params: list[Tensor]) -> None:
         may_have_gradient = [p.dtype in DTYPES and (p.requires_grad or p.grad is not None) for p in params]
         self._shards = [shard_of(p) if may else None for p, may in zip(params, may_have_gradient, strict=True)]
-        # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
+        # Buffers by the ranks that hold a parameter's shards: all join each reduction, with or without gradients.
         self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
         rows: dict[torch.device, list[tuple[int, ...]]] = {param.device: [] for param in params}
         seen: set[int] = set()  # a parameter that is given twice counts once
@@ -74,9 +74,9 @@ class GradientNorm:
             )
 
     def read(self, params: list[Tensor]) -> bool:
-        """Reads the gradients, to be called before each of the other methods.
+        """Takes the current gradients; to be called before each of the other methods.
 
-        Runs collectives of gradients that are not sharded like their parameters.
+        Runs collectives for gradients that are not sharded like their parameters.
 
         Returns:
             Whether the tables fit the parameters.
@@ -116,7 +116,7 @@ class GradientNorm:
         for of_one in kept:
             for ranks, share in of_one.items():
                 shares.setdefault(ranks, []).append(share)
-        # Parameters that were frozen after their backward pass have kept gradients only.
+        # Parameters frozen after their backward pass are not in the tables, but may have gradients in ``kept``.
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
         nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, nothing, largest=largest)
@@ -204,7 +204,7 @@ class _NormBatch:
 
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient that the tables do not know; notes the original in ``copied`` if it is a copy."""
+    """This rank's shard of a gradient that is not yet in the tables; if a copy, ``copied`` gets the original."""
     shard = shards[index]
     assert shard is not None
     with named(f"parameter {index} {shard.global_shape}"):
@@ -216,7 +216,7 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
 
 
 def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
-    """First element in the local tensor, number of elements, and holders, of each model parameter in a shard."""
+    """Per model parameter in a shard: its first local element's index, number of local elements, ranks that hold it."""
     if isinstance(shard, FlatBuffer):
         return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
     return [(0, shard.rows * shard.cols, shard.counted())]

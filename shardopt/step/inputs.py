@@ -110,7 +110,7 @@ def describe(
     unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
     context.is_numbered |= any(number_of(param) is not None for param in params)
-    if context.is_numbered:  # some may have come into the groups by assignment
+    if context.is_numbered:  # parameters may have been assigned to the groups
         use_numbers(param for param in params if number_of(param) is None)
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
@@ -179,7 +179,7 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
 
 
 def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient, with memory of its own. May run collectives.
+    """This rank's shard of a parameter's gradient. Runs collectives for a gradient sharded unlike its parameter.
 
     Raises:
         RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
@@ -292,7 +292,7 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:
-    """Checks that the kernels can step this rank's part of a parameter, whose gradient is to be on ``device``.
+    """Checks that the kernels can update this rank's shard of a parameter, whose gradient has to be on ``device``.
 
     Raises:
         RuntimeError: the kernels have no support for the device, dtype, memory, sign, shape or strides of the parameter

@@ -40,7 +40,7 @@ class OverAll:
         everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
         others = [c for c in known if c is not None and c.ranks is None and not c.numbers <= everyone]
         self._read_from = _largest(others)
-        self._may_have_readers = bool(others) or None in known  # other ranks may have a copy of a parameter
+        self._may_have_readers = bool(others) or None in known  # whether other ranks may read from the store
         # The subject identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
         sets = sorted(sorted(counted.numbers) for counted in (*self.messages, *self._read_from))
         self._subject = digest_of(repr((sets, None in known))).hex()

@@ -31,10 +31,10 @@ class Stepper:
     """
 
     def __init__(self, context: StepContext, first: int = 0, name: str | None = None) -> None:
-        self.communicates = False  # whether the step that was prepared takes collectives
-        self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
+        self.communicates = False  # whether the prepared step calls collectives when it runs
+        self.gradients_changed = True  # whether the set of parameters with a gradient may differ from the last step's
         self._context, self._first, self._name = context, first, name
-        self._tables: StepTables | None = None  # of the last step
+        self._tables: StepTables | None = None  # kept from the last step
         self._agreed: StepPlan | None = None  # the last plan that the ranks agreed on
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 

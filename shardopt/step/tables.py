@@ -95,7 +95,7 @@ class StepTables:
         names = [frozenset(p.spec.entries) if p.spec and p.step else None for p in inputs]
         read_gradient = partial(local_gradient, inputs)
         self.watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
-        self._kinds: bytes | None = None  # of the gradients of the last step
+        self._kinds: bytes | None = None  # per parameter, the kind of gradient in the last step: none, strided, ...
         self._batches: dict[torch.device, list[Batch]] = {}
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
@@ -162,7 +162,7 @@ class StepTables:
                 states = cache(partial(self._states, param_groups=param_groups, state=state))
                 for wave in self._waves[device]:
                     wave.update(self.watched, self.groups, scaling, operands, states)
-            # Largest copies first: if memory is too short for them, nothing was changed.
+            # Batches with the largest copies run first: if memory is too short for a copy, nothing was changed yet.
             batches.sort(key=lambda batch: -batch.copied_bytes)
         return changed
 
@@ -236,7 +236,7 @@ class StepTables:
                 key = parameter.offload, parameter.index if strided[parameter.index] else None
                 alike.setdefault(key, []).append(parameter)
             self._batches[device] = []
-            for key, of_key in alike.items():  # including parameters whose rows are in waves
+            for key, of_key in alike.items():  # also parameters in waves: batches count their steps
                 rows = self._table[np.isin(self._table["tensor"], [parameter.index for parameter in of_key])]
                 self._batches[device].append(Batch(device, key, rows, of_key, self._context))
             for wave in self._waves.get(device, []):
@@ -246,7 +246,7 @@ class StepTables:
                 cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
-        """This rank's parts of a parameter and its gradient."""
+        """This rank's shards of a parameter and its gradient."""
         parameter, gradient = self._inputs[index], self._gradients[index]
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient

@@ -19,8 +19,8 @@ from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
 
-BYTES = 2  # of an element of a direction: bfloat16
-ROW_BYTES = 4  # of a row's second moment: float32
+BYTES = 2  # per element of a direction: bfloat16
+ROW_BYTES = 4  # per row, for its second moment: float32
 _ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
 _SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples, and every second one of them, spread evenly
 
@@ -71,7 +71,7 @@ class Matrix:
 
     @property
     def number(self) -> int:
-        """The parameter's index among the model's."""
+        """The index, among all of the model's parameters, of the parameter that the matrix is in."""
         return self.parameter.number if self.spec.number is None else self.spec.number
 
     @property
@@ -112,7 +112,7 @@ class Matrix:
         """The rows of the matrix whose second moments this rank keeps, and a view of them in the local state entry."""
         grid, shard = self.spec.row_grid, self.spec.shard
         assert grid is not None
-        row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
+        row = self.start // self.cols  # index of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
             (first, end), per_row, col = shard.blocks(grid), 1, 0
         else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
@@ -134,11 +134,11 @@ class Matrix:
 
 
 def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
-    """The matrices of one of the optimizer's parameters, in order, even if this rank holds nothing of them.
+    """Generates the matrices of one of the optimizer's parameters, in order, even if this rank holds no part of them.
 
     Args:
         parameter: the parameter's description.
-        orthogonalized: the options.
+        orthogonalized: how the parameter is split into matrices and orthogonalized.
 
     Raises:
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
@@ -148,7 +148,7 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
         ranks = shard.divided_among()
-        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # nothing, or on other ranks
+        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
         if ranks is not None:
@@ -191,11 +191,11 @@ def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, r
     grid, shard, shape = spec.row_grid, spec.shard, spec.shard.global_shape
     assert grid is not None
     if not held and not isinstance(shard, FlatShard) and shard.row_owners is not None:
-        return 0, rows  # an empty column shard keeps those of its rows, wherever they are
+        return 0, rows  # an empty column shard keeps second moments of its rows, which may be any rows
     if not of_matrix:
         return 0, 0
     if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
-        return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
+        return 0, rows  # in a stack of matrices, a rank also keeps second moments of rows that other ranks hold
     first = np.ravel_multi_index(of_matrix[0][0], shape)
     last = np.ravel_multi_index([start + n - 1 for start, n in zip(*of_matrix[-1], strict=True)], shape)
     return int(first // cols), int(last // cols) + 1
@@ -288,5 +288,5 @@ def _memory(matrix: Matrix) -> npt.NDArray[np.int64]:
 
 
 def padded(numel: int) -> int:
-    """Elements that a direction takes with padding, so that the next one is aligned for the kernels."""
+    """The number of elements rounded up, so that whatever follows in the buffer is aligned for the kernels."""
     return -(-numel // _ALIGNED) * _ALIGNED

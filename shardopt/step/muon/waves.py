@@ -29,7 +29,7 @@ from shardopt.step.muon.passes import Operands, Passes
 from shardopt.step.rows import ROW
 
 _NONE = torch.empty(0, device="cpu")
-_TINY = 1e-10  # by the authors of NorMuon: zeros stay zeros
+_TINY = 1e-10  # added to divisors, as in NorMuon's reference code, so that zeros stay zeros
 
 
 def wave_steps(
@@ -66,7 +66,7 @@ class WaveStep:
     are replicated, each owner orthogonalizes its matrices without communication and broadcasts the results.
 
     Args:
-        wave: the matrices, including those of parameters without a gradient.
+        wave: the matrices, including matrices of parameters without a gradient.
         device: the parameters' device.
         context: the optimizer.
 
@@ -74,7 +74,7 @@ class WaveStep:
         tensors: the indices of the parameters.
         cuts: the all-reduces of blocks of the momentum that ranks share.
         ranks: the ranks that share the matrices; None for matrices of this rank alone.
-        passes: the kernels' passes over the parameters that have a gradient.
+        passes: the kernels' passes over the parameters that have a gradient, per key of a batch.
     """
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
@@ -83,27 +83,27 @@ class WaveStep:
         self.tensors = {matrix.parameter.index for matrix in wave}
         self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave}.values(), device)
         self.passes: list[Passes] = []
-        self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # and each row's matrix
+        self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # table rows; per row, its matrix's index
         self._with_gradient: frozenset[int] = frozenset()
-        # Offset of each matrix's direction in memory, and elements of all.
+        # Index of each matrix's direction in this rank's buffer, and the number of elements of the buffer.
         *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave), initial=0)
-        self._sent = [0] * len(first.held_by)  # elements for each owner
+        self._sent = [0] * len(first.held_by)  # per owner, the number of elements that this rank sends
         for matrix in wave:
             self._sent[matrix.owner] += matrix.space(matrix.rank)
-        # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
+        # The matrices that this rank owns, each with the index of every rank's part in the gathered elements.
         self._owned: list[tuple[Matrix, list[int]]] = [(m, []) for m in wave if m.owner == m.rank]
-        self._received = [0] * len(self._sent)  # elements from each rank
+        self._received = [0] * len(self._sent)  # per rank, the number of elements that this rank gathers
         at = 0
         for rank in range(len(self._sent)):
             for matrix, begins in self._owned:
                 begins.append(at)
                 at += matrix.space(rank)
                 self._received[rank] += matrix.space(rank)
-        self._held = self._there = self._gathered = _NONE  # `_there`: within reach of the ranks
+        self._held = self._there = self._gathered = _NONE  # `_there`: where collectives can read
         self._waits: list[Callable[[], object]] = []
         self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
         self._found_inf: Tensor | None = None
-        self._transfers: CudaTransfers | None = None  # of the second moments of rows, where they are offloaded
+        self._transfers: CudaTransfers | None = None  # copies offloaded second moments of rows
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
         """Copies the wave's rows from the table of all rows, and notes the matrix of each row."""
@@ -186,7 +186,7 @@ class WaveStep:
                 self._waits.append(self.ranks.broadcast(chunk, owner))
 
     def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
-        """Copies parts, gathered at index ``begins[rank]``, into a matrix; orthogonalizes it; copies the results back."""
+        """Copies parts, gathered at index ``begins[rank]``, into a matrix, orthogonalizes it, and copies it back."""
         whole = self._gathered.new_empty(matrix.numel)
         row_moments = whole.new_zeros(matrix.rows if matrix.is_normalized else 0, dtype=torch.float32)
         parts, moments = [], []  # of each rank: elements, and second moments of rows, in the whole matrix and gathered
@@ -253,7 +253,7 @@ def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> Non
 
 
 def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
-    """An orthogonalized matrix whose rows, the outputs' weights, are divided by the roots of their second moments.
+    """Divides each row of an orthogonalized matrix (an output's weights) by the root of the row's second moment.
 
     NorMuon (Li et al., 2025, arXiv 2510.05491). The result is rescaled to the norm of ``matrix``. All sums are of whole
     rows, in an order that depends on the matrix's shape alone.
@@ -261,10 +261,10 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
     Args:
         matrix: bfloat16, of two dimensions.
         row_moments: float32, ``(rows,)``, an average of each row's mean square over the steps; updated.
-        decay: decay rate of that average.
+        decay: decay rate of the average.
 
     Returns:
-        float32, of the shape of ``matrix``.
+        The normalized matrix: float32, of the shape of ``matrix``.
     """
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
     new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
