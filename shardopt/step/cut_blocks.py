@@ -63,7 +63,7 @@ class CutColumns(NamedTuple):
 
 
 class CutBlocks:
-    """All-reduces extremes and scales of the blocks of some parameters on a device that are cut between ranks.
+    """All-reduces the extremes and scales of codec blocks that are cut between ranks, for parameters on a device.
 
     Every step exchanges all blocks that flat shards cut, even if this rank has no elements or no gradient of a
     parameter, as other ranks cannot know. Of column shards, only parameters with a gradient are exchanged.

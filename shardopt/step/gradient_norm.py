@@ -98,7 +98,7 @@ class GradientNorm:
         """The norm of all elements, and the coefficient that makes it at most ``max_norm``. All ranks must call this.
 
         Args:
-            max_norm: the largest norm that the gradients may have.
+            max_norm: the largest norm that the gradients may have after clipping.
             largest: whether the norm is the largest magnitude, instead of the root of the sum of squares, rounded once.
             kept: this rank's sums or magnitudes of gradients in the host's memory, to be included.
 

@@ -15,7 +15,7 @@ from shardopt.state.rule import Rule, hyper_row
 
 
 class Group(NamedTuple):
-    """Options that all parameters of a param group share in a step.
+    """The options of a param group in a step, checked and converted for the kernels.
 
     Attributes:
         rule: the update rule, such as Adam's.

@@ -36,7 +36,7 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Input:
-    """The description of one of the optimizer's parameters for a step: place, shard, and addresses for the kernels.
+    """The description of one of the optimizer's parameters for a step: name, shard, and addresses for the kernels.
 
     Attributes:
         index: index among all parameters of the step, in the order of the param groups.
@@ -337,7 +337,7 @@ def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as in an expanded tensor: a stride ends within another dimension's extent."""
+    """Whether elements may share memory, as in an expanded tensor: a stride lies within another dimension's extent."""
     if tensor.is_contiguous():
         return False
     reach = 0

@@ -22,7 +22,7 @@ _KEPT = 4096
 
 
 class OverAll:
-    """Adds up partial sums over all parameters, so that each rank has the total: few all-reduces for many meshes.
+    """Computes sums or maxima over all parameters, from each rank's shards, so that every rank has the total.
 
     Each set of ranks that is part of no larger set runs one all-reduce, for all parameters that are sharded over the
     set or over some of its ranks. A rank that is outside of the set, but has its parameters without elements (their

@@ -30,7 +30,7 @@ from shardopt.step.rows import ROW, Row, rows_of
 
 
 class StepTables:
-    """The addresses and sizes that kernels read, valid as long as ``_C.Inputs`` finds the tensors there unchanged.
+    """The tables of addresses and sizes that kernels read, cached as long as ``_C.Inputs`` finds the tensors unchanged.
 
     All parameters that have state have rows in the table; a step runs only the rows of parameters with a gradient.
 
@@ -174,7 +174,7 @@ class StepTables:
         return has_sums or any(self._cuts.values()) or any(wave.communicates for wave in waves)
 
     def run(self) -> None:
-        """Runs the prepared step; in a worker thread only if it calls no collectives, which all ranks order equally.
+        """Runs the prepared step; in a worker thread only without collectives, which all ranks call in the same order.
 
         Raises:
             torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
