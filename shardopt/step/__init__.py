@@ -1,1 +1,1 @@
-"""One step: inputs described and checked, kernel tables made and cached, devices and phases run."""
+"""One optimizer step: checks the inputs, builds and caches the tables that the kernels read, and runs the kernels."""

@@ -1,14 +1,14 @@
 """Comparison of plans among ranks that exchange data in a step: they raise together if plans differ.
 
 Each rank describes the parameters for which a step exchanges data with other ranks, or would with other options: flat
-shards, column shards, rules with sums, Muon. AdamW under FSDP2 has none, and no check. Before the first step the ranks
-of each set compare a digest of their descriptions. Every step begins with a consistency check of each set: an all-
-reduce of some integers, in which a rank says whether its description is still the agreed one, and which parameters have
-a gradient. If a description changed, say by an option, the set's ranks compare digests again. Ranks that belong to
-several sets then tell all of them whether they found a difference, so that no rank waits for data from one that raised.
+shards, column shards, rules with sums, Muon. AdamW under FSDP2 exchanges nothing, and needs no check. Before the first
+step, each set of ranks compares a digest of its descriptions. Every step begins with a consistency check of each set:
+an all-reduce of some integers, by which a rank says whether its description is unchanged, and which parameters have a
+gradient. If a description changed, say by an option, the set's ranks compare digests again. Ranks that belong to
+several sets then tell all of them whether they found a difference, so that no rank waits for a rank that has raised.
 
-A set that exchanges no data has no check in steps of a single parameter, nor on a GPU. On a GPU only those ranks read
-the check whose own answers are new, as the host has to wait for the device.
+A set that exchanges no data has no check in steps of a single parameter, nor on a GPU. On a GPU, where the host has to
+wait for a result, a rank reads the result of the all-reduce only if its own answers have changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
 _HELD_ELSEWHERE = "parameters of which this rank holds no part"
 _READ_HERE_ONLY = "options or gradients (ranks on GPUs that changed nothing do not read this, and will time out)"
-#: Places in a check's answers, before those about gradients.
+#: Indices of the first three answers in a check; answers about gradients follow.
 _AS_AGREED, _CHANGED, _SEVERAL = range(3)
 
 #: A rank's answers in a check: int32, 1-D. 1 for yes, and 0 for no or nothing to say. First the three answers above,
@@ -41,14 +41,14 @@ Answers = npt.NDArray[np.int32]
 
 
 class Line(NamedTuple):
-    """A parameter in the description of a set of ranks that step it together.
+    """The description of a parameter for a set of ranks that exchange its data; ranks compare digests of all lines.
 
     Attributes:
         tensor: the index of the optimizer's parameter in the step.
         device: the parameter's device.
         known_as: the parameter's name in errors, which may differ on other ranks.
-        says: the properties that must be equal on all ranks.
-        is_sized: whether messages are longer if the parameter has a gradient.
+        says: the properties that must be equal on all ranks, by their names in errors.
+        is_sized: whether the sizes of exchanged messages depend on whether the parameter has a gradient.
         is_held: whether this rank has elements of the parameter, and so may have a gradient.
         is_joint: whether all ranks of the set or none must have a gradient of the parameter.
     """
@@ -63,18 +63,18 @@ class Line(NamedTuple):
 
 
 class StepPlan:
-    """Properties of the parameters that a step shares with other ranks, and which have a gradient on this rank.
+    """This rank's descriptions of the parameters whose data a step exchanges, and their comparison with other ranks'.
 
     Args:
-        sets: the descriptions by the ranks that must agree, each in an order that is equal on all of these ranks.
+        sets: for each set of ranks, the parameters' descriptions, in an order that is equal on all ranks of the set.
         stepped: the indices of the parameters that have a gradient on this rank.
-        on_difference: is called before the error of a difference.
+        on_difference: is called when ranks differ, before the error is raised.
         single: whether the step is of one parameter; see :func:`shardopt.step.plan.plan_of`.
 
     Attributes:
-        digests: by the ranks that must agree.
-        checks: this rank's answers in the checks of a step as agreed, in an order that is equal on all ranks.
-        devices: of the messages, by the ranks that must agree.
+        digests: for each set of ranks, the digest of its descriptions.
+        checks: for each set that has a check, this rank's answers if nothing changed; in one order on all ranks.
+        devices: for each set of ranks, the device of the tensors that its checks all-reduce.
         single: see above.
     """
 
@@ -125,7 +125,7 @@ class StepPlan:
         return {**line.says, _GRADIENT: line.tensor in self._stepped}
 
     def agree(self, agreed: StepPlan | None) -> StepPlan:
-        """Checks that the descriptions are those agreed on, or compares changed ones. Once per step.
+        """Runs the consistency checks of all sets of ranks, and compares changed descriptions. Called once per step.
 
         Args:
             agreed: the last plan that the ranks agreed on; None in the first step.
@@ -146,12 +146,12 @@ class StepPlan:
         if changed:
             sets = [x for x in sorted(dict.fromkeys([*now, *before]), key=order_of) if x in changed or x in self.checks]
         differing: list[RankGroup] = []
-        joined: list[RankGroup] = []  # the sets of which one rank belongs to several
+        joined: list[RankGroup] = []  # the sets in which at least one rank belongs to another set, too
         otherwise = _HELD_ELSEWHERE
         for ranks in sets:
             plan = self if agreed is None or ranks in now else agreed
             device, answers = plan.devices[ranks], self.checks.get(ranks)
-            if ranks in changed:  # says only that, in a message of the length last agreed on, which other ranks expect
+            if ranks in changed:  # say only "changed", in a message of the last agreed length, which other ranks expect
                 answers = None if agreed is None else agreed.checks.get(ranks)
                 if answers is not None:
                     answers = np.zeros_like(answers)
@@ -180,7 +180,7 @@ class StepPlan:
         return self
 
     def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
-        """All-reduces (maximum) this rank's answers to a set of ranks, in a message on a device.
+        """All-reduces (maximum) the answers of a set of ranks, in a tensor on a device.
 
         On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
         in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
@@ -190,7 +190,7 @@ class StepPlan:
             ranks.all_reduce_max(message)
             return message.numpy()
         found = np.zeros_like(answers)
-        if torch.cuda.is_current_stream_capturing():  # replays of the graph could tell nobody
+        if torch.cuda.is_current_stream_capturing():  # a replay of the graph could not report a difference
             return found
         said, there = self._on_gpus.get(ranks, (None, None))
         is_new = said is None or not np.array_equal(said, answers)
@@ -228,7 +228,7 @@ class StepPlan:
 
 
 def _device_of(lines: Sequence[Line]) -> torch.device:
-    """The device of the messages about some parameters: a GPU if one of the parameters is on it."""
+    """The device on which ranks all-reduce their checks of some parameters: a GPU if a parameter is on it, else CPU."""
     return next((line.device for line in lines if line.device.type != "cpu"), torch.device("cpu"))
 
 
@@ -238,7 +238,7 @@ def digest_of(text: str) -> bytes:
 
 
 def order_of(ranks: RankGroup) -> tuple[object, ...]:
-    """Sort key of sets of ranks: one order on all ranks, though each is in sets of its own. Smaller sets come first."""
+    """Sort key by which all ranks order sets of ranks equally, although ranks know different sets. Small ones first."""
     groups = ranks.numbers_in_world
     sizes = tuple(map(len, groups))
     return (math.prod(sizes), len(groups), groups[0] if len(groups) == 1 else sizes)
@@ -261,13 +261,13 @@ def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
 
 
 def _differ(found: Answers) -> bool:
-    """Whether ranks gave different answers."""
+    """Whether only some of the ranks changed their description, or have a gradient, by the all-reduced answers."""
     has, lacks = found[_SEVERAL + 1 :].reshape(2, -1)
     return bool((found[_AS_AGREED] and found[_CHANGED]) or (has & lacks).any())
 
 
 def _are_equal(ranks: RankGroup, digest: bytes) -> bool:
-    """Whether all ranks of a set have the same digest."""
+    """Whether all ranks have the same digest: one all-reduce (maximum) of its words and their complements tells."""
     words = np.frombuffer(digest, dtype="<u2").astype(np.int32)
     message = torch.from_numpy(np.concatenate([words, 0xFFFF - words]))
     ranks.all_reduce_max(message)

@@ -1,4 +1,4 @@
-"""The rows of a step that one call of the kernels handles, and the phases that calls go through together."""
+"""Batches, the table rows that one kernel call updates, and the order of kernel calls and all-reduces in a step."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.val
 _CPU = torch.device("cpu")
 
 
-#: Parameters whose rows may be in one batch: the operands that are copied for their steps, and the index of the only
-#: parameter if it or its gradient is not contiguous.
+#: Key by which parameters are grouped into batches: their option ``offload``, and an index, which is None if parameter
+#: and gradient are contiguous; a parameter that is strided, or whose gradient is, has a batch of its own.
 Alike = tuple[Offload, int | None]
 
 
 class Batch:
-    """The rows that one call of the kernels steps.
+    """The table rows of some parameters on a device, with the kernel call that updates these parameters.
 
     Args:
         device: the device of the parameters.
-        alike: what they have in common.
-        rows: of :data:`shardopt.step.rows.ROW`.
-        counted: the parameters whose step counts the call counts up.
+        alike: the key of the batch, equal for all its parameters.
+        rows: table rows of the dtype :data:`shardopt.step.rows.ROW`.
+        counted: the parameters whose step counts the call increments.
         context: the optimizer.
     """
 
@@ -61,22 +61,22 @@ class Batch:
             call: Call = make(self.tables)
         else:
             new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
-            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # where offload="step" needs it
+            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
             moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
             call = StreamedCall(self.tables, rows["extent"], np.cumsum(new_unit), moves, transfers, size, make)
         self.call: Call = call if self.strided is None else StridedCall(self.tables, self.elements, call)
 
     def fill(self, watched: _C.Inputs) -> bool:
-        """Fills in the gradients' addresses; returns whether one is new."""
+        """Writes the gradients' current addresses into the table; returns whether an address has changed."""
         return watched.fill(self.tables.kernel_rows, self.tensors, self.elements)
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step.
+        """Passes the options, the loss scale and changed rows to the kernel call before it runs.
 
         Args:
-            rows_changed: whether the tables' kernel rows were changed.
-            groups: rows of ``_C.group_row``.
+            rows_changed: whether the table's rows were changed in place since the last update.
+            groups: the param groups' options, in rows of ``_C.group_row``.
             scaling: the loss scale.
         """
         self.call.update(rows_changed or self.is_new, groups, scaling)
@@ -84,17 +84,17 @@ class Batch:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that the step takes for contiguous copies."""
+        """Bytes of the temporary contiguous copies that the call makes of tensors that are not contiguous."""
         return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
 
 def kernels_of(device: torch.device, offload: Offload) -> torch.device:
-    """The device whose kernels step a parameter on a device."""
+    """The device whose kernels update a parameter: the CPU with ``offload="step"``, or the parameter's own device."""
     return _CPU if offload == "step" else device
 
 
 def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
-    """Runs all phases that change something, even if only other ranks have something to step."""
+    """Updates parameters by kernel calls, with all-reduces of cut blocks between phases, which all ranks must join."""
     if cuts:
         cuts.keep_scales()
         cuts.clear_extremes()

@@ -1,4 +1,4 @@
-"""The parts of an optimizer that the steps of all its parameters use."""
+"""The interface through which a step uses its optimizer: options, numbers and replicas of parameters, memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardopt.step.groups import Group
 
 
 class StepContext(Protocol):
-    """An optimizer as its steps see it: ``optimizer._internals``.
+    """The optimizer's data and methods that its steps use; ``optimizer._internals`` implements them.
 
     Attributes:
-        residency: where the state of each parameter lives.
-        skipped: the counter of skipped elements.
-        model_indices: indices of the parameters among all of the model's, if the optimizer has only some of them.
-        is_numbered: whether some of the parameters have, or had, numbers in the model.
-        copies: the parameters of which other ranks hold copies and whose work the ranks share.
-        captured: objects that CUDA graphs keep using: the list grows.
+        residency: decides on which device the state of each parameter is kept, and moves the state there.
+        skipped: counts the gradient elements that kernels skipped as NaN or Inf.
+        model_indices: the parameters' indices in the whole model, for an optimizer that has only some parameters.
+        is_numbered: whether a parameter has, or once had, a number by its place in the model, which seeds its noise.
+        copies: replicated parameters that the ranks orthogonalize only once, each with the ranks that hold copies.
+        captured: objects whose memory captured CUDA graphs use in replays; kept alive, so that the list only grows.
     """
 
     residency: StateResidency
@@ -33,11 +33,11 @@ class StepContext(Protocol):
     captured: list[object]
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
-        """Reads and checks a param group."""
+        """Checks the options of a param group and returns them in the form that a step uses."""
 
     def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
-        """Takes the sums over all parameters: int64, (sums, words), or None without any on this rank.
+        """Computes hyper-parameters from sums over all parameters: int64, (sums, words); None if this rank has no sums.
 
         Returns:
-            Per param group, the hyper-parameters that follow from the sums.
+            Per param group, the hyper-parameters that replace the group's own in the current step.
         """

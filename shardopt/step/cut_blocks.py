@@ -1,4 +1,4 @@
-"""The exchange during a step among ranks that share blocks."""
+"""All-reduces during a step for codec blocks that shards cut, so that all ranks with a part agree on the scales."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardopt.step.agreement import order_of
 
 
 class CutColumns(NamedTuple):
-    """A parameter with column shards that cut blocks: the tensors that the rows' owners exchange.
+    """The buffers of a parameter with column shards that cut blocks, all-reduced by the ranks that share its rows.
 
     Attributes:
-        ranks: the owners.
-        relative: whether a moment is coded in units of another's root.
+        ranks: the ranks that hold columns of the same rows.
+        relative: whether a moment is coded in units of the root of another moment.
         scales: float32, ``(rows, blocks[, scales per block])``, one per moment with scales.
-        extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment: this rank may hold several pieces of a block.
+        extremes: int32, ``(pieces, rows, blocks, 2)``, one per moment, for each piece of a block that this rank holds.
         old_scales: float32, ``(pieces - 1, *scales.shape)``, one per moment with scales: the kernels decode further
             pieces of a block with these, as the first piece may have replaced the block's scales by then.
-        others: int64, 1-D: blocks of a row of which this rank holds nothing.
+        others: int64, 1-D: indices of the blocks in a row of which this rank holds no element.
     """
 
     ranks: RankGroup
@@ -38,7 +38,7 @@ class CutColumns(NamedTuple):
 
     @classmethod
     def of(cls, spec: SliceSpec, state: StateDict, device: torch.device) -> CutColumns:
-        """Makes the tensors for a parameter on a device, given its state: plain tensors."""
+        """Allocates the buffers for a parameter on a device, given its state as plain (local) tensors."""
         ranks = spec.shard.block_owners(spec.grid)
         assert ranks is not None
         size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
@@ -58,22 +58,22 @@ class CutColumns(NamedTuple):
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that are no state."""
+        """The buffers that kernels and exchanges use in addition to the state."""
         return [*self.extremes, *(x for x in self.old_scales if x is not None), self.others]
 
 
 class CutBlocks:
-    """The cut blocks of some parameters on a device.
+    """All-reduces the extremes and scales of codec blocks that are cut between ranks, for parameters on a device.
 
-    Blocks that flat shards cut take part in every step, even if this rank holds nothing of a parameter or has no
-    gradient of it: other ranks cannot know. Of column shards those with a gradient take part.
+    Every step exchanges all blocks that flat shards cut, even if this rank has no elements or no gradient of a
+    parameter, as other ranks cannot know. Of column shards, only parameters with a gradient are exchanged.
 
     Args:
-        specs: of the parameters under flat shards, in an order that is equal on all ranks.
+        specs: the slices, of which only flat shards count, in an order that is equal on all ranks.
         device: the device.
 
     Attributes:
-        flat: addresses of the extremes of blocks that flat shards cut, per moment, by shard and number in the grid.
+        flat: by shard and block number, the addresses of the extremes, per moment, of each block that flat shards cut.
     """
 
     def __init__(self, specs: Iterable[SliceSpec], device: torch.device) -> None:
@@ -108,12 +108,12 @@ class CutBlocks:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that are no state."""
+        """The buffers that kernels and exchanges use in addition to the state."""
         return [*self._flat.values(), *(tensor for column in self._stepped for tensor in column.memory)]
 
     @property
     def relative(self) -> bool:
-        """Whether a moment is coded in units of another's root, and so after the other."""
+        """Whether a moment is coded in units of the root of another moment, and so in a later phase."""
         return self._relative or any(column.relative for column in self._stepped)
 
     def keep_scales(self) -> None:
@@ -124,12 +124,12 @@ class CutBlocks:
                     copies.copy_(scales)
 
     def clear_extremes(self) -> None:
-        """Forgets the last step's extremes: 0 is neutral."""
+        """Sets extremes to zero before a step: zero is neutral in the all-reduce by maximum."""
         for extremes in (*self._flat.values(), *(x for column in self._stepped for x in column.extremes)):
             extremes.zero_()
 
     def exchange_extremes(self) -> None:
-        """Replaces a block's extremes by the extremes over all its owners."""
+        """All-reduces extremes by maximum: each rank then has a block's extremes over all ranks with a part of it."""
         for ranks, buffer in self._flat.items():
             ranks.all_reduce_max(buffer)
         for ranks, columns in self._columns.items():
@@ -142,7 +142,7 @@ class CutBlocks:
                 extremes[1:] = extremes[0]
 
     def share_scales(self) -> None:
-        """Sends the scales of all blocks of a row to every rank that has a column shard of the row."""
+        """All-reduces scales, so that each rank with columns of a row has the scales of all blocks of the row."""
         for ranks, columns in self._columns.items():
             every = [scales for column in columns for scales in column.scales]
             for column in columns:

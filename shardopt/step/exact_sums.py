@@ -1,4 +1,4 @@
-"""Sums over whole parameters or all of them, with the same bits on any number of ranks."""
+"""Sums over each parameter, or over all parameters, bitwise equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardopt.step.over_all import OverAll
 
 
 class ExactSums:
-    """The sums over each parameter, or over all parameters, that the rules of a step need.
+    """The buffers and all-reduces of the sums over each parameter, or over all parameters, that update rules need.
 
-    The kernels add whole numbers, so that the order does not matter. One all-reduce per set of ranks adds up the sums
-    of parameters that these ranks share. Every sum takes part in every step, with or without gradients.
+    The kernels add integers, so that the order does not matter. One all-reduce per set of ranks adds up the sums of all
+    parameters that these ranks share. Every step all-reduces every sum, with or without gradients on this rank.
 
     Args:
-        tensors: those with sums, each with its rule and the device of the kernels that step it; in an order that is
-            equal on all ranks.
+        tensors: the parameters whose rules need sums, each with its rule and the device of the kernels that update it;
+            in an order that is equal on all ranks.
     """
 
     def __init__(self, tensors: Iterable[tuple[Input, Rule, torch.device]]) -> None:
@@ -36,7 +36,7 @@ class ExactSums:
                 first = 0 if rule.totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
                 counts[key] = first + rule.sums
-        # int64, (sums, words). Each device has room for all sums of its ranks, as ranks may differ in devices.
+        # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
         buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
         for parameter, place, key, device, first in places:
             if device not in buffers[key]:
@@ -51,21 +51,21 @@ class ExactSums:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that are no state."""
+        """All buffers of sums, which the kernels of a step write."""
         return [buffer for buffers in (*self._of_each.values(), *self._of_all.values()) for buffer in buffers]
 
     @property
     def communicates(self) -> bool:
-        """Whether sums are added up over several ranks."""
+        """Whether sums are all-reduced over several ranks."""
         return any(ranks is not None for ranks in self._of_each) or bool(self._over_all.messages)
 
     def clear(self) -> None:
-        """Forgets the last step's sums."""
+        """Sets all sums to zero, at the beginning of a step."""
         for buffer in self.memory:
             buffer.zero_()
 
     def exchange(self) -> None:
-        """Adds up the sums over each parameter, over all ranks that hold parts of it."""
+        """All-reduces the sums over each parameter, within the ranks that hold shards of the parameter."""
         for ranks, (total, *others) in self._of_each.items():
             if ranks is not None:
                 for other in others:
@@ -75,7 +75,7 @@ class ExactSums:
                     other.copy_(total)
 
     def total(self) -> Tensor | None:
-        """The sums over all parameters and ranks: int64, (sums, words), on the host; None without any.
+        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if this rank has no sums.
 
         Raises:
             RuntimeError: a CUDA graph captures the step, or no mesh has all ranks that share parameters.

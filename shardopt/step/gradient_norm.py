@@ -1,4 +1,4 @@
-"""The norm of gradients, with the same bits on any number of ranks, and their multiplication by a coefficient."""
+"""The norm of all gradients, bitwise equal on any number of ranks, and clipping: gradients times a coefficient."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardopt.state.names import named
 from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
 
-#: Exact sums of squares, or magnitudes, by the ranks whose parts are to be joined: int64, on the CPU.
+#: This rank's exact sums of squares, or largest magnitudes, by the ranks to reduce them over: int64, on the CPU.
 Shares = Mapping[Counted | None, Tensor]
 
-#: Elements of one model parameter in a gradient: `element` is the first one's index in the gradient.
+#: A table row: the elements of one model parameter in a gradient, from index `element` on; `sums` is an address.
 _ROW = np.dtype([(name, np.int64) for name in ("tensor", "element", "cols", "sums")])
 
 
 class GradientNorm:
-    """Tables of the gradients of some parameters, kept as long as ``_C.Inputs`` finds the parameters unchanged.
+    """Computes and clips the norm of parameters' gradients, with kernel tables that are cached between calls.
 
-    The tables refer to no parameter and no gradient.
+    The tables keep no parameter and no gradient alive; :meth:`read` says whether the tables are still valid.
 
     Args:
         params: the parameters. Ranks that hold parts of the same parameters pass them in the same order.
@@ -42,7 +42,7 @@ class GradientNorm:
     def __init__(self, params: list[Tensor]) -> None:
         may_have_gradient = [p.dtype in DTYPES and (p.requires_grad or p.grad is not None) for p in params]
         self._shards = [shard_of(p) if may else None for p, may in zip(params, may_have_gradient, strict=True)]
-        # By the ranks that hold the parts: all these ranks take part in each exchange, with or without gradients.
+        # Buffers by the ranks that hold a parameter's shards: all join each reduction, with or without gradients.
         self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
         rows: dict[torch.device, list[tuple[int, ...]]] = {param.device: [] for param in params}
         seen: set[int] = set()  # a parameter that is given twice counts once
@@ -74,9 +74,9 @@ class GradientNorm:
             )
 
     def read(self, params: list[Tensor]) -> bool:
-        """Reads the gradients, to be called before each of the other methods.
+        """Takes the current gradients; to be called before each of the other methods.
 
-        Runs collectives of gradients that are not sharded like their parameters.
+        Runs collectives for gradients that are not sharded like their parameters.
 
         Returns:
             Whether the tables fit the parameters.
@@ -98,9 +98,9 @@ class GradientNorm:
         """The norm of all elements, and the coefficient that makes it at most ``max_norm``. All ranks must call this.
 
         Args:
-            max_norm: the largest norm that the gradients may have.
+            max_norm: the largest norm that the gradients may have after clipping.
             largest: whether the norm is the largest magnitude, instead of the root of the sum of squares, rounded once.
-            kept: shares of gradients that are kept in the host's memory.
+            kept: this rank's sums or magnitudes of gradients in the host's memory, to be included.
 
         Returns:
             float32, 0-d, on the device of the first parameter.
@@ -116,7 +116,7 @@ class GradientNorm:
         for of_one in kept:
             for ranks, share in of_one.items():
                 shares.setdefault(ranks, []).append(share)
-        # Parameters that were frozen after their backward pass have kept gradients only.
+        # Parameters frozen after their backward pass are not in the tables, but may have gradients in ``kept``.
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
         nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, nothing, largest=largest)
@@ -142,14 +142,14 @@ class GradientNorm:
         _C.increment_versions([param.grad for param in self.with_gradient])
 
     def forget_gradients(self) -> None:
-        """Lets go of the gradients."""
+        """Drops all references to gradients, so that their memory can be freed."""
         self._parts, self.with_gradient = [], []
         self._copied.clear()
         for batch in self._batches:
             batch.contiguous.clear()
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
-        """Divides the rows of parameters with a gradient by device; rows that the kernels can scale come first."""
+        """Makes a batch per device of the rows with a gradient; rows that the kernels can scale in place come first."""
         has_gradient = kinds != _C.Inputs.no_gradient
         others = has_gradient & (kinds & _C.Inputs.strided > 0)
         others[list(self._copied)] = True
@@ -162,14 +162,14 @@ class GradientNorm:
 
 
 class _NormBatch:
-    """The rows of the gradients on a device.
+    """The table of all gradients on a device, with the kernel call that reads or scales the gradients.
 
     Attributes:
-        call: the kernels' call for them.
+        call: the kernel call.
         tensors: per row, the parameter's index.
         in_place: number of leading rows whose gradients the kernels multiply in place.
-        others: the indices of the other parameters, whose gradients are not contiguous, or copies.
-        contiguous: the contiguous copies of these gradients that the kernels read.
+        others: indices of the other parameters, whose gradients PyTorch multiplies: strided ones, or read from copies.
+        contiguous: contiguous copies of the gradients of ``others``, which the kernels read.
     """
 
     def __init__(self, device: torch.device, rows: npt.NDArray[np.void], in_place: int) -> None:
@@ -181,7 +181,7 @@ class _NormBatch:
         self.contiguous: dict[int, Tensor] = {}
 
     def fill(self, watched: _C.Inputs, parts: Sequence[Tensor]) -> None:
-        """Fills in the gradients' addresses."""
+        """Writes the gradients' current addresses into the table, after contiguous copies of strided gradients."""
         watched.fill(self._kernel_rows, self.tensors, self._elements)
         self.contiguous = {index: parts[index].contiguous() for index in self.others}
         for row in range(self.in_place, len(self.tensors)):
@@ -189,7 +189,7 @@ class _NormBatch:
             self._kernel_rows["gradient"][row] = copy.data_ptr() + int(self._elements[row]) * copy.itemsize
 
     def demand_apart(self) -> None:
-        """Raises RuntimeError if two gradients that are multiplied in place are one."""
+        """Raises RuntimeError if two parameters have the same gradient, which would be multiplied twice."""
         rows = self._kernel_rows[: self.in_place]
         places = np.flatnonzero(rows["cols"])  # rows without elements share nothing
         addresses = rows["gradient"][places]
@@ -204,7 +204,7 @@ class _NormBatch:
 
 
 def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], index: int, gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient that the tables do not know; notes the original in ``copied`` if it is a copy."""
+    """This rank's shard of a gradient that is not yet in the tables; if a copy, ``copied`` gets the original."""
     shard = shards[index]
     assert shard is not None
     with named(f"parameter {index} {shard.global_shape}"):
@@ -216,7 +216,7 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
 
 
 def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
-    """First element in the local tensor, number of elements, and holders, of each model parameter in a shard."""
+    """Per model parameter in a shard: its first local element's index, number of local elements, ranks that hold it."""
     if isinstance(shard, FlatBuffer):
         return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
     return [(0, shard.rows * shard.cols, shard.counted())]

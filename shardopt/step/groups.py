@@ -15,11 +15,11 @@ from shardopt.state.rule import Rule, hyper_row
 
 
 class Group(NamedTuple):
-    """Options that all parameters of a param group share in a step.
+    """The options of a param group in a step, checked and converted for the kernels.
 
     Attributes:
-        rule: the update.
-        table_format: the options in :data:`shardopt.state.options.TABLE_FORMAT`.
+        rule: the update rule, such as Adam's.
+        table_format: the options in :data:`shardopt.state.options.TABLE_FORMAT`, whose change needs new tables.
         hyper: the rule's hyper-parameters.
         lr: the learning rate if it is on a device; ``hyper["lr"]`` is then 0.
         gradient_sign: -1 to ascend.
@@ -35,15 +35,15 @@ class Group(NamedTuple):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """The properties that tables and messages depend on."""
+        """The options on which table rows and messages between ranks depend; a change makes cached tables invalid."""
         return self.rule, self.table_format, self.nonfinite == "raise"
 
 
 class GroupTables:
-    """Tables of ``_C.group_row``, cached until the options change.
+    """The options as kernels read them, a row of ``_C.group_row`` per param group; cached until the options change.
 
     Args:
-        groups: the param groups.
+        groups: the options of each param group.
     """
 
     def __init__(self, groups: list[Group]) -> None:
@@ -54,23 +54,23 @@ class GroupTables:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors that the tables point to."""
+        """The tensors (learning rates on a device) whose addresses are in the tables."""
         return list(self._lr.values())
 
     def replace(self, groups: list[Group]) -> bool:
-        """Takes new options; returns whether parameters keep their tables."""
+        """Replaces the options; returns whether the parameters' cached :class:`StepTables` remain valid."""
         before, self.groups = self.groups, groups
         self._tables.clear()
         return [group.layout for group in groups] == [group.layout for group in before]
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
-        """Takes hyper-parameters that follow from the sums over all parameters, per param group; None for none."""
+        """Overrides each param group's hyper-parameters by values computed from totals; None ends the override."""
         if hyper is not self._from_totals:
             self._from_totals = hyper
             self._tables.clear()
 
     def on(self, kernels: torch.device, applied: tuple[tuple[int, float], ...] | None = None) -> npt.NDArray[np.void]:
-        """A row per param group.
+        """The table of options for the kernels of a device: a row per param group, or per entry of ``applied``.
 
         Args:
             kernels: the kernels' device.

@@ -36,24 +36,24 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Input:
-    """A parameter of the optimizer, as a step needs to know it.
+    """The description of one of the optimizer's parameters for a step: name, shard, and addresses for the kernels.
 
     Attributes:
-        index: index in the step.
+        index: index among all parameters of the step, in the order of the param groups.
         name: the parameter's name in errors.
-        group: index of the param group.
-        position: index in the param group.
+        group: index of the parameter's param group.
+        position: index among the parameters of the param group.
         device: device of the parameter's memory.
         spec: describes the parameter's state; None for a parameter without gradient that cannot be stepped.
-        number: index among all of the model's parameters, on which stochastic rounding depends.
-        copies: ranks that hold copies of the parameter and share the work on it; None without such ranks.
+        number: index among all of the model's parameters, which seeds the noise of stochastic rounding.
+        copies: ranks that hold replicas and divide the orthogonalization of parameters among them; None without.
         gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
             attribute ``grad`` is None.
-        sums: by index in ``slices``, the address of the exact sums over the slice's parameter.
-        begins: by index in ``slices``, the elements at which orthogonalized matrices begin; no row crosses one.
-        columns: what ranks exchange if the parameter is a column shard that cuts blocks.
-        step: address of the step count; 0 as long as the parameter has no rows.
-        offload: the operands that are copied for the step.
+        sums: by index in ``slices``, the address of the buffer to which kernels add the slice's exact sums.
+        begins: by index in ``slices``, the offsets at which Muon's matrices begin; table rows are split there.
+        columns: the buffers that ranks all-reduce if the parameter is a column shard that cuts blocks; otherwise None.
+        step: address of the step count; 0 as long as the parameter has no table rows.
+        offload: the option ``offload``, which decides what is copied between device and host for the step.
     """
 
     index: int
@@ -79,7 +79,7 @@ class Input:
 
     @property
     def slices(self) -> tuple[SliceSpec, ...]:
-        """The slices of model parameters that the parameter is made of."""
+        """The slices of model parameters that the parameter is made of: several in a flat buffer, otherwise one."""
         return () if self.spec is None else self.spec.slices
 
 
@@ -94,11 +94,11 @@ def describe(
     """Describes all parameters of a step.
 
     Args:
-        param_groups: the optimizer's param groups, or similar ones of some of its parameters.
-        groups: one per param group.
+        param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
+        groups: the options of each param group.
         context: the optimizer.
-        first: index of the first parameter among all of the optimizer's.
-        name: the name in errors of a single parameter that is not the param group's first.
+        first: index of the first of these parameters among all parameters of the optimizer.
+        name: the name in errors, for a step of a single parameter; None to derive names from the param groups.
         gradient_on_host: whether the gradient of a single parameter is in the host's memory.
 
     Raises:
@@ -110,7 +110,7 @@ def describe(
     unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
     context.is_numbered |= any(number_of(param) is not None for param in params)
-    if context.is_numbered:  # some may have come into the groups by assignment
+    if context.is_numbered:  # parameters may have been assigned to the groups
         use_numbers(param for param in params if number_of(param) is None)
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
@@ -154,11 +154,11 @@ def describe(
 
 
 def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: Tensor | None) -> list[Tensor | None]:
-    """This rank's parts of all gradients, checked. May run collectives, unless they are in the host's memory.
+    """Checks all gradients and returns this rank's shards. Runs collectives for gradients sharded unlike parameters.
 
     Args:
         params: all parameters of the step.
-        inputs: one per parameter.
+        inputs: the parameters' descriptions.
         on_host: this rank's part of the gradient of a single parameter, in the host's memory.
 
     Raises:
@@ -179,7 +179,7 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
 
 
 def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient, with memory of its own. May run collectives.
+    """This rank's shard of a parameter's gradient. Runs collectives for a gradient sharded unlike its parameter.
 
     Raises:
         RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
@@ -190,7 +190,7 @@ def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Ten
 
 @contextmanager
 def ignoring_errors_without_gradient(gradient: Tensor | None) -> Iterator[None]:
-    """Leaves the errors of a parameter without a gradient to the step in which the parameter has one."""
+    """Suppresses errors about a parameter that has no gradient: the first step with a gradient raises them."""
     try:
         yield
     except RuntimeError as error:
@@ -205,14 +205,14 @@ def prepare_states(
     gradients: Sequence[Tensor | None],
     residency: StateResidency,
 ) -> list[Input]:
-    """Readies the state of parameters with a gradient, and of those without that were stepped before.
+    """Creates missing state, checks state, and moves it to its device, for parameters with a gradient or with state.
 
     Args:
         params: all parameters of the step.
         state: the optimizer's state.
-        inputs: one per parameter.
-        gradients: this rank's parts; None for a parameter without gradient.
-        residency: where the state of each parameter lives.
+        inputs: the parameters' descriptions.
+        gradients: this rank's shards of the gradients; None for a parameter without gradient.
+        residency: decides on which device the state of each parameter is kept.
 
     Returns:
         The parameters whose state is ready.
@@ -251,12 +251,12 @@ def prepare_states(
 
 
 def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
-    """Looks for NaN and Inf in gradients; raises on all ranks that share parameters, directly or by way of others.
+    """Looks for NaN and Inf in gradients; if a rank finds one, all ranks that are linked by shared parameters raise.
 
     Args:
         inputs: the parameters. Ranks that share parameters pass the same parameters.
-        gradients: this rank's parts of the gradients.
-        groups: one per param group.
+        gradients: this rank's shards of the gradients.
+        groups: the options of each param group.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
@@ -276,7 +276,7 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
         flagged.setdefault((holders, parameter.device), []).append((parameter.name, flag))
     is_in_several = len({holders for holders, _ in flagged if holders is not None}) > 1
     bad: list[str] = []
-    linked: dict[RankGroup, None] = {}  # the sets of ranks of which a rank is in another set, too
+    linked: dict[RankGroup, None] = {}  # the sets in which at least one rank belongs to another set, too
     for (holders, _), named_flags in flagged.items():
         names, flags = zip(*named_flags, strict=True)
         found = torch.stack([*flags, torch.full_like(flags[0], is_in_several)])
@@ -292,7 +292,7 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
 
 
 def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.device) -> None:
-    """Checks that the kernels can step this rank's part of a parameter, whose gradient is to be on ``device``.
+    """Checks that the kernels can update this rank's shard of a parameter, whose gradient has to be on ``device``.
 
     Raises:
         RuntimeError: the kernels have no support for the device, dtype, memory, sign, shape or strides of the parameter
@@ -337,7 +337,7 @@ def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as in an expanded tensor: one dimension steps within another."""
+    """Whether elements may share memory, as in an expanded tensor: a stride lies within another dimension's extent."""
     if tensor.is_contiguous():
         return False
     reach = 0

@@ -1,4 +1,4 @@
-"""Sums over several parameters that reach all ranks which hold some of them, each part counted once."""
+"""Sums or maxima over all parameters on all ranks, as for the norm of all gradients; replicas are counted once."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch import Tensor
 from shardopt.layout import Counted
 from shardopt.step.agreement import digest_of
 
-#: In the last word of a message: its rank cannot add up what its sets of ranks hold. That word is otherwise at most
-#: _MOST_LOST, as it counts terms that are not finite: those of fewer than 2^15 ranks can be added up.
+#: The last word of a sum counts terms that are not finite. Clamped to _MOST_LOST, the words of fewer than 2^15 ranks
+#: add up to less than _REFUSAL, which a rank sends to say that the total cannot be computed.
 _REFUSAL, _MOST_LOST = 1 << 48, 1 << 32
 
-_calls = Counter[str]()  # by subject; goes on if process groups are made again, which may use the same store
-#: Calls whose messages stay in the store, about 2 MB, for ranks that are behind.
+_calls = Counter[str]()  # per subject, for the store's keys; never reset, as new process groups may use the same store
+#: How many of the last calls keep their results in the store, about 2 MB, for ranks that read them later.
 _KEPT = 4096
 
 
 class OverAll:
-    """The messages by which sums over all parameters reach all ranks.
+    """Computes sums or maxima over all parameters, from each rank's shards, so that every rank has the total.
 
-    Ranks that hold a parameter exchange one message, which also carries the sums of parameters that only some of
-    these ranks hold: ranks that leave those parameters out need not know of them. A rank that is on no mesh with
-    them, but has their parameters without elements, reads the result from the store, where one of them puts it.
+    Each set of ranks that is part of no larger set runs one all-reduce, for all parameters that are sharded over the
+    set or over some of its ranks. A rank that is outside of the set, but has its parameters without elements (their
+    mesh leaves the rank out), reads the result from torch.distributed's store, where the set's lowest rank puts it.
 
     Args:
-        held: the parameters' ranks; None for a parameter that each rank has all of.
+        held: per parameter, the ranks that hold its shards; None for a parameter that each rank has all of.
     """
 
     def __init__(self, held: Iterable[Counted | None]) -> None:
         known = list(dict.fromkeys(held))
         own = [counted for counted in known if counted is not None and counted.ranks is not None]
-        #: The ranks of each message, in the parameters' order.
+        #: The sets of ranks that run an all-reduce, in the order of the parameters.
         self.messages = _largest(own)
         everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
         others = [c for c in known if c is not None and c.ranks is None and not c.numbers <= everyone]
         self._read_from = _largest(others)
-        self._may_have_readers = bool(others) or None in known  # other ranks may have a copy of a parameter
-        # Subjects are counted apart: a rank that has no sums over these sets of ranks may have sums over other ones.
+        self._may_have_readers = bool(others) or None in known  # whether other ranks may read from the store
+        # The subject identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
         sets = sorted(sorted(counted.numbers) for counted in (*self.messages, *self._read_from))
         self._subject = digest_of(repr((sets, None in known))).hex()
         takes_several = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
         reach = frozenset[int]().union(*(counted.reach for counted in own))
         has_nothing = not own and None not in known
-        # Whether ranks would miss parts that others count, or count copies twice.
+        # Whether a total would lack some ranks' shards, or count replicas twice.
         self._is_incomplete = takes_several or any(has_nothing or reach & counted.numbers for counted in others)
         self._home: dict[Counted | None, Counted] = {
             counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own
@@ -58,9 +58,9 @@ class OverAll:
         """The sum or maximum over all parameters and ranks. All ranks must call this.
 
         Args:
-            shares: words of this rank's parts, int64, by the parameters' ranks.
-            like: words for nothing, on the device of the result.
-            largest: whether words are joined by their maximum.
+            shares: this rank's partial sums or maxima, int64, by the ranks that hold the parameters.
+            like: zeros in the shape of a partial sum, on the device of the result.
+            largest: whether to take the maximum instead of the sum.
 
         Raises:
             RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2, or
@@ -92,7 +92,7 @@ class OverAll:
         return _joined([like, *totals, *map(self._read, self._read_from)], largest)
 
     def refuse(self) -> None:
-        """In place of a total: ranks that read this rank's messages from the store raise an error."""
+        """Called instead of :meth:`total` after an error: ranks that read this rank's results from the store raise."""
         _calls[self._subject] += 1
         for message in self.messages:
             self._write(message, torch.tensor([_REFUSAL], device="cpu"))
@@ -122,18 +122,18 @@ class OverAll:
         return f"shardopt {self._subject} {sorted(counted.numbers)} {_calls[self._subject] - age}"
 
     def _joins(self, counted: Counted | None, message: Counted) -> bool:
-        """Whether this rank's part belongs into a message: it is not yet in it, as a copy."""
+        """Whether this rank adds its shards to an all-reduce: no lower rank in it holds (and adds) the same shards."""
         return counted is not None and self._home.get(counted) is message and not counted.before & message.numbers
 
 
 def _largest(held: Sequence[Counted]) -> list[Counted]:
-    """The sets of ranks that are in no larger set, the first of equal ones, in order."""
+    """The sets of ranks that are contained in no larger set, in order; of equal sets only the first."""
     sets = {counted.numbers: counted for counted in reversed(held)}
     return [c for c in held if sets[c.numbers] is c and not any(c.numbers < other for other in sets)]
 
 
 def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
-    """The sum or the maximum of some words, on the first ones' device."""
+    """The elementwise sum or maximum of tensors, on the first tensor's device."""
     total = parts[0].clone()
     for part in parts[1:]:
         there = part.to(total.device)

@@ -1,4 +1,4 @@
-"""The plan of a step: all properties that must be equal on ranks that exchange data in a step."""
+"""The plan of a step: the parameters' properties that must be equal on all ranks that exchange data in the step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardopt.step.over_all import OverAll
 
 
 def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> StepPlan:
-    """The plan of a step with the current gradients.
+    """Describes, per set of ranks that exchange data in the step, the parameters involved, for the ranks to compare.
 
     Args:
         param_groups: the optimizer's param groups.
-        groups: one per param group.
-        inputs: one per parameter.
-        single: whether the step is of one parameter, in the backward pass. Ranks may step parameters in different
-            orders, so that they compare plans only where data are exchanged.
+        groups: the options of each param group.
+        inputs: the descriptions of all parameters of the step.
+        single: whether the step updates a single parameter, during the backward pass. Ranks may update parameters in
+            different orders, so that they compare plans only where they exchange data.
     """
     sets: dict[RankGroup, list[Line]] = {}
     summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
@@ -41,10 +41,10 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
 
 
 def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:
-    """The ranks with which a step exchanges data of a slice, or would with other options.
+    """The sets of ranks within which a step exchanges data of a slice, or would exchange data with other options.
 
     Returns:
-        For each set of ranks whether all of them or none must have a gradient.
+        Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
     """
     shard, rule = slice_.shard, group.rule
     found = {shard.row_owners: bool(shared_blocks(slice_))}

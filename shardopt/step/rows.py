@@ -1,4 +1,4 @@
-"""Rows of the kernel tables, one per rectangle of a parameter's slice."""
+"""Builds the rows of the kernels' tables, which hold addresses and sizes: one row per rectangle of a slice."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def rows_of(
     seed: int,
     extremes_of: Mapping[tuple[Shard, int], list[int]],
 ) -> Iterator[Row]:
-    """The rows of a parameter, without gradients, as rows of :data:`ROW`.
+    """Generates a parameter's table rows, of the dtype :data:`ROW`; each step fills in the gradients' addresses.
 
     Args:
         parameter: the parameter's description.
-        param: this rank's part of the parameter.
+        param: this rank's shard of the parameter.
         state: the parameter's state.
-        residency: where the state lives.
+        residency: the devices of the state and of the step count, and whether they are offloaded.
         seed: the option ``stochastic_rounding_seed``.
-        extremes_of: addresses of the extremes of blocks that flat shards cut, by shard and number in the grid.
+        extremes_of: by shard and block number, the addresses of the extremes of each block that flat shards cut.
 
     Raises:
         RuntimeError: an entry of the state has another dtype, size, device or layout.
@@ -117,7 +117,7 @@ _KERNEL_ROW = tuple(_C.kernel_row.fields or ())
 def _checked(
     name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency
 ) -> tuple[list[Tensor], list[Tensor | None], Tensor | None]:
-    """This rank's codes and scales, per moment, and low bits."""
+    """Checks this rank's state tensors and returns them: codes and scales per moment, and the weights' low bits."""
     codes, scales = [], []
     for moment in spec.moments:
         coded, codec = spec.local_coded(state, moment), moment.codec(spec.codec)
@@ -140,7 +140,7 @@ def _block_size(spec: SliceSpec) -> int:
 def _rectangles(
     spec: SliceSpec, param: Tensor, residency: Residency, begins: Sequence[int]
 ) -> Iterator[tuple[Rectangle, int]]:
-    """The slice's rectangles, and the number of each one's transfer unit in the slice."""
+    """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
     divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
         pieces = whole.cut_before(begins)
@@ -150,7 +150,7 @@ def _rectangles(
 
 
 def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectangle]:
-    """The slice as matrices, which are transfer units if the slice is offloaded."""
+    """The slice as rectangles; if it is offloaded, split into transfer units, each copied to the device at once."""
     shard, size = spec.shard, _block_size(spec)
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
@@ -168,7 +168,7 @@ def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectang
 
 
 def _check(name: str, key: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    """Checks a state entry, which the user may have replaced: the kernels do not check."""
+    """Checks a state entry before kernels get its address, as the user may have replaced the tensor."""
     if tensor.dtype == dtype and tensor.numel() == numel and tensor.device == device and tensor.is_contiguous():
         return
     layout = "a contiguous" if tensor.is_contiguous() else "a strided"
@@ -184,7 +184,7 @@ def _address(tensor: Tensor, index: int) -> int:
 
 
 def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
-    """Addresses of the elements at ``index``, per moment. ``widths``: elements per index, 1 by default."""
+    """Per moment, the address of the element at ``index * width``, with widths of 1 by default; 0 without a tensor."""
     widths = [1] * len(tensors) if widths is None else widths
     return _padded([0 if t is None else _address(t, index * width) for t, width in zip(tensors, widths, strict=True)])
 

@@ -1,4 +1,4 @@
-"""The stepper of a set of parameters, which caches their tables between steps."""
+"""Prepares and runs the steps of a set of parameters, and caches the kernels' tables between steps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _options_of = itemgetter(*DEFAULTS)
 
 
 class Stepper:
-    """Steps some of an optimizer's parameters, again and again.
+    """Runs the steps of all or some of an optimizer's parameters; keeps the kernels' tables from step to step.
 
     Args:
         context: the optimizer.
-        first: index of the first parameter among all of the optimizer's.
-        name: the name in errors of a parameter that is stepped by itself, when its gradient is complete.
+        first: index of the first of these parameters among all parameters of the optimizer.
+        name: the name in errors of a parameter that is updated alone, during the backward pass; otherwise None.
     """
 
     def __init__(self, context: StepContext, first: int = 0, name: str | None = None) -> None:
-        self.communicates = False  # whether the step that was prepared takes collectives
-        self.gradients_changed = True  # whether other parameters may have a gradient than in the step before
+        self.communicates = False  # whether the prepared step calls collectives when it runs
+        self.gradients_changed = True  # whether the set of parameters with a gradient may differ from the last step's
         self._context, self._first, self._name = context, first, name
-        self._tables: StepTables | None = None  # of the last step
+        self._tables: StepTables | None = None  # kept from the last step
         self._agreed: StepPlan | None = None  # the last plan that the ranks agreed on
         self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
 
@@ -45,10 +45,10 @@ class Stepper:
         scaling: LossScaling,
         on_host: Tensor | None = None,
     ) -> Callable[[], None]:
-        """Prepares a step on every parameter that has a gradient. May run collectives of gradients.
+        """Checks and prepares a step of all parameters that have a gradient. May run collectives, changes no weights.
 
         Args:
-            param_groups: the optimizer's param groups, or similar ones of some of its parameters.
+            param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
             state: the state of these parameters.
             scaling: the loss scale.
             on_host: this rank's part of the gradient of a single parameter, in the host's memory.
@@ -91,7 +91,7 @@ class Stepper:
     def _make_tables(
         self, param_groups: ParamGroups, state: Any, scaling: LossScaling, on_host: Tensor | None
     ) -> StepTables:
-        """Makes tables. Collectives have the order of a step with cached tables: gradients, plans, finiteness."""
+        """Builds tables. Collectives run in the order of ranks that have cached tables: gradients, plans, NaN check."""
         groups = list(map(self._context.group_of, param_groups))
         inputs = describe(param_groups, groups, self._context, self._first, self._name, on_host is not None)
         plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
@@ -112,7 +112,7 @@ class Stepper:
         self._tables = tables
 
     def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
-        """Checks the param groups whose options differ from those in the last step; returns the options of each."""
+        """Checks the param groups whose options changed since the last step; returns the options of all groups."""
         options_now = [_options_of(group) for group in param_groups]
         for group, options, last in zip_longest(param_groups, options_now, self._checked[: len(options_now)]):
             if options == last:

@@ -1,4 +1,4 @@
-"""Cached kernel tables, the check that decides when to rebuild them, and the run of a step on devices, by phases."""
+"""The kernels' tables, cached between steps, the check that they are still valid, and the run of a prepared step."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from shardopt.step.rows import ROW, Row, rows_of
 
 
 class StepTables:
-    """The tables of a step, kept as long as ``_C.Inputs`` finds the tensors that they point to unchanged.
+    """The tables of addresses and sizes that kernels read, cached as long as ``_C.Inputs`` finds the tensors unchanged.
 
-    Parameters without a gradient have rows, too: each step runs the rows of the parameters with a gradient.
+    All parameters that have state have rows in the table; a step runs only the rows of parameters with a gradient.
 
     Args:
         param_groups: the optimizer's param groups.
         state: the optimizer's state.
-        groups: one per param group.
-        inputs: one per parameter.
-        ready: the parameters whose state is ready.
-        gradients: this rank's parts, checked; None for a parameter without gradient.
-        plan: the description that ranks compare.
+        groups: the options of each param group.
+        inputs: the descriptions of all parameters.
+        ready: the descriptions of the parameters that have state.
+        gradients: this rank's shards of the gradients, checked; None for a parameter without gradient.
+        plan: the descriptions of parameters that ranks compare before they exchange data.
         context: the optimizer.
 
     Raises:
@@ -95,7 +95,7 @@ class StepTables:
         names = [frozenset(p.spec.entries) if p.spec and p.step else None for p in inputs]
         read_gradient = partial(local_gradient, inputs)
         self.watched = _C.Inputs(list(param_groups), state, shards, names, shard_of, read_gradient)
-        self._kinds: bytes | None = None  # of the gradients of the last step
+        self._kinds: bytes | None = None  # per parameter, the kind of gradient in the last step: none, strided, ...
         self._batches: dict[torch.device, list[Batch]] = {}
         if not self.read(param_groups, state, dict(enumerate(self._gradients))):
             raise RuntimeError(
@@ -106,7 +106,7 @@ class StepTables:
     def _rows_of(
         self, parameter: Input, param: Tensor, state: StateDict, extremes_of: Mapping[tuple[Shard, int], list[int]]
     ) -> list[Row]:
-        """The rows of a parameter whose state is ready."""
+        """Makes a parameter's table rows, and sets ``offload``, ``columns`` and ``step`` of its description."""
         spec, where = parameter.spec, self._context.residency.of(param)
         assert spec is not None
         seed = self.groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
@@ -121,13 +121,13 @@ class StepTables:
     def read(
         self, param_groups: ParamGroups, state: Mapping[Tensor, Any], parts: Mapping[int, Tensor | None] | None = None
     ) -> bool:
-        """Reads the gradients; False if the tables no longer fit parameters, state or gradients.
+        """Takes the current gradients; returns False if the tables no longer fit parameters, state or gradients.
 
         Args:
             param_groups: the optimizer's param groups.
             state: the optimizer's state.
-            parts: this rank's parts of gradients, by the parameters' indices, if they are known; gradients that are
-                kept in the host's memory among them.
+            parts: this rank's shards of gradients, by the parameters' indices, where the caller already has them, as
+                for gradients in the host's memory. Other gradients are read from the parameters.
         """
         result = self.watched.read(param_groups, state, parts)
         if result is not None:
@@ -139,10 +139,10 @@ class StepTables:
         demand_finite(self._inputs, self._gradients, self.groups.groups)
 
     def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
-        """Fills in this step's gradients, options and loss scale.
+        """Writes the gradients' addresses, the options and the loss scale of this step into the tables.
 
         Returns:
-            Whether other parameters may have a gradient, or gradients of another kind, than in the step before.
+            Whether the parameters with a gradient, or the gradients' kinds (such as strided), may have changed.
         """
         kinds = self.watched.gradient_kinds()
         if changed := kinds != self._kinds:
@@ -162,19 +162,19 @@ class StepTables:
                 states = cache(partial(self._states, param_groups=param_groups, state=state))
                 for wave in self._waves[device]:
                     wave.update(self.watched, self.groups, scaling, operands, states)
-            # Largest copies first: if memory is too short for them, nothing was changed.
+            # Batches with the largest copies run first: if memory is too short for a copy, nothing was changed yet.
             batches.sort(key=lambda batch: -batch.copied_bytes)
         return changed
 
     @property
     def communicates(self) -> bool:
-        """Whether the step takes collectives."""
+        """Whether :meth:`run` calls collectives."""
         waves = (wave for of_device in self._waves.values() for wave in of_device)
         has_sums = self._sums is not None and self._sums.communicates
         return has_sums or any(self._cuts.values()) or any(wave.communicates for wave in waves)
 
     def run(self) -> None:
-        """Takes the step: in any thread if it takes no collectives, whose order must be equal on all ranks.
+        """Runs the prepared step; in a worker thread only without collectives, which all ranks call in the same order.
 
         Raises:
             torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
@@ -196,7 +196,7 @@ class StepTables:
         self._gradients, self._stepped = [], []
 
     def _add_up(self, sums: ExactSums) -> None:
-        """Adds up the sums that rules need, over all ranks; options that follow from them go into the tables."""
+        """Computes the sums that rules need, all-reduces them, and updates hyper-parameters that depend on totals."""
         sums.clear()
         batches = [batch for of_device in self._batches.values() for batch in of_device]
         for cuts in filter(None, self._cuts.values()):
@@ -210,7 +210,7 @@ class StepTables:
                 batch.update(False, self.groups.on(batch.kernels), self._scaling)
 
     def _run_on(self, device: torch.device) -> None:
-        """Runs the step itself on a device, even if only other ranks have something to step."""
+        """Runs a device's kernels and collectives; even without gradients here, as other ranks wait for this rank."""
         cuts, waves = self._cuts[device], self._waves.get(device, [])
         calls = [batch.call for batch in self._batches[device]]
         if device.type == "cuda":
@@ -224,7 +224,7 @@ class StepTables:
             run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
-        """Divides the rows of parameters that have a gradient into batches."""
+        """Makes the batches of a step: selects the rows of parameters with a gradient, and groups them by device."""
         has_gradient = kinds != _C.Inputs.no_gradient
         self.plan = self.plan.with_gradients(frozenset(np.flatnonzero(has_gradient).tolist()))
         strided = has_gradient & (kinds & _C.Inputs.strided > 0)
@@ -236,7 +236,7 @@ class StepTables:
                 key = parameter.offload, parameter.index if strided[parameter.index] else None
                 alike.setdefault(key, []).append(parameter)
             self._batches[device] = []
-            for key, of_key in alike.items():  # including parameters whose rows are in waves
+            for key, of_key in alike.items():  # also parameters in waves: batches count their steps
                 rows = self._table[np.isin(self._table["tensor"], [parameter.index for parameter in of_key])]
                 self._batches[device].append(Batch(device, key, rows, of_key, self._context))
             for wave in self._waves.get(device, []):
@@ -246,13 +246,13 @@ class StepTables:
                 cuts.select(p.columns for p in stepped if p.columns is not None and p.index not in self._in_waves)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
-        """This rank's parts of a parameter and its gradient."""
+        """This rank's shards of a parameter and its gradient."""
         parameter, gradient = self._inputs[index], self._gradients[index]
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
     def _states(self, index: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[StateDict]:
-        """The states of a parameter's slices; a flat buffer has hundreds."""
+        """The state of each slice of a parameter. Callers cache the result, as a flat buffer has hundreds of slices."""
         parameter = self._inputs[index]
         assert parameter.spec is not None
         return parameter.spec.split(state[param_groups[parameter.group]["params"][parameter.position]])

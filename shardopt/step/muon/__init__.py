@@ -1,1 +1,1 @@
-"""Steps by orthogonalized directions (Muon): momentum, Newton-Schulz on whole matrices wave by wave, and the update."""
+"""The step of Muon: momentum, Newton-Schulz iterations on whole matrices in waves that limit memory, and the update."""

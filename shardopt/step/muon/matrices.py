@@ -1,4 +1,4 @@
-"""The matrices of a step whose directions are orthogonalized: their shapes, their owners, and their waves."""
+"""The matrices that Muon orthogonalizes: their shapes, the ranks that own them, and their division into waves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.inputs import Input
 
-BYTES = 2  # of an element of a direction: bfloat16
-ROW_BYTES = 4  # of a row's second moment: float32
+BYTES = 2  # per element of a direction: bfloat16
+ROW_BYTES = 4  # per row, for its second moment: float32
 _ALIGNED = 128  # elements: 256 bytes, by which libraries that multiply matrices may choose their kernels
 _SCATTER = 0x9E3779B1  # 2^32 over the golden ratio: its multiples, and every second one of them, spread evenly
 
@@ -30,7 +30,7 @@ LIVE_WAVES = 3
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that is orthogonalized by itself.
+    """A matrix that Muon orthogonalizes by itself (a parameter, or a part of one), and the ranks that hold its parts.
 
     Attributes:
         parameter: the optimizer's parameter.
@@ -43,7 +43,7 @@ class Matrix:
         ranks: the ranks that hold parts of the matrix, or share its copies; None for a matrix of this rank alone.
         held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
             memory, with the parameter's rows counted from the matrix's first.
-        row_ranges: by rank, the rows ``[first, end)`` whose second moments travel with the rank's part.
+        row_ranges: by rank, the rows ``[first, end)`` whose second moments are sent with the rank's part.
         owner: the rank that orthogonalizes the matrix, once :func:`waves_of` has chosen it.
     """
 
@@ -71,7 +71,7 @@ class Matrix:
 
     @property
     def number(self) -> int:
-        """The parameter's index among the model's."""
+        """The index, among all of the model's parameters, of the parameter that the matrix is in."""
         return self.parameter.number if self.spec.number is None else self.spec.number
 
     @property
@@ -81,7 +81,7 @@ class Matrix:
 
     @property
     def rank(self) -> int:
-        """This rank's place among the ranks."""
+        """This rank's index in :attr:`ranks`; 0 if the matrix is of this rank alone."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
@@ -94,25 +94,25 @@ class Matrix:
         return sum(math.prod(extents) for _, extents in self.held_by[rank])
 
     def rectangle(self, whole: Tensor, part: Part) -> Tensor:
-        """View of ``whole``, the matrix as one dimension, at an element of :attr:`held_by`."""
+        """View of a rectangle, from :attr:`held_by`, in ``whole``, which has the matrix's elements as a 1-D tensor."""
         inside = tuple(slice(start, start + extent) for start, extent in zip(*part, strict=True))
         return whole.view(-1, *self.spec.shard.global_shape[1:])[inside]
 
     def space(self, rank: int) -> int:
-        """Elements of memory for a rank's part of the direction, with second moments of rows behind it, padded."""
+        """Elements in a buffer for a rank's part of the direction and, behind it, second moments of rows; padded."""
         first, end = self.row_ranges[rank]
         return padded(self.held(rank)) + padded((end - first) * ROW_BYTES // BYTES)
 
     def row_moments(self, memory: Tensor, at: int, rank: int) -> Tensor:
-        """The second moments of rows in memory in which a rank's part begins at ``at``: float32, a view."""
+        """View, in float32, of the second moments of rows in a buffer in which a rank's part begins at ``at``."""
         begin, (first, end) = at + padded(self.held(rank)), self.row_ranges[rank]
         return memory[begin : begin + (end - first) * ROW_BYTES // BYTES].view(torch.float32)
 
     def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
-        """The rows of the matrix whose second moments this rank keeps, and these: a view of the local state entry."""
+        """The rows of the matrix whose second moments this rank keeps, and a view of them in the local state entry."""
         grid, shard = self.spec.row_grid, self.spec.shard
         assert grid is not None
-        row = self.start // self.cols  # of the matrix's first row among the rows of all matrices of the parameter
+        row = self.start // self.cols  # index of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
             (first, end), per_row, col = shard.blocks(grid), 1, 0
         else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
@@ -134,11 +134,11 @@ class Matrix:
 
 
 def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
-    """The matrices of one of the optimizer's parameters, in order, even if this rank holds nothing of them.
+    """Generates the matrices of one of the optimizer's parameters, in order, even if this rank holds no part of them.
 
     Args:
         parameter: the parameter's description.
-        orthogonalized: the options.
+        orthogonalized: how the parameter is split into matrices and orthogonalized.
 
     Raises:
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
@@ -148,7 +148,7 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
         ranks = shard.divided_among()
-        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # nothing, or on other ranks
+        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
         if ranks is not None:
@@ -169,7 +169,7 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
 
 
 def _within(held: Sequence[Part], first: int, end: int) -> list[Part]:
-    """The rectangles' elements in the rows ``[first, end)`` of the parameter, with rows counted from there."""
+    """Intersects rectangles with the rows ``[first, end)`` of the parameter; the results count rows from ``first``."""
     found = []
     for (low, *starts), (rows, *extents) in held:
         begin, stop = max(low, first), min(low + rows, end)
@@ -179,23 +179,23 @@ def _within(held: Sequence[Part], first: int, end: int) -> list[Part]:
 
 
 def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, rows: int, cols: int) -> tuple[int, int]:
-    """The rows ``[first, end)`` of a matrix, at least those whose second moments a rank keeps.
+    """A range ``[first, end)`` of a matrix's rows that has all rows whose second moments a rank keeps.
 
     Args:
         held: the rectangles of the parameter that the rank holds.
-        of_matrix: those of the matrix.
-        spec: of the parameter.
-        rows: of the matrix.
-        cols: of the matrix.
+        of_matrix: the rectangles of the matrix that the rank holds.
+        spec: the slice of the parameter.
+        rows: the number of the matrix's rows.
+        cols: the number of the matrix's columns.
     """
     grid, shard, shape = spec.row_grid, spec.shard, spec.shard.global_shape
     assert grid is not None
     if not held and not isinstance(shard, FlatShard) and shard.row_owners is not None:
-        return 0, rows  # an empty column shard keeps those of its rows, wherever they are
+        return 0, rows  # an empty column shard keeps second moments of its rows, which may be any rows
     if not of_matrix:
         return 0, 0
     if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
-        return 0, rows  # of a stack, each rank keeps those of its matrices' other rows, too
+        return 0, rows  # in a stack of matrices, a rank also keeps second moments of rows that other ranks hold
     first = np.ravel_multi_index(of_matrix[0][0], shape)
     last = np.ravel_multi_index([start + n - 1 for start, n in zip(*of_matrix[-1], strict=True)], shape)
     return int(first // cols), int(last // cols) + 1
@@ -228,13 +228,13 @@ def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple
     return [(begin * width, rows, width) for begin, rows in zip(begins, split, strict=True)]
 
 
-#: Matrices whose directions travel together, in the order of their directions in memory: by owner. All have the same
-#: ranks, and all are copied or none is.
+#: Matrices whose directions are exchanged by the same collectives, sorted by owner, as the directions are in the
+#: buffer. All matrices of a wave have the same ranks, and either all or none are replicated.
 Wave = Sequence[Matrix]
 
 
 def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_number: bool) -> list[Wave]:
-    """Divides the matrices of one device among the ranks, by cost, and into waves.
+    """Assigns the matrices of a device to owner ranks, balanced by cost, and divides the matrices into waves.
 
     The result depends on the parameters and their sharding alone, so that it is equal on all ranks.
 
@@ -242,8 +242,8 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         matrices: in an order that is equal on all ranks.
         memory: bytes that a step may take; a parameter that needs more is a wave by itself.
         device_type: type of the device that computes the matrices.
-        by_number: whether owners depend on the parameters' numbers, as of a single parameter. Ranks that leave out
-            parameters of other ranks number theirs differently.
+        by_number: whether to spread owners by the parameters' numbers in the model, for steps of a single parameter,
+            instead of by index in ``matrices``. Numbers differ on ranks that leave out parameters of other ranks.
     """
     alike: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
@@ -268,7 +268,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
 
 
 def _owned(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
-    """Matrices that the same ranks divide, with their owners, the costliest matrix first."""
+    """Assigns each of the matrices of the same ranks to a least loaded rank; yields them, the costliest first."""
     ranks = len(matrices[0].held_by)
     loads = [0] * ranks
     for index, matrix in sorted(enumerate(matrices), key=lambda numbered: -numbered[1].flops):
@@ -280,7 +280,7 @@ def _owned(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
 
 
 def _memory(matrix: Matrix) -> npt.NDArray[np.int64]:
-    """Bytes per rank of a matrix's directions: the rank's own elements, and all elements on the owner."""
+    """Bytes that a matrix's directions take on each rank: the rank's part, and on the owner also the whole matrix."""
     taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.held_by))])
     if not matrix.is_copied:
         taken[matrix.owner] += taken.sum()
@@ -288,5 +288,5 @@ def _memory(matrix: Matrix) -> npt.NDArray[np.int64]:
 
 
 def padded(numel: int) -> int:
-    """Elements that a direction takes with padding, so that the next one is aligned for the kernels."""
+    """The number of elements rounded up, so that whatever follows in the buffer is aligned for the kernels."""
     return -(-numel // _ALIGNED) * _ALIGNED

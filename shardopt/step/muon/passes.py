@@ -1,4 +1,4 @@
-"""The kernels' passes over the rows of a wave: one computes directions, and one moves parameters by them."""
+"""The kernels' two passes over a wave: momentum and directions first, then weights by orthogonalized directions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from shardopt.step.muon.matrices import BYTES, Wave
 
 _DIRECTION = WeightFormat(torch.bfloat16)
 
-#: This rank's parts of a parameter and its gradient, by the parameter's index.
+#: Returns this rank's shards of a parameter and of its gradient, given the parameter's index.
 Operands = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class Passes:
-    """The momentum's and the parameters' pass over some rows of a wave.
+    """Two kernel passes over rows of a wave: one updates momentum and writes directions, one updates the weights.
 
     Args:
         wave: the matrices.
-        first: offset of each matrix's direction in memory.
+        first: index of each matrix's direction in the wave's buffer of directions.
         device: the parameters' device.
-        alike: what the rows' parameters have in common.
-        rows: rows of :data:`shardopt.step.rows.ROW`.
-        matrices: the place in the wave of each row's matrix.
+        alike: the key of the batch, equal for all rows' parameters.
+        rows: table rows of the dtype :data:`shardopt.step.rows.ROW`.
+        matrices: per row, the index in the wave of the matrix that the row is part of.
         context: the optimizer.
     """
 
@@ -67,7 +67,7 @@ class Passes:
         self._apply = Batch(device, (of_apply, None), apply, [], context)
 
     def update(self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, operands: Operands) -> None:
-        """Takes the gradients and options of a step. The first call allocates the memory that the kernels need."""
+        """Prepares a step with its gradients and options. The first call allocates the memory that the kernels need."""
         self._of_momentum = groups.on(self._momentum.kernels), scaling
         unscaled = scaling._replace(grad_scale=None, coefficient=None)
         self._of_apply = groups.on(self._apply.kernels, self._scaled), unscaled
@@ -78,7 +78,7 @@ class Passes:
             self._apply.update(True, *self._of_apply)
 
     def momentum_into(self, memory: Tensor) -> Call:
-        """The call of the momentum's pass, which writes its directions to memory."""
+        """Prepares the first pass, to write directions to ``memory``; returns the kernel call for the caller to run."""
         kernel_rows = self._momentum.tables.kernel_rows
         changed = self._new_gradients | _point(kernel_rows["param"], memory, self._offsets)
         if self._operands is not None:
@@ -90,7 +90,7 @@ class Passes:
         return self._momentum.call
 
     def apply(self, directions: Tensor) -> None:
-        """Takes the pass over the parameters."""
+        """Runs the second pass, which updates the weights by the orthogonalized directions."""
         kernel_rows = self._apply.tables.kernel_rows
         changed = _point(kernel_rows["gradient"], directions, self._offsets)
         if self._operands is not None:

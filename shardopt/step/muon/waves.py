@@ -1,7 +1,7 @@
-"""The part of a step that moves parameters by orthogonalized directions, wave by wave.
+"""Muon's part of a step, in waves of matrices, which limit the memory and overlap communication with computation.
 
-The kernels write directions, which travel from this rank to the matrices' owners, are orthogonalized there, come back,
-and are read by the kernels' second pass.
+For each wave, kernels write directions from the momentum; an all-to-all gathers each matrix on the rank that owns it,
+which orthogonalizes it; a second all-to-all returns the results, by which the kernels' second pass updates weights.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shardopt.step.muon.passes import Operands, Passes
 from shardopt.step.rows import ROW
 
 _NONE = torch.empty(0, device="cpu")
-_TINY = 1e-10  # by the authors of NorMuon: zeros stay zeros
+_TINY = 1e-10  # added to divisors, as in NorMuon's reference code, so that zeros stay zeros
 
 
 def wave_steps(
     inputs: Sequence[Input], groups: Sequence[Group], context: StepContext, *, by_number: bool
 ) -> dict[torch.device, list[WaveStep]]:
-    """The waves of a step, by device. Inputs get to know where their matrices begin.
+    """Divides the matrices of a step into waves, by device, and sets ``begins`` of the inputs, which splits table rows.
 
     Args:
-        inputs: all parameters of the step.
-        groups: one per param group.
+        inputs: the descriptions of all parameters of the step.
+        groups: the options of each param group.
         context: the optimizer.
-        by_number: whether the matrices' owners depend on the parameters' numbers; see :func:`waves_of`.
+        by_number: whether the choice of the matrices' owners depends on the parameters' numbers; see :func:`waves_of`.
     """
     by_device: dict[torch.device, list[Matrix]] = {}
     memory = []
@@ -60,21 +60,21 @@ def wave_steps(
 
 
 class WaveStep:
-    """The step of the parameters of one wave.
+    """The matrices of one wave, and the stages of their step: :meth:`begin`, :meth:`orthogonalize`, :meth:`apply`.
 
-    If ranks have parts of the matrices, an owner gathers the parts of all its matrices by one exchange. If each rank
-    has all elements, an owner waits for nothing, and sends its matrices to all ranks.
+    If matrices are sharded, one all-to-all gathers the parts of all matrices of the wave on their owners. If matrices
+    are replicated, each owner orthogonalizes its matrices without communication and broadcasts the results.
 
     Args:
-        wave: the matrices, including those of parameters without a gradient.
+        wave: the matrices, including matrices of parameters without a gradient.
         device: the parameters' device.
         context: the optimizer.
 
     Attributes:
         tensors: the indices of the parameters.
-        cuts: the blocks that ranks share.
+        cuts: the all-reduces of blocks of the momentum that ranks share.
         ranks: the ranks that share the matrices; None for matrices of this rank alone.
-        passes: the kernels' passes over the parameters that have a gradient.
+        passes: the kernels' passes over the parameters that have a gradient, per key of a batch.
     """
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
@@ -83,30 +83,30 @@ class WaveStep:
         self.tensors = {matrix.parameter.index for matrix in wave}
         self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave}.values(), device)
         self.passes: list[Passes] = []
-        self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # and each row's matrix
+        self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # table rows; per row, its matrix's index
         self._with_gradient: frozenset[int] = frozenset()
-        # Offset of each matrix's direction in memory, and elements of all.
+        # Index of each matrix's direction in this rank's buffer, and the number of elements of the buffer.
         *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave), initial=0)
-        self._sent = [0] * len(first.held_by)  # elements for each owner
+        self._sent = [0] * len(first.held_by)  # per owner, the number of elements that this rank sends
         for matrix in wave:
             self._sent[matrix.owner] += matrix.space(matrix.rank)
-        # Of the matrices that this rank owns, where each rank's part is among the gathered elements.
+        # The matrices that this rank owns, each with the index of every rank's part in the gathered elements.
         self._owned: list[tuple[Matrix, list[int]]] = [(m, []) for m in wave if m.owner == m.rank]
-        self._received = [0] * len(self._sent)  # elements from each rank
+        self._received = [0] * len(self._sent)  # per rank, the number of elements that this rank gathers
         at = 0
         for rank in range(len(self._sent)):
             for matrix, begins in self._owned:
                 begins.append(at)
                 at += matrix.space(rank)
                 self._received[rank] += matrix.space(rank)
-        self._held = self._there = self._gathered = _NONE  # `_there`: within reach of the ranks
+        self._held = self._there = self._gathered = _NONE  # `_there`: where collectives can read
         self._waits: list[Callable[[], object]] = []
         self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
         self._found_inf: Tensor | None = None
-        self._transfers: CudaTransfers | None = None  # of the second moments of rows, where they are offloaded
+        self._transfers: CudaTransfers | None = None  # copies offloaded second moments of rows
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
-        """Takes the wave's rows from a table of all rows."""
+        """Copies the wave's rows from the table of all rows, and notes the matrix of each row."""
         tensors, elements = table["tensor"], table["element"]
         places = np.full(len(table), -1)
         for place, matrix in enumerate(self._wave):
@@ -115,7 +115,7 @@ class WaveStep:
         self._rows, self._places = table[places >= 0], places[places >= 0]
 
     def select(self, stepped: Mapping[Alike, Sequence[Input]]) -> None:
-        """Takes the parameters that have a gradient."""
+        """Makes the kernels' passes over the rows of the parameters that have a gradient."""
         self._with_gradient = frozenset(parameter.index for alike in stepped.values() for parameter in alike)
         self.passes = []
         for key, alike in stepped.items():
@@ -126,7 +126,7 @@ class WaveStep:
 
     @property
     def communicates(self) -> bool:
-        """Whether the step takes collectives."""
+        """Whether the wave's step calls collectives."""
         return self.ranks is not None or bool(self.cuts)
 
     def update(
@@ -137,14 +137,14 @@ class WaveStep:
         operands: Operands,
         states: Callable[[int], Sequence[StateDict]],
     ) -> None:
-        """Takes the gradients and options of a step.
+        """Prepares a step: takes the gradients' addresses, the options, and the second moments of rows in the state.
 
         Args:
-            watched: the gradients.
-            groups: the options.
+            watched: fills in the gradients' addresses.
+            groups: the tables of options.
             scaling: the loss scale.
-            operands: gives this rank's parts of a parameter and its gradient.
-            states: gives the states of a parameter's slices.
+            operands: returns this rank's shards of a parameter and its gradient, by the parameter's index.
+            states: returns the state of each slice of a parameter, by the parameter's index.
         """
         self._row_moments = {
             (m.parameter.index, m.part): states(m.parameter.index)[m.part][ROW_MOMENTS]
@@ -159,7 +159,7 @@ class WaveStep:
             passes.update(watched, groups, scaling, operands)
 
     def begin(self) -> None:
-        """Takes the momentum's pass over this rank's elements, and begins to send the directions."""
+        """Runs the kernels that update the momentum and write directions, and starts the all-to-all to the owners."""
         self._held = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
         for in_memory, kept in self._kept_row_moments(self._held):
             in_memory.copy_(kept, non_blocking=True)
@@ -170,7 +170,7 @@ class WaveStep:
             self._waits = [self.ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
-        """Orthogonalizes the matrices that this rank owns, and begins to send them back."""
+        """Waits for the parts of this rank's matrices, orthogonalizes them, and starts to send the results back."""
         if self.ranks is not None and self._has_parts:
             self._wait()
             for matrix, begins in self._owned:
@@ -186,7 +186,7 @@ class WaveStep:
                 self._waits.append(self.ranks.broadcast(chunk, owner))
 
     def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
-        """Orthogonalizes a matrix whose parts, by rank, begin at these elements of the gathered ones."""
+        """Copies parts, gathered at index ``begins[rank]``, into a matrix, orthogonalizes it, and copies it back."""
         whole = self._gathered.new_empty(matrix.numel)
         row_moments = whole.new_zeros(matrix.rows if matrix.is_normalized else 0, dtype=torch.float32)
         parts, moments = [], []  # of each rank: elements, and second moments of rows, in the whole matrix and gathered
@@ -208,9 +208,9 @@ class WaveStep:
             gathered.copy_(of_rows)
 
     def apply(self) -> None:
-        """Receives the directions, takes the parameters' pass, and stores the second moments of rows.
+        """Waits for the orthogonalized directions, updates weights by them, and stores the second moments of rows.
 
-        Second moments stay as they are where a gradient scaler skips the step. The host does not wait for copies to its
+        If a gradient scaler skips the step, the second moments stay unchanged. The host does not wait for copies to its
         memory.
         """
         self._wait()
@@ -230,7 +230,7 @@ class WaveStep:
         self._row_moments, self._found_inf, self._transfers = {}, None, None
 
     def _kept_row_moments(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The second moments of rows that this rank keeps: behind each direction in memory, and in the state."""
+        """Pairs of views of the second moments of rows that this rank keeps: behind a direction, and in the state."""
         for matrix, first in zip(self._wave, self._first, strict=True):
             entry = self._row_moments.get((matrix.parameter.index, matrix.part))
             if entry is not None:
@@ -253,7 +253,7 @@ def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> Non
 
 
 def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
-    """An orthogonalized matrix whose rows, the outputs' weights, are divided by the roots of their second moments.
+    """Divides each row of an orthogonalized matrix (an output's weights) by the root of the row's second moment.
 
     NorMuon (Li et al., 2025, arXiv 2510.05491). The result is rescaled to the norm of ``matrix``. All sums are of whole
     rows, in an order that depends on the matrix's shape alone.
@@ -261,10 +261,10 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
     Args:
         matrix: bfloat16, of two dimensions.
         row_moments: float32, ``(rows,)``, an average of each row's mean square over the steps; updated.
-        decay: decay rate of that average.
+        decay: decay rate of the average.
 
     Returns:
-        float32, of the shape of ``matrix``.
+        The normalized matrix: float32, of the shape of ``matrix``.
     """
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
     new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
@@ -276,10 +276,10 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
 
 
 def run_waves(waves: Sequence[WaveStep]) -> None:
-    """Takes the steps of all waves of a device, one set of ranks after the other.
+    """Runs the waves of a device as a pipeline: while one is orthogonalized, the next is gathered, the last returns.
 
-    A rank that waits for a wave to return may be the one that has to begin a wave with ranks of another set. While one
-    wave is computed, the next arrives, and the last returns.
+    Waves of different sets of ranks do not overlap: a rank that waits for a wave to return may be a rank for which the
+    ranks of another set wait, to begin their wave.
     """
     for _, of_ranks in groupby(waves, key=lambda wave: wave.ranks):
         alike = list(of_ranks)
