@@ -164,7 +164,7 @@ def _finish_finalizers() -> None:
 
 
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
-    """Waits for copies in flight in the streams; the finalizer that calls this keeps ``memory`` allocated until then."""
+    """Waits for copies in flight in the streams. As an argument of this finalizer, ``memory`` is not freed before."""
     for stream in streams:
         stream.synchronize()
 

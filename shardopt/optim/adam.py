@@ -19,12 +19,12 @@ CAUTIOUS = ("cautious", "cautious_weight_decay")
 
 
 def flags_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """The values of the cautious options."""
+    """Reads the options ``cautious`` and ``cautious_weight_decay``, as a key into :func:`cautious_rules`."""
     return tuple(bool(group[flag]) for flag in CAUTIOUS)
 
 
 def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
-    """A rule that csrc/rules/cautious.h knows, and its cautious kin, by the options' values."""
+    """A rule and its cautious variants (csrc/rules/cautious.h), by the flags (cautious, cautious_weight_decay)."""
     name, moments = f"cautious_{rule.name}", rule.moments
     with_sums, without = Rule(name, moments), Rule(name, moments, has_sums=False)  # whose decay alone is cautious
     return {(False, False): rule, (False, True): without, (True, False): with_sums, (True, True): with_sums}

@@ -1,4 +1,4 @@
-"""Kin of Adam: Adamax, RAdam, ADOPT, StableAdamW, LAMB and NAdam."""
+"""Optimizers derived from Adam: Adamax, RAdam, ADOPT, StableAdamW, LAMB and NAdam."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def _decay_base(group: Mapping[str, Any]) -> float:
 def _mu_product(group: Mapping[str, Any], steps: int) -> float:
     """NAdam's ``mu_product``: the product of ``beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))`` over t = 1 to steps.
 
-    Begins at ``past_mu``: the steps and their product when beta1 was last changed, and beta1 since then.
+    Starts from ``past_mu``: the number of steps before the last change of beta1, their product, and beta1 since then.
     """
     past, product, beta1 = group["past_mu"]
     if steps < past:

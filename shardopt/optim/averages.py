@@ -1,4 +1,4 @@
-"""Rules with several averages of gradients: Adan and AdEMAMix."""
+"""Optimizers that keep several averages of gradients: Adan and AdEMAMix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that keep a momentum only: SGD, LARS, Lion and Signum."""
+"""Optimizers whose only moment is a momentum: SGD, LARS, Lion and Signum."""
 
 from __future__ import annotations
 

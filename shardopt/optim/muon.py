@@ -120,7 +120,7 @@ class Muon(ShardedOptimizer):
             self._internals.share(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group; ``use_muon=True`` or False in it stands for ``algorithm="muon"`` or "adamw".
+        """Adds a param group, in which ``use_muon`` may be True for ``algorithm="muon"`` or False for "adamw".
 
         See :meth:`ShardedOptimizer.add_param_group`.
         """
@@ -206,7 +206,7 @@ def _muon(
 
 
 def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of each step.
+    """Expands the option ``ns_coefficients`` to three coefficients for each step of the Newton-Schulz iteration.
 
     Raises:
         ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
@@ -232,7 +232,7 @@ def _check_split(split: Any) -> None:
 
 
 def _global_shapes(name: str, param: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the model's parameters in an optimizer tensor, as far as known before the first step."""
+    """Names and global shapes of the parameters in an optimizer tensor, none if its sharding is not known yet."""
     if hasattr(param, "ds_shape"):  # ZeRO 3 has partitioned it
         yield name, tuple(param.ds_shape)
         return

@@ -1,4 +1,4 @@
-"""Rules that divide by averages or sums of squares: Adagrad and RMSprop."""
+"""Optimizers that divide gradients by the root of averages or sums of squared gradients: Adagrad and RMSprop."""
 
 from __future__ import annotations
 
