@@ -1,6 +1,6 @@
 """Base class of the codecs in pure PyTorch: blocks of float32 are quantized to codes and scales, and dequantized.
 
-The compiled kernels (csrc/codecs) compute the same bits in steps. This version serves the reference step and loading.
+Compiled kernels (csrc/codecs) compute the same bits. PyTorch is used to convert state dicts, and in reference steps.
 """
 
 from __future__ import annotations

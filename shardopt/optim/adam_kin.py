@@ -22,12 +22,12 @@ from shardopt.state.slice_spec import StateDict
 
 
 class Adamax(ShardedOptimizer):
-    """Adamax (arXiv 1412.6980, algorithm 2), as in torch: the largest gradient replaces the second moment's root.
+    """Adamax (arXiv 1412.6980, algorithm 2), as in torch: Adam that divides by a decayed maximum of gradients.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
     Args:
-        betas: decay rates of the first moment and of the largest gradient.
+        betas: decay rates of the first moment and of the maximum of gradient magnitudes.
         eps: added to the gradient's magnitude.
         weight_decay: L2 penalty, part of the gradient.
     """
@@ -80,9 +80,9 @@ class RAdam8bit(RAdam, codec="log8"):
 
 
 class ADOPT(AdamKin):
-    """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of those before it.
+    """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of earlier gradients.
 
-    The first step only makes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``.
+    The first step only initializes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 

@@ -127,7 +127,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def attach(self, model: Module) -> None:
-        """Tells the optimizer which model its parameters belong to, if they do not say themselves what shards they are.
+        """Reads from the wrapped model how parameters are sharded or replicated, where the tensors do not tell.
 
         FSDP1 (``FullyShardedDataParallel``) needs this call before the first step if the model was wrapped before
         shardopt was imported. Muon shares its work among the ranks of a DistributedDataParallel after all of them have
