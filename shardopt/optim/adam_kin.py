@@ -51,7 +51,7 @@ class Adamax8bit(Adamax, codec="log8"):
 
 
 class RAdam(AdamKin):
-    """RAdam (arXiv 1908.03265), as in torch: Adam that leaves out the second moment until its variance is known.
+    """RAdam (arXiv 1908.03265), as in torch: Adam without second moment in the first steps, when it varies too much.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 

@@ -71,7 +71,7 @@ def wait_for_steps(params: Iterable[Tensor]) -> None:
 
 
 class Internals:
-    """The private attributes and methods of an optimizer that other packages of shardopt use (``_internals``).
+    """Attributes and methods of an optimizer for other packages of shardopt, which use it as ``optimizer._internals``.
 
     Attributes:
         optimizer: the optimizer that this object belongs to.
