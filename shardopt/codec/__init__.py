@@ -1,4 +1,4 @@
-"""Codecs: how a float becomes a code and back."""
+"""Codecs, which quantize optimizer moments from float32 to 4, 8 or 16 bits and back, looked up by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ assert set(CODECS) == set(_C.codecs), "the extension was built for other codecs:
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of that name.
+    """Looks up the codec that an optimizer's ``codec`` option names, such as "log8".
 
     Raises:
         ValueError: no codec has the name.

@@ -1,6 +1,6 @@
-"""The codecs in Python: how blocks of float32 become codes and scales, and back, in pure PyTorch.
+"""Base class of the codecs in pure PyTorch: blocks of float32 are quantized to codes and scales, and dequantized.
 
-The kernels compute the same bits (csrc/codecs). This side serves the reference step and conversions of whole states.
+Compiled kernels (csrc/codecs) compute the same bits. PyTorch is used to convert state dicts, and in reference steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LEAST_ROOT_SCALE = 2.0**-66
 
 
 class Coded(NamedTuple):
-    """A moment as stored.
+    """A quantized moment, as the optimizer's state stores it.
 
-    ``codes`` has the codec's dtype; ``scales`` is float32, one row of ``codec.scales(...)`` values per block, or None
-    for a codec without blocks.
+    ``codes`` has the codec's dtype; ``scales`` is float32, with ``codec.scales(...)`` values per block in its last
+    dimension, or None for a codec without blocks (fp32, bf16).
     """
 
     codes: Tensor
@@ -33,94 +33,94 @@ class Coded(NamedTuple):
 
 
 class Codec(ABC):
-    """Base class of the codecs.
+    """Base class of the codecs, each of which quantizes blocks of float32 numbers to codes with scales per block.
 
     Blocks have the shape ``(..., block_size)`` and scales ``(..., scales per block)``. A codec is a stateless
-    singleton: :func:`shardopt.codec.get_codec` gives it.
+    singleton, which :func:`shardopt.codec.get_codec` returns.
     """
 
     name: str
     code_dtype: torch.dtype = torch.uint8
-    #: Unsigned moments are coded by their square root.
+    #: Whether unsigned moments (averages of squared gradients) are quantized as their square root.
     root = True
-    #: The code of zero in a signed moment.
+    #: The code that decodes to zero in a signed moment.
     signed_zero = 0
-    #: The least scale of a block of roots that is not all zeros.
+    #: The least scale of a block of square roots that is not all zeros.
     least_root_scale = LEAST_ROOT_SCALE
 
     @property
     def index(self) -> int:
-        """The codec's place in the kernels' list."""
+        """The number by which the compiled kernels identify the codec."""
         return int(_C.codecs[self.name]["index"])
 
     @property
     def relative(self) -> bool:
-        """Whether a signed moment is coded in units of the coded root of an unsigned one beside it."""
+        """Whether the first moment is divided by the square root of the quantized second moment before coding."""
         return bool(_C.codecs[self.name]["relative"])
 
     @property
     def shared(self) -> bool:
-        """Whether a signed and an unsigned moment have one code together: the sum of their codes."""
+        """Whether the first and the second moment are packed into one code: the sum of their separate codes (log4)."""
         return bool(_C.codecs[self.name]["shared"])
 
     @property
     def random(self) -> bool:
-        """Whether moments are rounded at random."""
+        """Whether the codec rounds stochastically, with random bits per element."""
         return bool(_C.codecs[self.name]["random"])
 
     @property
     def blockwise(self) -> bool:
-        """Whether the codec has blocks and scales."""
+        """Whether the codec quantizes in blocks with scales, rather than storing plain floats."""
         return self.scales(signed=True) > 0
 
     def scales(self, *, signed: bool) -> int:
-        """float32 scales per block."""
+        """Number of float32 scales that each block of a signed or an unsigned moment has; 0 for plain floats."""
         return int(_C.codecs[self.name]["signed_scales" if signed else "unsigned_scales"])
 
     def zero_code(self, *, signed: bool) -> int:
-        """The code of zero."""
+        """The code that decodes to zero, with which new state is filled."""
         return self.signed_zero if signed else 0
 
     @cached_property
     def table(self) -> Tensor | None:
-        """Table that the kernels look up, float32 and 1-D, laid out as csrc/codecs/<name>.h says; None without one."""
+        """Lookup table for the kernels, float32, 1-D, in the layout of csrc/codecs/<name>.h; None if they need none."""
         return None
 
     def measure(self, x: Tensor, *, signed: bool) -> Tensor:
-        """The scales of blocks ``x``: float32, ``(..., scales per block)``."""
+        """Computes the scales with which blocks ``x`` are encoded: float32, ``(..., scales per block)``."""
         return self.scales_for(self.extremes(x, signed=signed), signed=signed)
 
     def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
-        """Maxima over the elements of blocks ``x``, from which scales follow: int32, ``(..., 2)``, >= 0."""
+        """Two maxima per block ``x`` that determine its scales, and that ranks may all-reduce: int32, ``(..., 2)``."""
         largest = bits(x.abs().amax(-1))
         return torch.stack([largest, torch.zeros_like(largest)], dim=-1)
 
     def scales_for(self, extremes: Tensor, *, signed: bool) -> Tensor:
-        """The scales of blocks with these :meth:`extremes`."""
+        """Computes the scales of blocks from their :meth:`extremes`."""
         largest = float_from_bits(extremes[..., :1])
         least = LEAST_SCALE if signed or not self.root else self.least_root_scale
         return torch.where(largest > 0, largest.clamp(min=least), largest)
 
     @abstractmethod
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
-        """The codes of float32 blocks ``x``, in ``code_dtype``. Unsigned ``x`` is a root where ``self.root``.
+        """Quantizes float32 blocks ``x`` to codes. Unsigned ``x`` holds square roots of the moment if ``self.root``.
 
-        A codec that rounds at random takes random bits (int64 of the blocks' shape), if there are any.
+        ``random`` are the bits for stochastic rounding (int64, shape of ``x``), which other codecs ignore.
         """
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-        """The float32 values of ``codes``: the argument of :meth:`encode`, to the codec's precision."""
+        """Dequantizes codes to float32 blocks, the inverse of :meth:`encode` up to rounding."""
 
     def largest_codes(self, like: Tensor) -> Tensor:
-        """Codes of a blockwise codec that stand for the largest number of an unsigned moment: all bits set."""
+        """Codes, all bits set, that decode to the largest value of an unsigned moment's block under its scales."""
         return torch.full_like(like, 255 if self.code_dtype == torch.uint8 else -1, dtype=self.code_dtype)
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """Whether blocks decode to finite numbers, not below zero where the moment is unsigned.
+        """Whether loaded codes and scales decode to finite values, which for unsigned moments are at least zero.
 
-        Codes and scales that this package wrote are sound, unless the run diverged with ``nonfinite="propagate"``.
-        Reads the scales, and only the codes that could be unsound.
+        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``. Reads the
+        scales, and codes only where valid scales do not suffice.
         """
         if signed:
             return are_finite(scales, signed=False)
@@ -137,17 +137,17 @@ def are_finite(x: Tensor, *, signed: bool) -> bool:
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:
-    """A number times the reciprocal of the scales; any number in blocks of zeros."""
+    """``number / scales``, computed with the reciprocal; ``number`` itself for blocks of zeros, whose scale is 0."""
     return number * reciprocal(torch.where(scales > 0, scales, 1.0))
 
 
 def int8_codes(x: Tensor, y: Tensor) -> Tensor:
-    """The whole numbers nearest to the exact products, ties to even, as two's complement int8 in uint8."""
+    """The exact products ``x * y`` rounded to the nearest integer, ties to even: the bytes of int8, as uint8."""
     return round_fma(x, y).to(torch.int8).view(torch.uint8)
 
 
 def signed_lookup(table: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """``sign * table[|q|] * scale`` of int8 codes ``q`` in uint8."""
+    """Decodes signed codes ``q``, int8 stored as uint8, to ``sign(q) * table[|q|] * scale``."""
     q = codes.view(torch.int8).int()
     magnitude = table.to(codes.device)[q.abs()] * scales
     return torch.where(q < 0, -magnitude, magnitude)

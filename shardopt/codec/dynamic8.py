@@ -1,6 +1,6 @@
 """dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, section 1.3).
 
-Nearest value; zero is exact, and a second moment above zero has a code above zero.
+Numbers are rounded to the nearest value of the map; zero is exact, and no second moment above zero is rounded to zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DECADES = 7
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
-    """The 256 values of the map, float32, rising."""
+    """The 256 float32 values of the map in ascending order: code ``q`` stands for value ``q`` times the scale."""
     values = [0.0, 1.0]
     for i in range(_DECADES):  # midpoints of 2^i (signed) or 2^(i + 1) equal parts of [0.1, 1], times 10^(i - 6)
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32, device="cpu").numpy()
@@ -32,7 +32,7 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def edges(*, signed: bool) -> Tensor:
-    """The largest float32 not above the midpoint, for each two neighbouring magnitudes of the map."""
+    """Rounding boundaries: midpoints of neighbouring magnitudes of the map, each rounded down to float32."""
     values = dynamic_map(signed=signed)
     magnitudes = values[values >= 0].double()
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
@@ -42,11 +42,11 @@ def edges(*, signed: bool) -> Tensor:
 
 
 class Lines(NamedTuple):
-    """Lines that give the index of the nearest magnitude, one for each of nine parts: zero, the decades, and one.
+    """A piecewise linear function that quantizes without a search: magnitude in [0, 1] to index of the nearest value.
 
-    The index of y is ``min(round(slope * y + offset), last)`` of the part that y is in: the last part whose ``start``
-    is below y. The starts are edges. Within a decade the edges are evenly spaced but for rounding, so that the index is
-    the nearest magnitude's except within 2**-15 of a space from an edge.
+    The nine parts are zero, seven decades, and one. A magnitude y lies in the last part whose ``start`` is below y, and
+    its index is that part's ``min(round(slope * y + offset), last)``. Within a decade the map's values are evenly
+    spaced but for rounding: only within 2**-15 of the spacing from an :func:`edges` boundary may the neighbour result.
     """
 
     starts: Tensor  # float32, of all parts but the first
@@ -56,7 +56,7 @@ class Lines(NamedTuple):
 
 
 def lines(*, signed: bool) -> Lines:
-    """Slope and offset of each part, so that ``round(slope * y + offset)`` is the index of the nearest magnitude."""
+    """Computes the :class:`Lines` of the signed or the unsigned map."""
     between = edges(signed=signed)
     counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(_DECADES)]
     # The index of each part's first magnitude.
@@ -75,7 +75,7 @@ def lines(*, signed: bool) -> Lines:
 
 
 def _table(*, signed: bool) -> Tensor:
-    """Table that csrc/codecs/dynamic8.h looks up for one of the maps, laid out as that header says."""
+    """The kernels' lookup table of the signed or the unsigned map, in the layout of csrc/codecs/dynamic8.h."""
     line = lines(signed=signed)
     powers = torch.ldexp(torch.ones(33, device="cpu"), torch.arange(-31, 2, device="cpu"))
     within, before = torch.full((32,), torch.inf, device="cpu"), torch.zeros(32, dtype=torch.int32, device="cpu")
@@ -101,7 +101,7 @@ class Dynamic8(Codec):
 
     @cached_property
     def table(self) -> Tensor:
-        """The signed map's part, then the unsigned one's."""
+        """Lookup table for the kernels: the signed map's table, followed by the unsigned map's."""
         return torch.cat([_table(signed=True), _table(signed=False)])
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:

@@ -58,13 +58,13 @@ class Log4(Logarithmic):
 
     @cached_property
     def table(self) -> Tensor:
-        """The values of ``c`` modulo 15, and one more entry: float32, 16 of them."""
+        """The decoded values ``sign(c) T[|c|]`` by ``c`` modulo 15, and a zero as padding: float32, 16 of them."""
         c = np.arange(_MAGNITUDES + 1, dtype=np.float64)
         y = c / (2 * _MAGNITUDES - c)
         return torch.from_numpy(np.concatenate([y, -y[:0:-1], [0.0]]).astype(np.float32))
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
-        """The part of the byte that stands for the moment, with ``h = 1 / 2`` if there are no random bits."""
+        """Encodes one moment to its summand of the byte, ``q`` or ``17 * (c modulo 15)``; h = 1 / 2 without random."""
         random = torch.full_like(x, _HALF, dtype=torch.int64) if random is None else random
         return self._encode_signed(x, scales, random) if signed else self._encode_root(x, scales, random)
 
@@ -96,7 +96,7 @@ class Log4(Logarithmic):
 
 
 def _split(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """``c`` modulo 15 and ``q`` of bytes: int32."""
+    """Splits bytes into ``c`` modulo 15, the first moment's code, and ``q``, the second moment's level: int32."""
     byte = codes.int()
     c = (byte - 1).clamp(min=0) // _LEVELS
     return c, byte - _LEVELS * c

@@ -1,4 +1,4 @@
-"""log8: a logarithmic second moment fitted to each block's range, and the first moment in units of its root.
+"""log8: a logarithmic second moment scaled to each block's range, and the first moment divided by the second's root.
 
 Every element's update then has the same small relative error, however unlike its neighbours it is. All numbers are
 float32, rounded to nearest even; ``fma`` rounds once, and ``round(fma(...))`` rounds the exact value to a whole number.

@@ -1,4 +1,4 @@
-"""Scales of log8 and log4, whose codes divide the range of a block's roots evenly in the bits of float32."""
+"""Scales of log8 and log4, which quantize the square root of the second moment logarithmically, by its float32 bits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardopt.kernels.numeric import INFINITY_BITS, bits, float_from_bits
 
 
 class Logarithmic(Codec):
-    """Base class of the two: a block of roots has the scales ``M``, its largest root, and ``step``, a whole number.
+    """Base class of log8 and log4: a block of square roots has two scales, its largest root ``M`` and ``step``.
 
     Attributes:
-        steps: so many times ``step`` spans the block's roots, from ``M`` to the smallest code above zero.
-        most: the largest range, in units of the last bit; roots further below ``M`` are raised to the smallest code.
+        steps: number of intervals between ``M`` and the smallest level above zero; each is ``step`` float32 bit values.
+        most: largest range of all intervals in float32 bit values; smaller roots are raised to the smallest level.
     """
 
     steps: int
@@ -37,11 +37,11 @@ class Logarithmic(Codec):
         return torch.stack([float_from_bits(high), step.float()], dim=-1)
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """See :meth:`Codec.is_sound`. Scales of roots are then in the ranges that :meth:`measure` gives.
+        """See :meth:`Codec.is_sound`. Square roots also need ``M`` and ``step`` within the ranges of :meth:`measure`.
 
-        In a block of zeros only code 0 has a value; its ``step`` is 1, or 0 before the first step of training. The
-        roots of float32's numbers are at least 2^-74.5, so that all steps, however ``step`` was rounded, end above
-        zero.
+        A block of zeros may have only code 0, and a ``step`` of 1, or 0 before the first step of training. Square
+        roots of float32 numbers above zero are at least 2^-74.5, so that the smallest level is above zero, however
+        ``step`` was rounded.
         """
         if signed:
             return super().is_sound(codes, scales, signed=True)

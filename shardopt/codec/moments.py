@@ -1,4 +1,4 @@
-"""Coding of all moments of a rule together: a relative codec stores signed ones in units of the unsigned one's root."""
+"""Quantizes all moments of a parameter together, as log8 and log4 divide the first moment by the second's root."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _T = TypeVar("_T")
 
 
 class Moment(NamedTuple):
-    """A moment that a rule keeps, under torch's name for it.
+    """Describes a moment that an update rule keeps per parameter, such as Adam's ``exp_avg``.
 
     Attributes:
-        name: the name of its state entries.
-        signed: whether it may be below zero.
-        own_units: whether a signed moment is no average of gradients: never coded in units of an unsigned one's root.
-        wide: whether a signed moment averages too slowly for 8 bits: coded in 16, or in float32 beside moments without
-            blocks.
-        exact: whether a signed moment is float32 whatever the codec.
-        magnitude: whether an unsigned moment has the units of gradients, not of their squares.
+        name: torch's name for the moment, with which its entries in the state begin.
+        signed: whether values may be negative, as in an average of gradients.
+        own_units: whether a signed moment is no average of gradients, and is thus never divided by the root of the
+            second moment before coding.
+        wide: whether a signed moment averages too slowly for 8 bits: 16-bit codes, or float32 if the codec is plain.
+        exact: whether a signed moment is stored as float32 with every codec.
+        magnitude: whether an unsigned moment has the units of gradients, not of their squares (coded without a root).
         initial: an unsigned moment's value in all elements before the first step.
     """
 
@@ -42,7 +42,7 @@ class Moment(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The moment's kind, as ``_C.rules`` names it."""
+        """The moment's kind under the name that the compiled rules (``_C.rules``) have for it."""
         if self.exact:
             return "exact"
         if self.signed:
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
         return "magnitude" if self.magnitude else "unsigned"
 
     def codec(self, codec: Codec) -> Codec:
-        """The moment's codec in a state of this codec."""
+        """The codec for this moment if the optimizer's codec is ``codec``: wide and exact moments have their own."""
         if self.exact:
             return _EXACT
         if not self.wide:
@@ -58,16 +58,16 @@ class Moment(NamedTuple):
         return _WIDE if codec.blockwise else _EXACT
 
     def has_root(self, codec: Codec) -> bool:
-        """Whether the moment is coded by its root."""
+        """Whether the codec quantizes the moment's square root instead of the moment."""
         return codec.root and not self.signed and not self.magnitude
 
     def is_relative(self, codec: Codec) -> bool:
-        """Whether the moment is coded in units of the first unsigned one's coded root, if the rule keeps one."""
+        """Whether the moment is divided by the quantized root of the rule's first unsigned moment before coding."""
         return codec.relative and self.kind == "signed"
 
 
 class Decoded(NamedTuple):
-    """The values of the moments, and the stored roots of the moments that ``has_root``, in the same order."""
+    """Dequantized moments, and the dequantized square roots of moments for which ``Moment.has_root`` is true."""
 
     values: list[Tensor]
     roots: list[Tensor]
@@ -81,7 +81,7 @@ def encode_moments(
     random: Tensor | None = None,
     agree: Callable[[Moment, Tensor], Tensor] | None = None,
 ) -> list[Coded]:
-    """Codes the moments of one parameter.
+    """Quantizes the moments of one parameter.
 
     Args:
         codec: the codec of the state.
@@ -89,11 +89,11 @@ def encode_moments(
         values: float32 blocks ``(..., block_size)``, one tensor per moment.
         roots: the square roots of the moments that ``has_root``, where the caller has them already.
         random: int64 of the blocks' shape, random bits for a codec that rounds at random; None: rounds to nearest.
-        agree: replaces the extremes of a moment's blocks, of which other ranks may hold parts.
+        agree: given a moment's ``Codec.extremes`` on this rank, returns them over all ranks with parts of the blocks.
 
     Returns:
-        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. Moments that share a code have equal
-        codes.
+        One :class:`Coded` per moment, scales of shape ``(..., scales per block)``. With a codec that packs two moments
+        into one code (log4), both have that same code.
     """
     coded: dict[str, Coded] = {}
     stored_root: Tensor | None = None
@@ -121,7 +121,7 @@ def encode_moments(
 
 
 def decode_moments(codec: Codec, moments: Sequence[Moment], coded: Sequence[Coded]) -> Decoded:
-    """The inverse of :func:`encode_moments`: float32 blocks."""
+    """Dequantizes the moments of one parameter to float32 blocks, the inverse of :func:`encode_moments`."""
     values: dict[str, Tensor] = {}
     roots: list[Tensor] = []
     stored_root: Tensor | None = None

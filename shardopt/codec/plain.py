@@ -1,4 +1,4 @@
-"""fp32 and bf16: moments as floats, without blocks."""
+"""The codecs fp32 and bf16, which store moments as plain floats, without blocks and scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Plain(Codec):
 
 
 class Float32(_Plain):
-    """Exact float32 moments, through the code path of the other codecs."""
+    """Stores float32 moments unchanged, so that unquantized state takes the same code path as quantized state."""
 
     name = "fp32"
     code_dtype = torch.float32

@@ -1,1 +1,1 @@
-"""The step: compiled kernels and their calling, and the pure-PyTorch reference that they must equal bit for bit."""
+"""Launches the compiled kernels of the optimizer step, and has the float32 arithmetic of its PyTorch reference."""

@@ -1,4 +1,4 @@
-"""A decorator of functions that make or change tensors that are kept."""
+"""A decorator that turns off autograd and inference mode in functions that create or update state and parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ R = TypeVar("R")
 
 
 def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
-    """Calls the function under ``torch.no_grad``, outside of inference mode.
+    """Decorates a function to run under ``torch.no_grad``, and outside of inference mode even if called inside.
 
-    A tensor that is made in inference mode can never be changed outside of it: state made by a first step there would
-    make later steps fail.
+    PyTorch refuses to update tensors created in inference mode once that mode is left: optimizer state created by a
+    first step there would make later steps fail.
     """
 
     @wraps(function)

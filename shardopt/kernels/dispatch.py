@@ -1,4 +1,4 @@
-"""The call of the compiled kernels, one for all rows of a batch: the interface, and the CPU's implementation."""
+"""Runs the compiled step kernels for many parameters at once: the interface of a launch, and its CPU implementation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.skipped import SkippedElements
 
-#: The kernels' numbers of the dtypes of parameters and gradients.
+#: The integers by which the kernels identify dtypes of parameters and gradients.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): int(kind) for name, kind in _C.DType.__members__.items()}
 
 _target = _C.cpu_targets()[0]
 
 
 def cpu_target() -> str:
-    """The instruction set in use on the CPU."""
+    """Name of the CPU instruction set whose kernels are used, by default the first of ``_C.cpu_targets()``."""
     return _target
 
 
 @contextmanager
 def use_cpu_target(target: str) -> Iterator[None]:
-    """Uses another of the instruction sets that ``_C.cpu_targets()`` lists, for tests and benchmarks."""
+    """Has CPU kernels use another instruction set of ``_C.cpu_targets()`` inside the block, in tests and benchmarks."""
     global _target
     saved, _target = _target, target
     try:
@@ -37,12 +37,12 @@ def use_cpu_target(target: str) -> Iterator[None]:
 
 
 class LossScaling(NamedTuple):
-    """Scalars on which the gradients of a step depend: float32, or None.
+    """Float32 scalars with which the kernels scale gradients as they read them, or skip the step; None if unused.
 
     Attributes:
-        grad_scale: factor by which the loss was multiplied (torch.amp.GradScaler).
-        found_inf: not zero if the step is to be left out (torch.amp.GradScaler).
-        coefficient: factor by which the gradients are to be multiplied (clipping).
+        grad_scale: loss scale of torch.amp.GradScaler, by which gradients are divided.
+        found_inf: torch.amp.GradScaler's flag: the step is skipped if not zero.
+        coefficient: clip coefficient, by which gradients are multiplied.
     """
 
     grad_scale: Tensor | None
@@ -51,12 +51,12 @@ class LossScaling(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Arguments of the kernels for the steps of some parameters.
+    """Host tables that tell the kernels where the parameters, gradients and state of a step lie.
 
     Attributes:
-        kernel_rows: rows of ``_C.kernel_row``, which point to memory of one device.
-        steps: addresses of float32 scalars, one per parameter; the phase ``step`` counts each up by one.
-        codec_tables: the codecs' lookup tables (``Codec.table``), by the codecs' index.
+        kernel_rows: structs ``_C.kernel_row``, each with the addresses of a rectangle of a parameter's local shard.
+        steps: addresses of the step counts, one float32 scalar per parameter, which the phase ``step`` increments.
+        codec_tables: the codecs' lookup tables (``Codec.table``) by ``Codec.index``.
     """
 
     kernel_rows: npt.NDArray[np.void]
@@ -65,28 +65,28 @@ class Tables(NamedTuple):
 
 
 class Call(Protocol):
-    """Steps of the same tables on one device: made once, then updated and run for each step."""
+    """Launches the kernels for the same tables in every step: call :meth:`update` once, then :meth:`run` per phase."""
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step.
+        """Sets the arguments of the next step.
 
         Args:
-            rows_changed: whether rows of ``Tables.kernel_rows`` were changed in place.
-            groups: rows of ``_C.group_row``.
-            scaling: the loss scale.
+            rows_changed: whether ``Tables.kernel_rows`` changed in place since the last step, as by new gradients.
+            groups: structs ``_C.group_row``, one per param group, with its hyper-parameters.
+            scaling: loss scale and clip coefficient.
         """
 
     def run(self, phase: _C.Phase) -> None:
-        """Runs one phase of the step."""
+        """Launches the kernels of one phase of the step, such as ``sums`` or ``step`` (csrc/core/call.h)."""
 
 
 def runs_in(phase: _C.Phase, kernel_rows: npt.NDArray[np.void]) -> bool:
-    """Whether a phase has rows to take: ``sums`` rows with sums, ``step`` all, later phases rows of cut blocks."""
+    """Whether any kernel row takes part in a phase: ``sums`` needs sums, later phases blocks split between ranks."""
     return phase == _C.Phase.step or bool(kernel_rows["sums" if phase == _C.Phase.sums else "cut"].any())
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Checks that this build has kernels for a device.
+    """Checks that this build of the extension has kernels for a parameter's device.
 
     Raises:
         RuntimeError: this build has no kernels for the device.
@@ -105,16 +105,16 @@ def check_device(name: str, device: torch.device) -> None:
 
 
 class CpuCall:
-    """Steps on the CPU.
+    """The :class:`Call` for tables in host memory, which runs the CPU kernels in PyTorch's number of threads.
 
     Args:
         tables: the kernels' arguments.
-        skipped: counter of skipped elements.
+        skipped: counts gradient elements that the kernels skip: NaN, Inf, or overflowing a moment.
     """
 
     def __init__(self, tables: Tables, skipped: SkippedElements) -> None:
         self._step = _C.CpuStep(tables.kernel_rows, tables.steps, addresses(tables.codec_tables))
-        self._tables = tables  # kept alive: the step has addresses of these arrays
+        self._tables = tables  # keeps the arrays alive whose addresses CpuStep stores
         self._off = False
         self._skipped = skipped
 
@@ -140,5 +140,5 @@ class CpuCall:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:
-    """Addresses of the tensors' data; 0 for None."""
+    """The tensors' data pointers as kernel arguments; 0 for None."""
     return np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.uint64)

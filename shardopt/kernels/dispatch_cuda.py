@@ -1,4 +1,4 @@
-"""The call of the CUDA kernels: a step's tables in device memory, uploaded when they change and never waited for."""
+"""Launches the CUDA step kernels, whose tables are uploaded asynchronously to device memory when they change."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ALIGNMENT = 16  # bytes
 
 
 class CudaCall:
-    """Steps of the same tables on a CUDA device, in the streams that are current at each step.
+    """The :class:`Call` for tables of a CUDA device; each step's kernels run in the stream that is then current.
 
     Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients'
-    addresses change from step to step: the launch carries a few of them, many are uploaded by themselves. A captured
-    CUDA graph uploads its tables again in every replay, to another offset, so that steps between replays do not matter:
-    the call must live as long as the graph.
+    addresses change from step to step: a few are passed as kernel arguments, more are uploaded apart from the tables.
+    A captured CUDA graph uploads its tables in every replay, to an offset of their own, which uncaptured steps between
+    replays do not overwrite. The object must live as long as the graph.
 
     Args:
-        device: the steps' device.
+        device: the device of the kernels, and of all memory that the tables point to.
         tables: the kernels' arguments.
-        skipped: counter of skipped elements.
+        skipped: counts gradient elements that the kernels skip: NaN, Inf, or overflowing a moment.
     """
 
     def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements) -> None:
@@ -40,8 +40,8 @@ class CudaCall:
         self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
         self._counter = skipped.counter(device)
         self._rules: bytes | None = None
-        self._groups: bytes | None  # as uploaded, None for stale tables
-        self._kernel_rows: bytes | None  # as uploaded, without gradients, None for stale tables
+        self._groups: bytes | None  # copy of the uploaded table; None: upload it again
+        self._kernel_rows: bytes | None  # the same, with the gradients' addresses set to 0
         self._spare: Tensor | None  # pinned memory for a capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
         self._captured_scaling: list[LossScaling] = []
@@ -103,10 +103,10 @@ class CudaCall:
         )
 
     def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
-        """Allocates the tables, and uploads the constant ones.
+        """Allocates device memory for all tables, and uploads the constant tables.
 
-        The head comes first, the tables that change: groups, kernel rows, and addresses of gradients unless the launch
-        carries them. A second head follows, for captures; then the constant tables.
+        The memory begins with the tables that change, the head: groups, kernel rows, and gradients' addresses if these
+        are no kernel arguments. A second head follows, for CUDA graphs; then the constant tables.
         """
         kernel_rows = self._tables.kernel_rows
         tasks, batches = _C.cuda_tasks(kernel_rows, groups)
@@ -138,12 +138,12 @@ class CudaCall:
         self._groups = self._kernel_rows = self._spare = None
 
     def _upload(self, offset: int, *tables: npt.NDArray[np.generic]) -> None:
-        """Copies tables to an offset in the device's memory, one after the other."""
+        """Begins to copy tables, packed through pinned memory, to an offset in the device memory of the tables."""
         staging = pinned(*tables)
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
     def _upload_in_graph(self, head: Sequence[npt.NDArray[np.generic]]) -> None:
-        """Captures the upload of the tables that change, from memory that keeps them for all replays."""
+        """Captures the upload of the head into a CUDA graph, from pinned memory that is kept for all replays."""
         wanted = _fill(torch.empty(self._head_bytes, dtype=torch.uint8, device="cpu"), head)
         staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
         if staging is None:
@@ -158,19 +158,19 @@ class CudaCall:
 
 
 def make_call(device: torch.device, tables: Tables, skipped: SkippedElements) -> Call:
-    """The call of the kernels of a device that has passed :func:`shardopt.kernels.dispatch.check_device`."""
+    """Creates the :class:`Call` for a device, which must have passed :func:`shardopt.kernels.dispatch.check_device`."""
     return CpuCall(tables, skipped) if device.type == "cpu" else CudaCall(device, tables, skipped)
 
 
 def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> None:
-    """Tells PyTorch that a step uses memory on its device, which may have been allocated in another stream.
+    """Records for PyTorch's caching allocator that the current stream uses tensors, perhaps of another stream.
 
-    Otherwise PyTorch would give the memory to that stream again as soon as the tensors are gone. Memory used in a
-    captured CUDA graph must be kept instead.
+    Otherwise the allocator could reuse their memory in that stream before the kernels have read it. Does nothing in a
+    CUDA graph capture, in which the caller must keep the tensors alive.
 
     Args:
         device: a CUDA device.
-        tensors: on any device; those on this one count.
+        tensors: tensors on any device; tensors of other devices are ignored.
     """
     if tensors and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
@@ -180,7 +180,7 @@ def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> No
 
 
 def _demand(ready: bool) -> None:
-    """Raises RuntimeError if a CUDA graph captures a step that needs memory first."""
+    """Raises RuntimeError unless ``ready``: a captured step lacks memory that only an uncaptured step can allocate."""
     if not ready:
         raise RuntimeError(
             "got a step captured into a CUDA graph, expected a step of the same parameters outside of a graph before; "
@@ -189,12 +189,12 @@ def _demand(ready: bool) -> None:
 
 
 def pinned(*tables: npt.NDArray[np.generic]) -> Tensor:
-    """The bytes of tables, one after the other, in pinned memory that PyTorch's allocator keeps until it is copied."""
+    """Packs tables into new pinned memory, 16-byte aligned, which the allocator keeps until copies from it are done."""
     return _fill(_pinned(sum(_aligned(table.nbytes) for table in tables)), tables)
 
 
 def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-    """Writes tables to host memory, one after the other."""
+    """Packs tables into host memory, each padded with zeros to 16 bytes; returns that memory."""
     target, at = staging.numpy(), 0
     for table in tables:
         target[at : at + table.nbytes] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
@@ -213,5 +213,5 @@ def _pinned(size: int) -> Tensor:
 
 @cache
 def _on(table: Tensor, device: torch.device) -> Tensor:
-    """A codec's table on a device; codecs and their tables live as long as the process."""
+    """Copies a codec's lookup table to a device, once per process."""
     return table.to(device)

@@ -1,4 +1,4 @@
-"""Where tensors' elements lie in memory: checks before anything reads an address, bytes, copies, and overlaps.
+"""Checks that tensors have memory before their addresses are used, and finds, copies and compares that memory.
 
 An ordinary tensor's storage may have been freed or cut by ``resize_``. A wrapper subclass
 (``torch.Tensor._make_wrapper_subclass``) has its elements in inner tensors, and a zero tensor
@@ -25,9 +25,9 @@ _PIECE_BYTES = 16 << 20  # of a copy between places in host memory, for one thre
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a dense tensor has a storage of its own: not wrapper subclasses, nor zero tensors.
+    """Whether a dense tensor's data pointer is usable: False for wrapper subclasses and zero tensors.
 
-    True also for empty tensors, and for a freed storage, which :func:`check_storage` reports.
+    True also for tensors without elements, and for a freed storage, which :func:`check_storage` reports.
     """
     if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:
         return True
@@ -63,7 +63,7 @@ def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError
 
 
 def check_sign(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that the kernels may write a tensor's memory: a negative view's has the opposites of the elements.
+    """Checks that a tensor is no negative view, whose memory holds the negated elements, before kernels write to it.
 
     Raises:
         RuntimeError: the tensor is a negative view.
@@ -76,7 +76,7 @@ def check_sign(name: str, what: str, tensor: Tensor) -> None:
 
 
 def written(tensor: Tensor) -> Tensor:
-    """The tensor to write into in order to change a tensor's elements: the tensor itself, or a wrapper's inner tensor.
+    """The tensor whose memory kernels write to update a parameter: the tensor itself, or a wrapper's inner tensor.
 
     Raises:
         RuntimeError: the number of a wrapper's inner tensors of its shape and dtype is not 1, or the inner tensor has
@@ -104,7 +104,7 @@ def written(tensor: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A tensor with memory of the same elements: the tensor itself if possible, else a copy, which PyTorch dispatches.
+    """A tensor whose memory kernels can read: the tensor itself, or an ordinary copy of a wrapper or zero tensor.
 
     Raises:
         RuntimeError: a wrapper cannot be copied.
@@ -123,12 +123,12 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements, one element after another: uint8, on the tensor's device."""
+    """The contiguous bytes of a tensor's elements, as 1-D uint8 on its device; a view if possible, else a copy."""
     return readable(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def memoryview_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in host memory. Avoids ``numpy()``, after which no storage can be resized."""
+    """The bytes of a tensor in host memory, as a memoryview. Avoids ``numpy()``, which makes storages unresizable."""
     data = as_bytes(tensor.detach().cpu())
     memory: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
     memory.tensor = data  # keeps the bytes alive as long as the view
@@ -136,10 +136,10 @@ def memoryview_of(tensor: Tensor) -> memoryview:
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors on any device to others in host memory.
+    """Copies many tensors, on any device, to host memory; worker threads share the copies within host memory.
 
-    PyTorch's threads meet after each tensor, and wait for each other when other programs run. Threads of this copy meet
-    once.
+    PyTorch's own copies synchronize their threads after each tensor, which is slow while other programs use the CPU.
+    Here the threads synchronize once.
 
     Args:
         targets: on the CPU, contiguous; none may overlap another target or a source.
@@ -160,9 +160,9 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The indices, ascending, of two strided tensors that have a byte in common; None if no two have.
+    """Finds two strided tensors that overlap in memory: their indices, ascending, or None if no two overlap.
 
-    If a step changed both, its result would depend on threads.
+    A step that updated both would be a data race between threads.
     """
     begins = np.array([tensor.data_ptr() for tensor in tensors], np.int64)  # 0 without elements
     ends = begins + np.array([_span(tensor) for tensor in tensors], np.int64)
@@ -181,13 +181,13 @@ def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _fits(inner: object, tensor: Tensor) -> bool:
-    """Whether a wrapper's inner tensor may have its elements."""
+    """Whether a wrapper's attribute is a tensor of the wrapper's shape, dtype and device, so may hold its elements."""
     same = ("shape", "dtype", "device")
     return isinstance(inner, Tensor) and all(getattr(inner, name) == getattr(tensor, name) for name in same)
 
 
 def _has_elements(inner: Tensor, tensor: Tensor) -> bool:
-    """Whether a wrapper's elements equal an inner tensor's, rather than being computed from them."""
+    """Whether an inner tensor's bytes equal the wrapper's: False if the wrapper computes its elements from them."""
     check_storage(_kind(tensor), "inner tensor", inner)
     return tensor.numel() == 0 or torch.equal(as_bytes(inner), as_bytes(tensor))
 
@@ -204,7 +204,7 @@ def _is_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Bytes of memory from the beginning of the first element to the end of the last, with gaps of strided views."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.numel() * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -212,7 +212,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> npt.NDArray[np.void]:
-    """An array at the tensor's place, on any device: its elements must not be read."""
+    """A NumPy array with the tensor's address and strides, for overlap checks only: the address may be a device's."""
     interface = {
         "version": 3,
         "shape": tuple(tensor.shape),

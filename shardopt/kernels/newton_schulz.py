@@ -33,7 +33,7 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """The iteration on one matrix: a sequence of calls that depends on the matrix's shape alone.
+    """The iteration on one matrix, with the same sequence of matrix products for all matrices of the same shape.
 
     All matrices are bfloat16, and products are summed in float32, unless PyTorch allows a GPU to sum in less
     (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). The result has equal bits on all ranks if
@@ -87,16 +87,16 @@ class NewtonSchulz:
         return x.bfloat16()
 
     def flops(self, rows: int, cols: int) -> int:
-        """Multiplications of the iteration on a matrix."""
+        """Number of multiply-adds of the iteration on a matrix, by which work is balanced between ranks."""
         short, long = min(rows, cols), max(rows, cols)
         return len(self.coefficients) * short * short * (2 * long + short)
 
     def workspace(self, rows: int, cols: int, device_type: str) -> int:
-        """Bytes of memory for the iteration beside the matrix."""
+        """Bytes of temporary memory that the iteration allocates in addition to the matrix."""
         short, long = min(rows, cols), max(rows, cols)
         return (10 * long + 10 * short) * short if device_type == "cpu" else (4 * long + 4 * short) * short
 
 
 def _round(x: Tensor) -> Tensor:
-    """Rounds float32 to the values of bfloat16, in place."""
+    """Rounds float32 numbers in place to the nearest bfloat16 values."""
     return x.copy_(x.bfloat16())

@@ -1,4 +1,4 @@
-"""Passes over gradients: exact sums of squares, largest magnitudes, multiplication by a coefficient (csrc/norm)."""
+"""Launches the gradient clipping kernels of csrc/norm: exact sums of squares, largest magnitude, scaling in place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, cpu_target
 from shardopt.kernels.dispatch_cuda import pinned, use_in_current_stream
 
-#: Takes a pass, by its kind, over a number of leading rows, whose addresses may differ from pass to pass. The third
-#: argument is the coefficient of the pass ``scale``: float32, 0-d.
+#: Launches a norm kernel: arguments are the kind of pass, the number of kernel rows to process from the first on (their
+#: addresses may change between calls), and for the pass ``scale`` the coefficient, float32, 0-d.
 NormCall = Callable[..., None]
 
 
@@ -26,11 +26,11 @@ def _run_on_cpu(
 
 
 class CudaNormCall:
-    """Passes on a CUDA device, in the current stream, without waiting.
+    """Launches the norm kernels on a CUDA device, asynchronously in the current stream.
 
     Args:
         device: the gradients' device.
-        kernel_rows: the rows, in host memory.
+        kernel_rows: table of gradients, in host memory; uploaded again when a gradient's address has changed.
     """
 
     def __init__(self, device: torch.device, kernel_rows: npt.NDArray[np.void]) -> None:
@@ -45,7 +45,7 @@ class CudaNormCall:
         self._table: Tensor
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
-        """Takes a pass; see :data:`NormCall`.
+        """Launches one kernel; see :data:`NormCall`.
 
         Raises:
             RuntimeError: a CUDA graph captures the pass.
@@ -70,20 +70,20 @@ class CudaNormCall:
 
 
 def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> NormCall:
-    """The passes on a device that has passed :func:`shardopt.kernels.dispatch.check_device`.
+    """Creates the launcher of norm kernels for a device that :func:`shardopt.kernels.dispatch.check_device` accepts.
 
-    ``kernel_rows`` are rows of ``_C.kernel_row``; csrc/norm/norm.h names the columns.
+    ``kernel_rows`` are structs ``_C.kernel_row``, one per gradient; csrc/norm/norm.h names the fields that are used.
     """
     return partial(_run_on_cpu, kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows).run
 
 
 def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
-    """Adds the squares of values in the CPU's memory to an exact sum, or raises a magnitude to their largest.
+    """Accumulates the exact sum of squares, or the largest magnitude, of values in host memory into ``result``.
 
     Args:
         values: contiguous, of a dtype of :data:`shardopt.kernels.dispatch.DTYPES`.
         norm_pass: ``squares`` or ``largest``.
-        result: int64, (``_C.sum_words``,) or (1,), on the CPU.
+        result: updated in place; int64 on the CPU, (``_C.sum_words``,) for ``squares``, (1,) for ``largest``.
     """
     row = np.zeros(1, _C.kernel_row)
     row["gradient"], row["gradient_dtype"] = values.data_ptr(), DTYPES[values.dtype]
@@ -92,7 +92,7 @@ def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
 
 
 def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
-    """The norm, rounded once, and the coefficient by which ``torch.nn.utils.clip_grad_norm_`` would multiply.
+    """Computes the gradient norm, rounded once, and the clip coefficient of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         words: int64: an exact sum of squares, (``_C.sum_words``,), or the bits of the largest magnitude, (1,).

@@ -1,4 +1,4 @@
-"""IEEE float32 building blocks in PyTorch, and the view of a tensor as blocks."""
+"""Correctly rounded float32 arithmetic in PyTorch, equal to the kernels bit for bit; splitting tensors into blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 INFINITY_BITS = 0x7F800000
 
-_WHOLE = 1.5 * 2**23  # float32 numbers around this one are integers
+_WHOLE = 1.5 * 2**23  # added to a small float32, rounds the sum to an integer, which the sum's low bits then hold
 
 
 def float32(value: float) -> Tensor:
@@ -42,12 +42,12 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The int32 with the bits of a float32 tensor."""
+    """Reinterprets the bits of a float32 tensor as int32."""
     return x.contiguous().view(torch.int32)
 
 
 def float_from_bits(b: Tensor) -> Tensor:
-    """The float32 with the bits of an int32 tensor."""
+    """Reinterprets the bits of an int32 tensor as float32, the inverse of :func:`bits`."""
     return b.contiguous().view(torch.float32)
 
 
@@ -70,12 +70,12 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def round_to_int(x: Tensor) -> Tensor:
-    """The nearest whole number, below 2^22, ties to even: int32."""
+    """Rounds float32 numbers of magnitude below 2^22 to the nearest integer, ties to even: int32."""
     return bits(x + _WHOLE) - int(bits(float32(_WHOLE)))
 
 
 def round_fma(x: Tensor, y: Tensor, z: int = 0) -> Tensor:
-    """The whole number nearest to ``x * y + z``, below 2^22, ties to even: int32."""
+    """Rounds the exact ``x * y + z``, of magnitude below 2^22, to the nearest integer, ties to even: int32."""
     return bits(fma(x, y, float32(_WHOLE + z))) - int(bits(float32(_WHOLE)))
 
 
@@ -86,12 +86,12 @@ def to_bf16(x: Tensor) -> Tensor:
 
 
 def to_blocks(x: Tensor, block_size: int, fill: int = 0) -> Tensor:
-    """Cuts every row into blocks.
+    """Splits every row of a matrix into quantization blocks, and pads the last block of each row.
 
     Args:
         x: any dtype, shape ``(rows, cols)``.
         block_size: elements per block.
-        fill: value that fills up the last block of a row.
+        fill: value of the padding.
 
     Returns:
         Shape ``(rows, ceil(cols / block_size), block_size)``.

@@ -1,4 +1,4 @@
-"""Counter of the gradient elements that kernels skip, over all calls of an optimizer."""
+"""Counts the gradient elements that an optimizer's kernels have skipped: NaN, Inf, or overflowing a moment."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class SkippedElements:
-    """How many gradient elements an optimizer's kernels have skipped.
+    """Sums the gradient elements that an optimizer's kernels have skipped, on the host and on all devices.
 
-    Kernels on a CUDA device count in the device's memory. Once per step the host copies the count in a stream of its
-    own, without waiting for kernels in flight: elements that they skip appear in a later copy.
+    CUDA kernels count in device memory. Once per step, the count is copied to the host in a separate stream, without
+    waiting for kernels in flight: elements that these skip appear in a later copy.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class SkippedElements:
         self._on_devices: dict[torch.device, tuple[Tensor, Tensor, torch.cuda.Stream | None]] = {}
 
     def add(self, count: int) -> None:
-        """Adds elements that the host has counted."""
+        """Adds the number of elements that CPU kernels have skipped."""
         with self._lock:
             self._on_host += count
 
     def counter(self, device: torch.device) -> Tensor:
-        """The counter to which kernels on a device add: an int64 scalar."""
+        """The int64 scalar in a device's memory to which the device's kernels add, created by the first call."""
         with self._lock:
             if device not in self._on_devices:
                 host_copy = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").zero_()
@@ -40,7 +40,7 @@ class SkippedElements:
             return self._on_devices[device][0]
 
     def publish(self) -> None:
-        """Begins to copy the devices' counters to the host, except during a capture."""
+        """Begins to copy the devices' counters to pinned host memory, except while a CUDA graph is captured."""
         for counter, host_copy, stream in self._on_devices.values():
             if stream is None:
                 host_copy.copy_(counter)
@@ -49,11 +49,11 @@ class SkippedElements:
                     host_copy.copy_(counter, non_blocking=True)
 
     def count(self, *, wait: bool) -> int:
-        """The sum over host and devices.
+        """Number of elements skipped so far, summed over host and devices.
 
         Args:
-            wait: whether to wait for the devices, except during a capture; without waiting, the last counts may be
-                missing.
+            wait: whether to wait for all kernels in flight (ignored while a CUDA graph is captured). If not, elements
+                that were skipped since the last finished :meth:`publish` are missing.
         """
         total = self._on_host
         for device, (counter, host_copy, _) in self._on_devices.items():

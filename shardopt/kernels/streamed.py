@@ -1,7 +1,7 @@
-"""A step whose operands live on another device than its kernels: chunks are copied in, stepped and copied out.
+"""Steps offloaded parameters: operands in the memory of another device are copied in chunks, stepped and copied back.
 
-Some slots of fixed size take turns. If the device copies asynchronously, the next chunks are on their way in and the
-last one is on its way back while the kernels step one; see :class:`CudaTransfers`.
+Chunks use a few staging buffers ("slots") in rotation, so that copies overlap with kernels: while one chunk is stepped,
+the next are prefetched and the last is copied back; see :class:`CudaTransfers`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
 from shardopt.kernels.transfers_cuda import SLOTS, CopyRanges, CudaTransfers, Slot
 
-#: Bytes of memory behind each address in a row of ``_C.kernel_row``. For the gradient elements instead of bytes, as
-#: its dtype may change from step to step.
+#: Bytes of memory that a kernel row uses from each of its addresses on. For the gradient, elements instead of bytes,
+#: as its dtype may change from step to step.
 EXTENT = np.dtype(
     [
         ("param", np.int64),
@@ -30,7 +30,7 @@ EXTENT = np.dtype(
 
 _ALIGNMENT = 64  # bytes: copies are aligned as their originals are
 
-#: Largest cost of aligning a transfer unit's operands, in bytes.
+#: The most bytes of padding that aligned copies of a transfer unit's operands need.
 UNIT_OVERHEAD = 2 * _ALIGNMENT * (3 + 2 * _C.max_moments)
 
 _GRADIENT_BYTES = np.zeros(len(DTYPES), np.int64)  # per element, by the kernels' number of the dtype
@@ -39,32 +39,32 @@ _GRADIENT_BYTES[list(DTYPES.values())] = [dtype.itemsize for dtype in DTYPES]
 #: The most bytes that an element of a gradient takes.
 MAX_GRADIENT_BYTES = int(_GRADIENT_BYTES.max())
 
-#: The operands of the tables that are copied to the kernels' device: fields of ``_C.kernel_row``. All but gradients are
-#: copied back.
+#: Which operands are copied to the kernels' device: names of address fields of ``_C.kernel_row``. All but gradients
+#: are copied back.
 Moves = tuple[str, ...]
 
-#: For kernels on the device of parameters and gradients: the state moves.
+#: For kernels on the device of parameters and gradients: the state is copied there and back.
 STATE_MOVES: Moves = ("low_bits", "codes", "scales")
-#: For kernels on the device of the state: parameters and gradients move.
+#: For kernels on the device of the state: parameters and gradients are copied.
 STEP_MOVES: Moves = ("param", "gradient")
-#: For kernels there, too, where the gradients lie beside the state: parameters move.
+#: For kernels on the device of the state, which already has the gradients: only parameters are copied.
 KEPT_MOVES: Moves = ("param",)
 
-_AHEAD = SLOTS - 1  # chunks that are fetched before they are stepped
+_AHEAD = SLOTS - 1  # number of chunks that are prefetched
 
 
 class StreamedCall:
-    """The :class:`Call` of tables whose operands move.
+    """The :class:`Call` of tables some of whose operands lie on another device than the kernels run on.
 
     Args:
-        tables: the tables, with the operands' home addresses.
-        extents: rows of ``EXTENT``, one per kernel row.
-        units: number of the transfer unit per kernel row, ascending: rows of a transfer unit move together.
-        moves: the operands that move.
-        transfers: the copies.
-        chunk_bytes: the most bytes that are moved at a time, and the size of a slot. Transfer units must be smaller by
+        tables: the tables, with the operands' home addresses (in the memory where they stay between steps).
+        extents: sizes ``EXTENT``, one per kernel row.
+        units: per kernel row, the ascending number of its transfer unit: rows that are copied in the same chunk.
+        moves: the operands that are copied.
+        transfers: allocates the slots, and copies to and from them.
+        chunk_bytes: the size of a slot, and thus the most bytes of a chunk. Transfer units must be smaller by
             :data:`UNIT_OVERHEAD`, and a chunk must hold at least one block of 4096 elements.
-        make: makes the calls of the kernels.
+        make: creates the call that runs the kernels on a chunk's tables.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StreamedCall:
         for index, chunk in enumerate(chunks):
             transfers.arrived(chunk.slot)
             chunk.call.run(phase)
-            # Sums change nothing: the slot is only freed.
+            # The phase ``sums`` changes no operand, so that nothing is copied back.
             chunk.last = transfers.give_back(chunk.slot, _NO_COPIES if phase == _C.Phase.sums else chunk.back)
             for following in chunks[index + _AHEAD : index + _AHEAD + 1]:
                 transfers.fetch(following.slot, following.there, following.last)
@@ -115,18 +115,18 @@ _NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(
 
 @dataclass(eq=False)
 class _Chunk:
-    """Transfer units that are moved and stepped in one go.
+    """Kernel rows whose operands are copied into one slot together, stepped there, and copied back.
 
     Attributes:
-        rows: indices of the kernel rows that belong to the chunk.
-        kernel_rows: a copy of these, whose addresses become those in the slot.
-        extents: rows of ``EXTENT`` for these.
-        moves: the operands that move.
-        slot: where the operands move.
-        call: the call of the kernels for ``kernel_rows``.
-        there: the copies to the slot.
-        back: the copies from the slot.
-        last: the result of :meth:`CudaTransfers.give_back` in the last step.
+        rows: indices of the chunk's rows among all kernel rows.
+        kernel_rows: a copy of these rows, with addresses in the slot in place of home addresses.
+        extents: sizes ``EXTENT`` of these rows.
+        moves: the operands that are copied.
+        slot: the staging buffer on the kernels' device.
+        call: launches the kernels for ``kernel_rows``.
+        there: the ranges to copy from home to the slot.
+        back: the ranges to copy back from the slot; without gradients.
+        last: event after the chunk was last copied back (:meth:`CudaTransfers.give_back`); None before the first time.
     """
 
     rows: npt.NDArray[np.int64]
@@ -140,7 +140,7 @@ class _Chunk:
     last: object = None
 
     def place(self, kernel_rows: npt.NDArray[np.void]) -> bool:
-        """Finds the copies, given all rows with home addresses; returns whether addresses in the slot have changed."""
+        """Recomputes copies and slot addresses from the home addresses of all rows; returns whether any row changed."""
         rows = kernel_rows[self.rows]  # a copy
         self.there = self.back = _copy_ranges(rows, self.extents, [f for f in self.moves if f != "gradient"], 0)
         if "gradient" in self.moves:
@@ -169,7 +169,7 @@ def _chunk_rows(
     moves: Moves,
     chunk_bytes: int,
 ) -> list[npt.NDArray[np.int64]]:
-    """The indices of each chunk's kernel rows: whole transfer units, cut blocks apart from others."""
+    """Groups transfer units into chunks that fit a slot, ``cut`` rows apart; returns the kernel rows of each chunk."""
     sizes = np.zeros(len(units), np.int64)
     for field in moves:
         sizes += np.atleast_2d(extents[field].T).sum(0) * (MAX_GRADIENT_BYTES if field == "gradient" else 1)
@@ -189,10 +189,10 @@ def _chunk_rows(
 def _copy_ranges(
     kernel_rows: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_offset: int
 ) -> CopyRanges:
-    """The ranges to copy for some fields of kernel rows, packed into a slot from ``first_offset`` on.
+    """Lists the memory ranges behind some address fields, and packs them into a slot from ``first_offset`` on.
 
-    Overlapping ranges are merged, so that each byte is copied once. Each range keeps its home address modulo
-    ``_ALIGNMENT`` in the slot.
+    Overlapping ranges are merged, so that each byte is copied once. Addresses in the slot equal home addresses modulo
+    ``_ALIGNMENT``.
     """
     starts = np.concatenate([kernel_rows[field].reshape(-1) for field in fields])
     lengths = np.concatenate([extents[field].reshape(-1) for field in fields])

@@ -1,4 +1,4 @@
-"""A step of a parameter that is not contiguous in memory, or whose gradient is not, on contiguous copies of both.
+"""Steps a parameter that is not contiguous in memory, or whose gradient is not, by way of contiguous copies.
 
 A gradient that is a negative view (``Tensor.is_neg``) is copied, too, even if it is contiguous.
 """
@@ -14,34 +14,34 @@ from shardopt.kernels.dispatch import Call, LossScaling, Tables, runs_in
 
 
 class StridedCall:
-    """The :class:`Call` of one parameter.
+    """The :class:`Call` of one parameter that makes contiguous copies, runs another ``Call`` on them, and copies back.
 
     Each phase copies the parameter and its gradient if they are not contiguous, and copies the parameter back, all on
     the current stream. The copies are freed at the end of the phase: only one parameter at a time has copies.
 
     Args:
-        tables: the parameter's tables. Addresses of the parameter and its gradient are filled in here.
-        first_elements: index of the parameter's first element, per kernel row.
-        call: steps these tables.
+        tables: the parameter's tables, into which the copies' addresses are written before each phase.
+        first_elements: per kernel row, index of its first element in this rank's part of the parameter.
+        call: launches the kernels for ``tables``.
     """
 
     def __init__(self, tables: Tables, first_elements: npt.NDArray[np.int64], call: Call) -> None:
         self._kernel_rows = tables.kernel_rows
         self._first_elements = first_elements.astype(np.uint64)
         self._call = call
-        self._last: tuple[int, int] | None = None  # addresses that the call knows
+        self._last: tuple[int, int] | None = None  # addresses of parameter and gradient in the last update of the call
         #: This rank's parts of the parameter and its gradient, during a step.
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; see :class:`Call`. The first one has the inner call allocate its memory."""
+        """Prepares a step; see :class:`Call`. In the first step, the inner call allocates its memory here."""
         self._groups, self._scaling = groups, scaling
         if self._last is None:
             self._call.update(True, groups, scaling)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that the step takes for copies."""
+        """Bytes of the contiguous copies that :meth:`run` will make of the present operands."""
         return sum(t.nbytes for t in self.operands or () if not t.is_contiguous() or t.is_neg())
 
     def run(self, phase: _C.Phase) -> None:

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and the host's memory, for :class:`shardopt.kernels.streamed.StreamedCall`."""
+"""Asynchronous copies between CUDA device and pinned host memory, for the steps of offloaded parameters and state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardopt import _C
 
 Addresses = npt.NDArray[np.uint64]
 
-#: Slots that take turns: one is stepped, one is filled and one is emptied.
+#: Number of staging buffers ("slots"): kernels use one while another is filled and a third is copied back.
 SLOTS = 3
 
 
 class CopyRanges(NamedTuple):
-    """Ranges of memory that are copied together: home addresses, offsets in a slot, and bytes."""
+    """Memory ranges to copy in one call: addresses in the memory where operands stay, offsets in a slot, and bytes."""
 
     home: Addresses
     offset: npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ class CopyRanges(NamedTuple):
 
 
 class Slot:
-    """Staging memory on the kernels' device that chunks use in turn: uint8. Events of its last filling and emptying."""
+    """A staging buffer on the kernels' device (uint8), and the CUDA events after its last copies in and out."""
 
     filled: torch.cuda.Event | None = None
     emptied: torch.cuda.Event | None = None
@@ -39,16 +39,16 @@ class Slot:
 
 
 class CudaTransfers:
-    """The slots, and the copies to and from them, by two streams, one in each direction.
+    """Owns the slots and two CUDA streams, one per direction, and copies chunks of operands to slots and back.
 
-    A chunk is fetched into a slot, used after :meth:`arrived` has returned, and given back. Copies of a slot wait for
-    each other, and so do copies of a chunk from step to step.
+    Per chunk, call :meth:`fetch`, :meth:`arrived`, the kernels, and :meth:`give_back`. Events make a slot's next fetch
+    wait for its last copy out, and a chunk's fetch for the chunk's copy back in the phase or step before.
 
     Args:
-        device: where the parameters are.
+        device: the parameters' CUDA device.
         nbytes: bytes of a slot.
-        to_host: whether the kernels run on the CPU, to which parameters and gradients move. Otherwise the state moves
-            to the device.
+        to_host: True: the kernels run on the CPU, and parameters and gradients are copied to pinned memory. False: they
+            run on the device, and the state is copied to the device's memory.
     """
 
     def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
@@ -64,29 +64,29 @@ class CudaTransfers:
         _finalize(self, partial(_drain, memory, self._there, self._back))
 
     def slots(self, count: int) -> list[Slot]:
-        """The slots for ``count`` chunks, in turn."""
+        """Assigns slots to ``count`` chunks round-robin, continuing after the last call."""
         begin, self._next = self._next, self._next + count
         return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Total bytes of the slots."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def begin(self) -> None:
-        """Comes before the first fetch: copies must see all that was computed before."""
+        """Must be called before a phase's first fetch: orders copies to the host after work of the current stream."""
         _refuse_capture()
         _finish_finalizers()
         if self._to_host:
             self._there.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
-        """Begins to copy to a slot.
+        """Begins to copy a chunk's operands to a slot.
 
         Args:
             slot: the target.
             copies: the ranges to copy.
-            after: wait for this result of :meth:`give_back` for the chunk. None: wait for all that was given back.
+            after: result of the chunk's last :meth:`give_back`, which the copy waits for; None: waits for all of them.
         """
         if after is None:
             self._there.wait_stream(self._back)
@@ -99,7 +99,7 @@ class CudaTransfers:
         slot.filled = self._there.record_event(waits_asleep)
 
     def arrived(self, slot: Slot) -> None:
-        """Has later kernels wait for the slot's contents."""
+        """Makes later kernels wait until the slot is filled; CPU kernels need the calling thread to wait here."""
         assert slot.filled is not None
         if self._to_host:
             slot.filled.synchronize()
@@ -107,7 +107,7 @@ class CudaTransfers:
             torch.cuda.current_stream(self._device).wait_event(slot.filled)
 
     def give_back(self, slot: Slot, copies: CopyRanges) -> object:
-        """Begins to copy from a slot, after earlier kernels are done."""
+        """Begins to copy operands back from a slot once its kernels are done; returns a CUDA event after the copies."""
         if not self._to_host:
             self.follow()
         source, stream = _places(slot, copies), self._back.cuda_stream
@@ -116,16 +116,16 @@ class CudaTransfers:
         return slot.emptied
 
     def end(self) -> None:
-        """Comes after the last copy: later computations must see what came back."""
+        """Must be called after a phase's last copy: later work in the current stream waits for updated parameters."""
         if self._to_host:
             torch.cuda.current_stream(self._device).wait_stream(self._back)
 
     def follow(self) -> None:
-        """Has :meth:`synchronize` wait for all that was begun before, too, such as PyTorch's copies to the host."""
+        """Orders copies back and :meth:`synchronize` after work of the current stream, such as PyTorch's copies."""
         self._back.wait_stream(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        """Waits until all copies are done."""
+        """Blocks the calling thread until all copies back are done."""
         self._back.synchronize()
 
 
@@ -145,9 +145,9 @@ _waiting_finalizers: list[Callable[[], None]] = []
 
 
 def _finalize(owner: object, finish: Callable[[], None]) -> None:
-    """Has ``finish``, which waits for the device, called when ``owner`` is gone; or later, if a CUDA graph is captured.
+    """Registers ``finish``, which waits for the device, to be called after ``owner`` is garbage-collected.
 
-    A wait would spoil the capture. Objects that ``finish`` refers to are kept until the call.
+    While a CUDA graph is captured, which a wait would invalidate, the call is postponed. ``finish`` stays referenced.
     """
 
     def call() -> None:
@@ -164,21 +164,21 @@ def _finish_finalizers() -> None:
 
 
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:
-    """Waits for copies under way, after which their memory may be reused."""
+    """Waits for copies in flight in the streams. As an argument of this finalizer, ``memory`` is not freed before."""
     for stream in streams:
         stream.synchronize()
 
 
 def pin_memory(memory: Tensor, owner: object, device: torch.device) -> None:
-    """Page-locks memory of the CPU until ``owner`` is gone; the memory is not freed before.
+    """Page-locks host memory until ``owner`` is garbage-collected, and keeps it allocated until then.
 
-    PyTorch's own pinned memory comes in powers of two, and PyTorch's CUDA runtime would keep the error of a refusal and
-    raise it at its next kernel.
+    PyTorch's pinned memory is not used, as its sizes are rounded up to powers of two, and PyTorch's CUDA runtime would
+    remember a failure to pin memory and raise it at the next kernel launch.
 
     Args:
-        memory: whole pages.
-        owner: keeps the pages locked.
-        device: a CUDA device that copies from and to the pages; others may, too.
+        memory: a CPU tensor that consists of whole pages.
+        owner: the object during whose lifetime the pages stay locked.
+        device: a CUDA device; all devices of the process can copy from and to the pages.
 
     Raises:
         MemoryError: the system refuses to lock so much memory.

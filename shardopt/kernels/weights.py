@@ -1,4 +1,4 @@
-"""Weights between steps, in PyTorch: the formats of csrc/core/weight.h, bit for bit."""
+"""Formats of 16-bit weights in PyTorch, master weights included, equal to csrc/core/weight.h bit for bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FLOAT16_NORMAL = 113 << 23  # 2^-14
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of a parameter's weights beyond their dtype.
+    """Format in which a step reads and writes a parameter's weights: dtype, master weight bits, and rounding.
 
     Attributes:
         dtype: the parameter's dtype.
-        low_bits: number of bits of a master weight beside a bfloat16 or float16: 0, 8 or 16.
-        stochastic: whether weights are rounded up or down at random.
+        low_bits: bits of the master weight that the state stores beside a bfloat16 or float16 parameter: 0, 8 or 16.
+        stochastic: whether a step rounds weights stochastically.
     """
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class WeightFormat:
 
     @classmethod
     def of(cls, dtype: torch.dtype, options: Mapping[str, Any]) -> WeightFormat:
-        """The format of a parameter's weights in a param group. Float32 weights need neither option.
+        """The format that a param group's options give to parameters of a dtype; float32 weights ignore the options.
 
         Raises:
             ValueError: stochastic rounding of a float16 parameter.
@@ -52,29 +52,29 @@ class WeightFormat:
 
     @property
     def index(self) -> int:
-        """The format's number in the kernels' tables."""
+        """The number by which the kernels identify the format (``_C.WeightFormat``)."""
         kind = f"_plus{self.low_bits}" if self.low_bits else "_stochastic" if self.stochastic else ""
         return int(_C.WeightFormat.__members__[str(self.dtype).removeprefix("torch.") + kind])
 
     def low_bits_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of a parameter's low bits, None for a format without low bits.
+        """The shape of the state entry for low bits of a parameter of a shape; None for a format without low bits.
 
-        Low bits are int8: of the parameter's shape, or with a last dimension of 2 for the bytes of an int16, a dtype
-        that collectives do not take.
+        The entry is int8. 16 low bits are stored as two bytes in a new last dimension, since collectives do not accept
+        int16.
         """
         if self.low_bits == 0:
             return None
         return shape if self.low_bits == 8 else (*shape, 2)
 
     def load(self, param: Tensor, low_bits: Tensor | None) -> Tensor:
-        """The weights that a step begins with, by the parameter and its low bits: float32, the parameter's shape."""
+        """Combines a parameter and its low bits (if any) to the float32 weights from which a step computes."""
         if low_bits is None:
             return param.float()
         low = low_bits.contiguous().view(torch.int16).squeeze(-1) if self.low_bits == 16 else low_bits
         return join_weight(param, low, self.low_bits)
 
     def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rounds float32 weights as a step does, those of a stochastic format to the nearest.
+        """Rounds float32 weights to the format as a step does, but to nearest where a step rounds stochastically.
 
         Returns:
             The parameter, and its low bits: see :meth:`low_bits_shape`.
@@ -87,7 +87,7 @@ class WeightFormat:
 
 
 def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """A weight as the nearest 16-bit float, away from zero in a tie, and the low bits that are missing in it.
+    """Splits master weights into the nearest 16-bit float (ties away from zero) and low bits for the difference.
 
     The magnitude is first rounded to a word of ``16 + low_bits`` bits, to nearest even, but never to infinity: for
     bfloat16 the float32's upper bits, for float16 a number in units of ``2^(E - 10 - low_bits)``, where ``2^E`` is the
@@ -121,7 +121,7 @@ def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
-    """The inverse of :func:`split_weight`: float32.
+    """Restores float32 master weights from 16-bit floats and low bits, the inverse of :func:`split_weight`.
 
     Args:
         high: bfloat16 or float16.
@@ -141,18 +141,18 @@ def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
 
 
 def _shifted(magnitude: Tensor, by: int) -> Tensor:
-    """Integers times ``2^by``, rounded to nearest even."""
+    """Shifts integers left by ``by`` bits, or right by ``-by`` bits with rounding to nearest, ties to even."""
     if by >= 0:
         return magnitude << by
     return (magnitude + (1 << (-by - 1)) - 1 + ((magnitude >> -by) & 1)) >> -by
 
 
 def noise_key(seed: int, parameter: int) -> int:
-    """Key of a parameter's noise, which differs from other parameters' keys: 64 bits.
+    """A 64-bit key for the random numbers of a parameter's stochastic rounding, different for each parameter.
 
     Args:
         seed: the option ``stochastic_rounding_seed``.
-        parameter: the parameter's number.
+        parameter: the parameter's number in the model or the optimizer.
     """
     x = (seed + 0x9E3779B97F4A7C15) & _TWO_WORDS  # the finalizer of splitmix64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _TWO_WORDS
@@ -161,10 +161,10 @@ def noise_key(seed: int, parameter: int) -> int:
 
 
 def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The 16-bit floats with the bits of integers in [0, 2^16)."""
+    """Reinterprets integers in [0, 2^16) as the bits of 16-bit floats of a dtype."""
     return torch.where(words >= 0x8000, words - 0x10000, words).to(torch.int16).view(dtype)
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bits of 16-bit floats: int64 in [0, 2^16)."""
+    """Reinterprets the bits of 16-bit floats as integers: int64 in [0, 2^16)."""
     return x.contiguous().view(torch.int16).long() & 0xFFFF

@@ -1,4 +1,4 @@
-"""The optimizers: a base and a file per family of rules."""
+"""The optimizer classes, one module per family of update rules, and clipping, param groups and state dict loading."""
 
 from shardopt.optim.adam import Adam, Adam4bit, Adam8bit, AdamW, AdamW4bit, AdamW8bit
 from shardopt.optim.adam_kin import (

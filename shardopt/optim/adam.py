@@ -19,12 +19,12 @@ CAUTIOUS = ("cautious", "cautious_weight_decay")
 
 
 def flags_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """The values of the cautious options."""
+    """Reads the options ``cautious`` and ``cautious_weight_decay``, as a key into :func:`cautious_rules`."""
     return tuple(bool(group[flag]) for flag in CAUTIOUS)
 
 
 def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
-    """A rule that csrc/rules/cautious.h knows, and its cautious kin, by the options' values."""
+    """A rule and its cautious variants (csrc/rules/cautious.h), by the flags (cautious, cautious_weight_decay)."""
     name, moments = f"cautious_{rule.name}", rule.moments
     with_sums, without = Rule(name, moments), Rule(name, moments, has_sums=False)  # whose decay alone is cautious
     return {(False, False): rule, (False, True): without, (True, False): with_sums, (True, True): with_sums}
@@ -38,7 +38,7 @@ _AMSGRAD = Rule("amsgrad", (*ADAM_MOMENTS, _LARGEST))
 
 
 class AdamW(ShardedOptimizer):
-    """AdamW (arXiv 1711.05101, algorithm 2): weight decay apart from the gradient.
+    """AdamW (arXiv 1711.05101, algorithm 2): Adam with decoupled weight decay.
 
     Bytes of state per parameter: 8 with ``codec="fp32"``, 4 with "bf16", and with 8-bit codecs in blocks of 128::
 
@@ -66,10 +66,10 @@ class AdamW(ShardedOptimizer):
             ``numel / (kept + 1)`` (arXiv 2411.16085, algorithm 1). Kept elements are counted over the whole parameter,
             however it is sharded: a step takes a second pass, and one all-reduce among the ranks that share parameters.
         cautious_weight_decay: decay only elements that the update does not move away from zero (arXiv 2510.12402).
-        repay: move each weight at once by its first moment's rounding error, times all later steps' share of that
-            moment. Needs float32 parameters or ``master_weight_bits``, and the codec "log4" or "log8". None: with
-            "log4". Elements whose gradients are skipped are repaid all the same. Loading a checkpoint of
-            :mod:`shardopt.checkpoint` leaves this option as it is.
+        repay: compensate for rounding of the first moment: the updates that all later steps would have made with the
+            part lost to rounding are added to the weight now. Needs float32 parameters or ``master_weight_bits``, and
+            the codec "log4" or "log8". None: True for "log4" only. Applies to elements with skipped gradients, too.
+            Loading a checkpoint of :mod:`shardopt.checkpoint` leaves this option as it is.
         **options: see :class:`shardopt.state.options.Options`.
 
     Raises:
@@ -123,7 +123,7 @@ class AdamKin(ShardedOptimizer):
 
 
 class Adam(AdamW):
-    """Adam (arXiv 1412.6980, algorithm 1), its weight decay part of the gradient (L2).
+    """Adam (arXiv 1412.6980, algorithm 1), whose weight decay is an L2 penalty, added to the gradient.
 
     Arguments, errors and bytes as for :class:`AdamW`, but for ``cautious_weight_decay``.
     """

@@ -1,4 +1,4 @@
-"""Kin of Adam: Adamax, RAdam, ADOPT, StableAdamW, LAMB and NAdam."""
+"""Optimizers derived from Adam: Adamax, RAdam, ADOPT, StableAdamW, LAMB and NAdam."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardopt.state.slice_spec import StateDict
 
 
 class Adamax(ShardedOptimizer):
-    """Adamax (arXiv 1412.6980, algorithm 2), as in torch: the largest gradient replaces the second moment's root.
+    """Adamax (arXiv 1412.6980, algorithm 2), as in torch: Adam that divides by a decayed maximum of gradients.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
     Args:
-        betas: decay rates of the first moment and of the largest gradient.
+        betas: decay rates of the first moment and of the maximum of gradient magnitudes.
         eps: added to the gradient's magnitude.
         weight_decay: L2 penalty, part of the gradient.
     """
@@ -51,7 +51,7 @@ class Adamax8bit(Adamax, codec="log8"):
 
 
 class RAdam(AdamKin):
-    """RAdam (arXiv 1908.03265), as in torch: Adam that leaves out the second moment until its variance is known.
+    """RAdam (arXiv 1908.03265), as in torch: Adam without second moment in the first steps, when it varies too much.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
@@ -80,9 +80,9 @@ class RAdam8bit(RAdam, codec="log8"):
 
 
 class ADOPT(AdamKin):
-    """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of those before it.
+    """ADOPT (arXiv 2411.02853, algorithm 2): normalizes each gradient by the second moment of earlier gradients.
 
-    The first step only makes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``.
+    The first step only initializes the second moment. Normalized gradients are clipped at ``(step - 1) ** 0.25``.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
@@ -273,7 +273,7 @@ def _decay_base(group: Mapping[str, Any]) -> float:
 def _mu_product(group: Mapping[str, Any], steps: int) -> float:
     """NAdam's ``mu_product``: the product of ``beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))`` over t = 1 to steps.
 
-    Begins at ``past_mu``: the steps and their product when beta1 was last changed, and beta1 since then.
+    Starts from ``past_mu``: the number of steps before the last change of beta1, their product, and beta1 since then.
     """
     past, product, beta1 = group["past_mu"]
     if steps < past:

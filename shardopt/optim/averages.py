@@ -1,4 +1,4 @@
-"""Rules with several averages of gradients: Adan and AdEMAMix."""
+"""Optimizers that keep several averages of gradients: Adan and AdEMAMix."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class AdEMAMix(ShardedOptimizer):
     Args:
         betas: decay rates of the fast average, the second moment and the slow average.
         alpha: weight of the slow average.
-        alpha_steps: steps over which ``alpha`` grows linearly from zero, in the paper the whole run; None for at once.
-        beta3_steps: steps over which the slow average's length grows linearly from the fast one's; None for at once.
+        alpha_steps: steps over which ``alpha`` grows linearly from zero, in the paper the whole run; None: no warm-up.
+        beta3_steps: steps over which the slow average's length grows linearly from the fast one's; None: no warm-up.
         eps: added to the root of the second moment.
         weight_decay: decay per unit of lr, apart from the gradient.
     """

@@ -1,4 +1,4 @@
-"""The optimizer that all rules share: a torch.optim.Optimizer whose state is block-wise quantized on any shard."""
+"""Base class of all optimizers: a torch.optim.Optimizer with block-wise quantized state for sharded parameters."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from shardopt.state.options import (
 )
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 
-#: Keys in pickles: the parameters' numbers in the model; whether the state is in the host's memory.
+#: Keys in pickles: the parameters' numbers in the model; whether :meth:`ShardedOptimizer.offload` moved the state away.
 _NUMBERS, _ASLEEP = "numbers", "asleep"
 
 
 class ShardedOptimizer(OptimizerInterface):
-    """Base class of the optimizers.
+    """Base class of the optimizers, with stepping, state dicts, offload and master weights for every update rule.
 
-    A subclass says in :meth:`rule` which moments its rule keeps and in :meth:`hyper` what its hyper-parameters are.
+    A subclass defines its update rule and moments in :meth:`rule`, and its hyper-parameters in :meth:`hyper`.
 
-    State is created in the first step, which does nothing else if every lr is 0 and every gradient zero: frameworks
-    take such a step to see state appear. An element whose gradient is NaN or Inf, or so large that its moments
-    overflow, is skipped unless ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged: its scale is divided
-    out inside the step.
+    State is created in the first step. If every lr is 0 and every gradient zero, the first step does nothing else, as
+    frameworks take such a step to initialize state. An element whose gradient is NaN or Inf, or so large that its
+    moments overflow, is skipped unless the option ``nonfinite`` says otherwise. torch.amp.GradScaler works unchanged:
+    gradients are divided by its scale inside the step.
     """
 
     _takes_loss_scales = True
@@ -57,7 +57,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler hands over ``grad_scale`` and ``found_inf`` instead of unscaling by itself.
+        """Whether torch.amp.GradScaler passes ``grad_scale`` and ``found_inf`` to ``step`` instead of unscaling itself.
 
         False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
         False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
@@ -79,7 +79,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._takes_loss_scales = value
 
     def _is_step_watched(self) -> bool:
-        """Whether calls of ``step`` do more than take a step, apart from the note that torch's schedules make."""
+        """Whether ``step`` has hooks or is replaced by a wrapper, other than the call counter of torch's schedulers."""
         step: Any = self.step
         while getattr(step, "__globals__", None) is vars(lr_scheduler):
             step = step.__wrapped__
@@ -88,7 +88,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @property
     def nonfinite_count(self) -> int:
-        """Gradient elements that were NaN or Inf, or overflowed, and were skipped by this rank so far."""
+        """Number of gradient elements that this rank has skipped so far, as NaN, Inf or overflowing a moment."""
         return self._internals.skipped.count(wait=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def attach(self, model: Module) -> None:
-        """Tells the optimizer which model its parameters belong to, if they do not say themselves what shards they are.
+        """Reads from the wrapped model how parameters are sharded or replicated, where the tensors do not tell.
 
         FSDP1 (``FullyShardedDataParallel``) needs this call before the first step if the model was wrapped before
         shardopt was imported. Muon shares its work among the ranks of a DistributedDataParallel after all of them have
@@ -151,7 +151,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def synchronize(self) -> None:
-        """Waits until all steps are taken and offloaded state is complete in the host's memory.
+        """Waits until steps in worker threads are finished and offloaded state is complete in the host's memory.
 
         Call this before reading :attr:`state` by hand, or parameters whose steps overlap with the next forward pass
         (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves.
@@ -163,7 +163,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def offload(self) -> None:
-        """Moves all state from the devices to the host's memory, so that something else has room there until a reload.
+        """Moves all state from the devices to the host's memory, to free device memory until :meth:`reload`.
 
         The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
         dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
@@ -186,7 +186,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.residency.wake()
 
     def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
-        """Forgets all state: the next step is the first one of a new optimizer of the same weights, bit for bit.
+        """Discards all state, so that the next step equals the first step of a new optimizer, bit for bit.
 
         Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
         NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
@@ -288,11 +288,11 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
-        """The optimizer's state.
+        """Returns the optimizer's state and param groups as :meth:`torch.optim.Optimizer.state_dict` does.
 
         Args:
-            dequantize: give float32 moments in the form of torch.optim. The optimizer of the same name there loads
-                them, and so does one of this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
+            dequantize: decode moments to float32 in the format of torch.optim, which the torch.optim class of the same
+                name can load, and this class with any codec. Costs 4 bytes per parameter and moment. Low bits of
                 master weights are left out.
         """
         self.synchronize()
@@ -336,7 +336,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
-        """The weights as float32, low bits in the state included: for export and evaluation.
+        """Returns float32 copies of the weights, with the low bits of master weights, for export and evaluation.
 
         Returns:
             A copy per parameter of the optimizer, sharded like the parameter: a DTensor for a DTensor, this rank's part

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, with the same bits on any number of ranks."""
+"""Gradient clipping by the global norm, with bitwise equal results for any number of ranks and any sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.internals import releases
 from shardopt.step.gradient_norm import GradientNorm
 
-#: The tables of the last call, by the first of its parameters.
+#: Cached kernel tables of earlier calls, by the first parameter of the call.
 _norms: MutableMapping[Tensor, GradientNorm] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
@@ -127,7 +127,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 
 
 def _demand_held(params: Iterable[Tensor], given: Sequence[Any]) -> None:
-    """Raises RuntimeError if an optimizer that was not given holds gradients of the parameters in the host's memory."""
+    """Raises RuntimeError if a release missing in ``given`` holds gradients of the parameters in host memory."""
     others: list[Any] = [each for each in releases if each.overlaps_forward and each not in given]
     held = {param for released in others for param in released.held}
     if held and (count := sum(param in held for param in params)):
@@ -141,7 +141,7 @@ def _demand_held(params: Iterable[Tensor], given: Sequence[Any]) -> None:
 def _check_parameters(
     params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer], on_host: set[Tensor]
 ) -> None:
-    """Raises ValueError unless these are the optimizers' parameters, as far as they have a gradient."""
+    """Raises ValueError unless the parameters with gradients among ``params`` and in the optimizers are the same."""
     stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(stepped) == len(params) and all(map(is_, stepped, params)):
         return

@@ -1,4 +1,4 @@
-"""State without a step: frameworks take a step of zero gradients and lr=0 to have an optimizer make its state."""
+"""Detects steps with zero gradients and lr=0, which frameworks take only to have an optimizer create its state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardopt.layout import RankGroup, UnknownShardError, on_any_rank, shard_of
 def only_makes_state(
     groups: Sequence[Mapping[str, Any]], has_begun: Callable[[], bool], peers: RankGroup | None = None
 ) -> bool:
-    """Whether a step is taken to make state: the first, while every lr is 0 and every gradient is zero.
+    """Whether the present step only serves to create state: the first step, with lr=0 and zero gradients everywhere.
 
-    torch.distributed.checkpoint.state_dict and torchtitan take such a step. All ranks that share parameters must call
-    this, in the first step or after a load or reset, and get the same answer if they share parameters directly or by
-    way of one other rank: in a warm-up from lr=0 the gradients of one rank may be zero while another's are not.
-    ``has_begun`` says whether a parameter was stepped before, or has a gradient beside its ``grad``; the optimizers of
-    ``peers`` have the model's other parameters.
+    torch.distributed.checkpoint.state_dict and torchtitan take such a step. This is a collective: all ranks that share
+    parameters must call it in a first step, also after a load or reset. Ranks that share parameters directly, or
+    through one other rank, get the same answer, since in a warm-up from lr=0 gradients may be zero on one rank alone.
+    ``has_begun`` tells whether a parameter was stepped before, or has a gradient held outside of ``param.grad``;
+    ``peers`` are the ranks whose optimizers have the model's other parameters.
     """
     if not all(_is_zero_rate(group.get("lr", 0.0)) for group in groups):
         return False
@@ -37,12 +37,12 @@ def only_makes_state(
 
 
 def _is_zero_rate(lr: Any) -> bool:
-    """Whether a learning rate is zero; False for one on a device, which is not read."""
+    """Whether a learning rate is zero; False for a tensor on a device, as reading it would wait for the device."""
     return bool(lr == 0) if not isinstance(lr, Tensor) or (lr.device.type == "cpu" and lr.numel() == 1) else False
 
 
 def _has_gradient(param: Tensor) -> bool:
-    """Whether a parameter has a gradient with other values than zero on this rank, or one that cannot be read."""
+    """Whether a parameter's gradient on this rank is nonzero anywhere; True for sparse and meta gradients, unread."""
     gradient = getattr(param.grad, "_local_tensor", param.grad)
     if gradient is None:
         return False

@@ -1,4 +1,4 @@
-"""The methods and attributes by which each optimizer describes itself, such as its rule and its hyper-parameters."""
+"""The methods and attributes that an optimizer class overrides to define its update rule and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardopt.state.rule import Rule
 
 
 class OptimizerInterface(Optimizer):
-    """Base class of ``ShardedOptimizer``: subclasses must say what their rule is, and may define the rest."""
+    """Base class of ``ShardedOptimizer``. Optimizers set ``only_rule`` or define ``rule``; all else has defaults."""
 
-    #: The rule of all param groups, unless :meth:`rule` says otherwise.
+    #: The update rule of all param groups, for classes that do not define :meth:`rule`.
     only_rule: Rule | None = None
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """The rule for a param group."""
+        """Returns the update rule (kernel and moments) for a param group, which may depend on its hyper-parameters."""
         if self.only_rule is None:
             raise TypeError(
                 f"got an optimizer {type(self).__name__} without a rule, expected one; set only_rule in the class, or "
@@ -28,7 +28,7 @@ class OptimizerInterface(Optimizer):
             )
         return self.only_rule
 
-    #: The codec where the options name none; ``class Toy8bit(Toy, codec="log8")`` sets it.
+    #: The codec if the user's options have none. ``class Toy8bit(Toy, codec="log8")`` sets it to "log8".
     default_codec = DEFAULTS["codec"]
 
     def __init_subclass__(cls, codec: str | None = None, **others: Any) -> None:
@@ -39,23 +39,23 @@ class OptimizerInterface(Optimizer):
     #: How many decay rates ``betas`` has.
     beta_count = 2
 
-    #: Moments that only some settings of the hyper-parameters keep. Loading ignores those that these settings do not.
+    #: Moments that the rule keeps only with some hyper-parameters (SGD: with momentum). Loading ignores unneeded ones.
     optional_moments: tuple[Moment, ...] = ()
 
     #: Hyper-parameters that are True or False.
     flags: tuple[str, ...] = ()
 
-    #: Hyper-parameters that are numbers from 0, and up to which; below 1 if that is 1.
+    #: Names and upper bounds of hyper-parameters that are numbers of at least 0. A bound of 1 is exclusive.
     numbers: tuple[tuple[str, float], ...] = ()
 
-    #: Whether weight decay is apart from the gradient, or the name of the flag that says so.
+    #: Whether weight decay is decoupled from the gradient as in AdamW, or the name of the flag that decides.
     decoupled: bool | str = False
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The rule's hyper-parameters, by the names in csrc/rules.
+        """Translates a param group's options to the hyper-parameters of the compiled rule (csrc/rules).
 
-        By default those in the param group: ``betas`` become ``beta1``, ``beta2``, ..., None becomes 0, and
-        ``weight_decay`` is ``coupled_decay`` or ``decoupled_decay`` where the rule has these (see :attr:`decoupled`).
+        By default, options keep their names, but ``betas`` become ``beta1``, ``beta2``, ..., None becomes 0, and
+        ``weight_decay`` becomes ``coupled_decay`` or ``decoupled_decay`` if the rule has these (see :attr:`decoupled`).
         """
         names = _C.rules[self.rule(group).name]["hyper"]
         hyper = {name: float(group[name] or 0.0) for name in ("weight_decay", *names) if name in group}
@@ -66,15 +66,15 @@ class OptimizerInterface(Optimizer):
         return hyper | {name: value for name, value in decays.items() if name in names}
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
-        """Takes the sums over all parameters, if the rule has some (``kTotals`` in csrc/core/rule.h).
+        """Computes hyper-parameters from sums over all parameters, for rules with ``kTotals`` (csrc/core/rule.h).
 
-        A step calls this before it computes anything but the sums: param groups may be changed here.
+        A step calls this after the sums and before all updates. Implementations may change param groups.
 
         Args:
-            totals: the sums, each rounded once; NaN if a term was NaN or infinite.
+            totals: the sums over all ranks, each rounded once; NaN if a term was NaN or infinite.
 
         Returns:
-            Per param group, the hyper-parameters that change for the rest of the step.
+            Per param group, hyper-parameters that replace those of :meth:`hyper` for the rest of the step.
         """
         return [{} for _ in self.param_groups]
 
@@ -104,12 +104,12 @@ class OptimizerInterface(Optimizer):
         """
 
     def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Called before a step of parameters of these param groups, which it checks together, or changes."""
+        """Called before each step with the groups of the parameters to step, to check or update their options."""
 
     def reset_group(self, group: dict[str, Any]) -> None:
-        """Sets what steps change in a param group to what it begins with; options stay."""
+        """Resets values that steps keep in a param group (Prodigy's ``d``) to their initial ones; options stay."""
 
 
 def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters among the arguments of an optimizer's constructor, which gives its ``locals()``."""
+    """Filters the ``locals()`` of an optimizer's constructor for its hyper-parameters."""
     return {key: x for key, x in arguments.items() if key not in ("self", "params", "options", "__class__")}

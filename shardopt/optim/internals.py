@@ -1,4 +1,4 @@
-"""The part of an optimizer that users do not call: where its state lives, its cached steps, its released gradients."""
+"""The private part of an optimizer: placement of its state, cached steps, released gradients, and clip coefficient."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from shardopt.state.warn import warn_user
 from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
 
-#: Gradients that are looked at before a clip coefficient is used: all would take a tenth of a step of small tensors.
+#: Number of gradients whose versions are compared between clipping and the step. Comparing all would slow small steps.
 _WATCHED = 16
 
 _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Released parameters as their optimizer sees them: see ``ReleasedParameters`` in shardopt/release."""
+    """Interface to the parameters that the backward pass steps; see ``ReleasedParameters`` in shardopt/release."""
 
     @property
     def overlaps_forward(self) -> bool: ...
@@ -58,12 +58,12 @@ class Released(Protocol):
     def end(self) -> None: ...
 
 
-#: All releases that have begun and not ended.
+#: All releases of gradients (:func:`shardopt.release_gradients`) in this process that have begun and not ended.
 releases: WeakSet[Released] = WeakSet()
 
 
 def wait_for_steps(params: Iterable[Tensor]) -> None:
-    """Waits for all steps of these parameters that are in flight in another thread, whichever optimizers they have."""
+    """Waits until worker threads have finished all steps of these parameters, whichever optimizers they belong to."""
     wanted = set(params)
     for released in tuple(releases):
         if not wanted.isdisjoint(released.params):
@@ -71,22 +71,22 @@ def wait_for_steps(params: Iterable[Tensor]) -> None:
 
 
 class Internals:
-    """The part of an optimizer that other packages of shardopt use, as ``optimizer._internals``.
+    """Attributes and methods of an optimizer for other packages of shardopt, which use it as ``optimizer._internals``.
 
     Attributes:
-        optimizer: the optimizer around it.
-        residency: where the state of each parameter lives.
-        skipped: counts the gradient elements that steps skip.
-        model_indices: indices of the parameters among all of the model's, if the optimizer has only some of them;
-            others are counted in order.
-        is_numbered: whether some of the parameters have, or had, numbers in the model.
+        optimizer: the optimizer that this object belongs to.
+        residency: on which device the state of each parameter is stored.
+        skipped: counts the gradient elements that steps skip: NaN, Inf, or overflowing a moment.
+        model_indices: each parameter's index in the whole model, if this rank's optimizer has only some parameters;
+            parameters that are not in the dict are numbered by their order in the optimizer.
+        is_numbered: whether any parameter has, or had, a number in the model, which seeds stochastic rounding.
         peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
-        copies: the parameters of which other ranks hold copies and whose work the ranks share.
+        copies: parameters replicated on several ranks, with the ranks that divide the work of their steps (Muon).
         released: the parameters that are stepped during the backward pass, if any.
-        coefficient: factor of the gradients in the next step, float32, 0-d, which clips them; None for 1.
-        captured: objects that CUDA graphs keep using: the list grows.
-        pauses: while it is not 0, ``step()`` does nothing.
-        may_make_state: whether the next step may be one that only makes state: the first, or the first after a load.
+        coefficient: clip coefficient by which the next step multiplies gradients, float32, 0-d; None for 1.
+        captured: objects that captured CUDA graphs use, kept alive for as long as the optimizer.
+        pauses: number of active :meth:`paused` blocks; while it is not 0, ``step()`` does nothing.
+        may_make_state: whether the next step may only create state: at first, and after :meth:`forget_tables`.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -98,7 +98,7 @@ class Internals:
         self.copies: dict[Tensor, RankGroup] = {}
         self.released: Released | None = None
         self.coefficient: Tensor | None = None
-        self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients that it is for, versions
+        self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameter, gradient, its version when clipped
         self.may_make_state = True
         self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
@@ -109,7 +109,7 @@ class Internals:
 
     @property
     def held_release(self) -> Any:
-        """The release, if it holds gradients until ``step()``: :class:`shardopt.release.held.HeldParameters`."""
+        """The release with ``overlap_forward``, which holds gradients until ``step()``, or None (release/held.py)."""
         return self.released if self.released is not None and self.released.overlaps_forward else None
 
     @property
@@ -118,33 +118,33 @@ class Internals:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def state_of(self, param: Tensor, group: Mapping[str, Any]) -> TensorSpec:
-        """Describes the state of one of the parameters, given its param group."""
+        """Computes names, shapes and dtypes of a parameter's state entries, given the options of its param group."""
         return tensor_spec_of(param, group, self.optimizer.rule(group).moments)
 
     @property
     def name(self) -> str:
-        """The optimizer's name in a checkpoint."""
+        """The name under which a checkpoint stores this optimizer's state: its class name."""
         return type(self.optimizer).__name__
 
-    #: Entries of a checkpoint's param groups beside the optimizer's own options.
+    #: Entries that checkpoints add to the options of each param group.
     format: Mapping[str, Any] = MappingProxyType({})
 
     def form(
         self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
     ) -> SliceSpec:
-        """The form of a parameter's state with these options, whatever entries a checkpoint has."""
+        """Describes the state of one shard under these options; ``stored``, a checkpoint's entries, does not matter."""
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
-        """Spec and entries of a parameter's present state."""
+        """Returns the spec and the entries of a parameter's present state, for a checkpoint to save."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
     def placed(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> tuple[TensorSpec, dict[str, Any]]:
-        """Moves a parameter's loaded state to its devices; returns its spec, and the entries of ``state[param]``.
+        """Copies state that a checkpoint has read to the parameter's devices; returns its spec and its entries.
 
-        ``states`` has the entries of each slice, as they were read; none for a slice that was saved without state.
+        ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
         spec, where = self.state_of(param, options), self.residency.of(param)
         of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
@@ -153,18 +153,18 @@ class Internals:
         )
 
     def put(self, param: Tensor, placed: tuple[TensorSpec, dict[str, Any]]) -> None:
-        """Gives a parameter its new state, which :meth:`placed` has made."""
+        """Replaces a parameter's state by the result of :meth:`placed`."""
         spec, state = placed
         self.optimizer.state[param] = state
         self.residency.put(param, spec, state)
 
     def is_counter(self, key: str, value: Any) -> bool:
-        """Whether a value of a param group was put there by a step, and goes if a checkpoint has none: none is."""
+        """Whether loading a checkpoint without this param group entry removes it, as set by steps: False for all."""
         return False
 
     @property
     def stepper(self) -> Stepper:
-        """The stepper of these param groups, by their first parameter: DeepSpeed shows its flat buffers by turns."""
+        """The stepper of the present parameters, cached by the first, as DeepSpeed alternates between flat buffers."""
         first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
         reference, stepper = self._steppers.get(id(first), (None, None))
         if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
@@ -178,12 +178,12 @@ class Internals:
         return stepper
 
     def use_numbers(self, params: Sequence[Tensor]) -> None:
-        """Has steps use the numbers in the model that were stored with parameters last."""
+        """Makes stochastic rounding use the parameters' numbers in the model that were stored with them last."""
         use_numbers(params)
         self.is_numbered |= any(number_of(param) is not None for param in params)
 
     def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
-        """Takes the sums over all parameters; see :class:`shardopt.step.context.StepContext`."""
+        """All-reduces sums over all parameters, and computes hyper-parameters from them; see ``StepContext``."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
             count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
@@ -193,7 +193,7 @@ class Internals:
         return optimizer.hyper_from_totals([_C.sum_value(words.numpy()) for words in totals])
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
-        """Reads and checks a param group for a step.
+        """Checks a param group's options and reads its rule and hyper-parameters for a step.
 
         Raises:
             ValueError: a hyper-parameter is out of range.
@@ -212,7 +212,7 @@ class Internals:
         )
 
     def fit_to_changes(self) -> None:
-        """Makes param groups plain, and has state fit the weights' dtype, as users may have changed both."""
+        """Adapts to what users may have changed: normalizes option values, and fits low bits to the weights' dtype."""
         for group in self.optimizer.param_groups:
             make_plain(group)
             for param in group["params"]:
@@ -222,7 +222,7 @@ class Internals:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, ``step()`` does nothing, for a framework that takes one without gradients to see state appear."""
+        """Disables ``step()`` inside the block, for frameworks that call it without gradients to initialize state."""
         self.pauses += 1
         try:
             yield
@@ -230,7 +230,7 @@ class Internals:
             self.pauses -= 1
 
     def make_state(self, scaling: LossScaling) -> bool:
-        """Makes the parameters' first state if a step is only there for that; returns whether it was."""
+        """Creates state without updating weights if a step is taken only for that; returns whether it was."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
 
         def has_begun() -> bool:
@@ -252,7 +252,7 @@ class Internals:
         return False
 
     def begin_release(self, released: Released) -> None:
-        """Begins a release of gradients.
+        """Registers parameters that are stepped in the backward pass (:func:`shardopt.release_gradients`).
 
         Raises:
             RuntimeError: gradients are released already.
@@ -267,23 +267,23 @@ class Internals:
         self.untrained.skip()
 
     def end_release(self) -> None:
-        """Ends the release of gradients, if there is one."""
+        """Ends the release of gradients, if there is one, so that ``step()`` steps all parameters again."""
         released, self.released = self.released, None
         if released is not None:
             releases.discard(released)
             released.end()
 
     def share(self, copies: Mapping[Tensor, RankGroup]) -> None:
-        """Has the work on these parameters shared from now on, unless each rank has an optimizer of some of them."""
+        """Divides work on replicated parameters among ranks from now on; not if each rank's optimizer has only some."""
         params = set(self.params)
         self.copies.clear()
         if not self.model_indices:
             self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
 
     def forget_tables(self, *, anew: bool = False) -> None:
-        """Has the next step look up shards and state again.
+        """Invalidates cached steps, so that the next step looks up shards and state again.
 
-        ``anew`` also drops released gradients, as other state was loaded than they are for.
+        ``anew`` also discards gradients that a release holds, as after a load they are not for the present state.
         """
         self.may_make_state = True
         for _, stepper in self._steppers.values():
@@ -292,7 +292,7 @@ class Internals:
             self.released.forget(anew=anew)
 
     def clip(self, coefficient: Tensor) -> None:
-        """Has the next step multiply the present gradients by a coefficient."""
+        """Sets the coefficient by which the next step multiplies gradients, and notes versions of some gradients."""
         self.coefficient = coefficient
         params = self.params
         stride = -(-len(params) // _WATCHED)
@@ -301,7 +301,7 @@ class Internals:
         self._clipped = [(ref(param), ref(x), x._version) for param, x in islice(found, _WATCHED)]
 
     def clipped(self, scaling: LossScaling) -> LossScaling:
-        """The scaling of a step with :attr:`coefficient`; without, and with a warning, if gradients were changed.
+        """Adds :attr:`coefficient` to a step's scaling, or warns if gradients were changed since :meth:`clip`.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
@@ -313,7 +313,7 @@ class Internals:
                 "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
-        versions = [  # before and now, of the gradients that are left
+        versions = [  # of the gradients still there: None if replaced, else the version when clipped; version now
             (version if param.grad is gradient() else None, param.grad._version)
             for reference, gradient, version in self._clipped
             if (param := reference()) is not None and param.grad is not None
@@ -329,7 +329,7 @@ class Internals:
         return scaling
 
     def warn_of_skipped(self) -> None:
-        """Warns of gradient elements that were skipped since the last warning."""
+        """Warns the user if gradient elements were skipped since the last warning."""
         known = self.skipped.count(wait=False)
         new = known - self._skipped_reported
         if new > 0:

@@ -1,7 +1,7 @@
-"""Loading a state dict: everything is checked, ranks agree, and only then the optimizer's own kind of state is made.
+"""Loads a state dict: checks all entries, lets ranks agree that all can load, and quantizes to the optimizer's format.
 
-Ranks that exchange moments raise together: code in which a single rank may fail, from damage or lack of memory, runs in
-:func:`all_or_none`; collectives never do.
+If loading fails on one rank, all ranks that share its shards raise, so that none hangs in a collective: code that may
+fail on a single rank, by damaged data or lack of memory, runs in :func:`all_or_none`; collectives run outside.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 
-#: Key in a state dict's param groups: the elements of flat shards whose state it has; see :func:`held_elements`.
+#: Key in a state dict's param groups for the ranges of flat shards that it has state of; see :func:`held_elements`.
 HELD = "held_elements"
 
-#: Key in a state dict's param groups: the names of the moments that are packed; see :func:`moments_of`.
+#: Key in a state dict's param groups for the names of moments in packed state; see :func:`moments_of`.
 PACKED_MOMENTS = "packed_moments"
 
-#: Keys in a state dict's param groups that no param group of an optimizer gets.
+#: Keys in a state dict's param groups that loading does not copy to the optimizer's param groups.
 _KEPT = frozenset([HELD, PACKED_MOMENTS, *PLACEMENT, *OPTIONS])
 
 
 @dataclass
 class Adopted:
-    """State on its way through ``Optimizer.load_state_dict``, which would cast tensors to the parameter's dtype."""
+    """Wraps loaded state to hide its tensors from ``Optimizer.load_state_dict``, which would cast their dtype."""
 
     state: StateDict
 
 
 class _LoadedParameter(NamedTuple):
-    """A parameter of the optimizer with its loaded state."""
+    """A parameter of the optimizer, and its entries in the state dict that is loaded."""
 
     param: Tensor
     index: Any  # its number in the state dict
     name: str  # in errors
-    spec: TensorSpec  # describes the state that it is to get
+    spec: TensorSpec  # of the state after loading
     entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
 
 
 def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
-    """The groups of ranks that raise together if one of them cannot load state: those that share flat or column shards.
+    """The rank groups that share flat or column shards of the parameters, and thus must all load, or all raise.
 
     Raises:
         UnknownShardError: nothing says what shard a parameter is.
@@ -73,7 +73,7 @@ def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
 
 
 def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
-    """Turns a state dict into one with the optimizer's own kind of state; the optimizer is left as it is.
+    """Converts a state dict to the optimizer's options, codec and devices, without changing the optimizer.
 
     Ranks that share parameters in flat shards, or in column shards, must all call this.
 
@@ -123,10 +123,10 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
 
 
 def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_LoadedParameter], bool]:
-    """Reads a state dict and checks it as far as one rank can.
+    """Matches a state dict to the optimizer's parameters, and makes the checks that need no other rank.
 
     Returns:
-        The merged param groups, the parameters, and whether the state is of the elements that this rank holds.
+        The merged param groups, the parameters, and whether the state dict has the elements that this rank holds.
     """
     saved, states = checked_containers(state_dict)
     optimizer, is_held = internals.optimizer, True
@@ -158,14 +158,14 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
 
 
 def moments_of(specs: Iterable[TensorSpec]) -> list[str]:
-    """The sorted names of the moments of some tensors: entries of packed state have no names of their own."""
+    """The sorted names of the moments of some tensors, saved beside packed state, whose bytes do not name them."""
     specs = list(specs)
     of_rows = {ROW_MOMENTS for spec in specs if ROW_MOMENTS in spec.entries}
     return sorted({moment.name for spec in specs for moment in spec.moments} | of_rows)
 
 
 def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
-    """Per tensor, ``[start, end]`` of each flat shard that this rank holds; None if no shard is flat."""
+    """Per parameter, the ranges ``[start, end]`` of this rank's flat shards (FSDP1, DeepSpeed); None without any."""
     held = []
     for param in params:
         shard = assigned(param)
@@ -175,7 +175,7 @@ def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
-    """The param groups and the parameters' state of a state dict.
+    """Returns a state dict's ``param_groups`` and ``state`` after checking their types.
 
     Raises:
         ValueError: the state dict lacks one of the two, or a param group is no dict with a list of parameters.
@@ -203,7 +203,7 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
 
 
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
-    """The entries of one parameter in a state dict, or None if there are none.
+    """Returns one parameter's entries in a state dict after checking their types; None if there are none.
 
     Raises:
         ValueError: the entries are no dict with text keys.
@@ -216,9 +216,9 @@ def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
 
 
 def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The param groups of a state dict, their parameters in the order of the present ones, without ``param_names``.
+    """Reorders the parameters in a state dict's param groups as the optimizer has them, and drops ``param_names``.
 
-    Parameters are matched by name where both sides have names, and otherwise by position.
+    Parameters are matched by name if both the state dict and the optimizer have names, otherwise by position.
 
     Raises:
         ValueError: the groups have other numbers of parameters, or parameters of other names.
@@ -254,7 +254,7 @@ def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, A
 
 
 def _names_of(group: Mapping[str, Any], names: Any) -> list[str] | None:
-    """The names of a param group's parameters, whatever wrappers stand around the model; None if these are no names."""
+    """Parameter names without prefixes of wrappers such as DDP; None unless ``names`` has a string per parameter."""
     if not _is_list(names) or len(names) != len(group["params"]) or not all(isinstance(name, str) for name in names):
         return None
     return [bare_name(name) for name in names]
@@ -262,7 +262,7 @@ def _names_of(group: Mapping[str, Any], names: Any) -> list[str] | None:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Inside, errors other than lack of memory become a ValueError that names what was read."""
+    """Turns errors inside the block, except lack of memory, into a ValueError that names the part being read."""
     try:
         yield
     except (ValueError, MemoryError, torch.OutOfMemoryError):
@@ -277,12 +277,12 @@ def reading(what: str) -> Iterator[None]:
 def merged_groups(
     optimizer: OptimizerInterface, present: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The param groups of a state dict, from :func:`by_name`, completed by the options of the present ones.
+    """Merges options: those in the state dict's param groups (from :func:`by_name`) override the present ones.
 
-    The present param groups may be of an optimizer around this one.
+    ``present`` may also be the param groups of an optimizer that wraps ``optimizer``.
 
     Raises:
-        ValueError: the groups have state in another format, or options out of range.
+        ValueError: the state was saved in another format (codec, block size), or options are out of range.
     """
     groups = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):

@@ -1,4 +1,4 @@
-"""Rules that keep a momentum only: SGD, LARS, Lion and Signum."""
+"""Optimizers whose only moment is a momentum: SGD, LARS, Lion and Signum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SGD(ShardedOptimizer):
         momentum: decay rate of the momentum buffer.
         dampening: the gradient enters the buffer with weight ``1 - dampening``, except in the first step.
         weight_decay: L2 penalty, part of the gradient.
-        nesterov: look ahead; needs momentum and no dampening.
+        nesterov: use Nesterov momentum; needs momentum and no dampening.
     """
 
     optional_moments = _MOMENTUM.moments
@@ -80,7 +80,7 @@ class LARS(ShardedOptimizer):
     Args:
         momentum: decay rate of the momentum.
         weight_decay: L2 penalty.
-        trust_coefficient: share of a parameter's norm that a gradient moves it by, at ``lr=1``.
+        trust_coefficient: norm of a gradient's update relative to the parameter's norm, at ``lr=1``.
     """
 
     only_rule = Rule("lars", (Moment("velocity", signed=True, own_units=True),))

@@ -47,9 +47,9 @@ class Muon(ShardedOptimizer):
     :func:`shardopt.muon_groups` makes such groups of a model.
 
     Every matrix is computed whole on one rank, by the same calls whatever the sharding: under FSDP, tensor parallel and
-    ZeRO each element of its bfloat16 direction is sent there and back once. Matrices go in waves, and the next wave
-    travels while one is computed; directions and intermediate matrices take at most 512 MiB at a time, or what the
-    largest parameters need. Ranks that hold copies (DistributedDataParallel) divide the matrices if the groups
+    ZeRO each element of its bfloat16 direction is sent to that rank and back once. Matrices go in waves: while one is
+    computed, the next is in flight. Directions and intermediate matrices take at most 512 MiB at a time, or what the
+    largest parameters need. Ranks with replicas (DistributedDataParallel) divide the matrices if the groups
     were made from the wrapped model, or after ``attach(model)``; otherwise each rank computes all of them. Results have
     the same bits on any number of ranks, but not on other kinds of devices, nor with other versions of PyTorch and of
     its libraries for multiplying matrices.
@@ -64,12 +64,12 @@ class Muon(ShardedOptimizer):
         lr: learning rate, a float or a 0-d tensor.
         weight_decay: decay per unit of lr, whatever ``adjust_lr_fn`` says.
         momentum: decay rate of the momentum.
-        nesterov: look ahead.
+        nesterov: use Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz iteration: three numbers, or three for each step (further
             steps take the last three); or "polar_express" (arXiv 2505.16932).
         eps: the least norm that a matrix is divided by; in groups for AdamW the number added to the root of the second
             moment, by default 1e-8.
-        ns_steps: how many steps the iteration has.
+        ns_steps: number of steps of the Newton-Schulz iteration.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
             decay carry over; "spectral_norm" for ``sqrt(m / n)``.
@@ -120,7 +120,7 @@ class Muon(ShardedOptimizer):
             self._internals.share(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group; ``use_muon=True`` or False in it stands for ``algorithm="muon"`` or "adamw".
+        """Adds a param group, in which ``use_muon`` may be True for ``algorithm="muon"`` or False for "adamw".
 
         See :meth:`ShardedOptimizer.add_param_group`.
         """
@@ -206,7 +206,7 @@ def _muon(
 
 
 def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of each step.
+    """Expands the option ``ns_coefficients`` to three coefficients for each step of the Newton-Schulz iteration.
 
     Raises:
         ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
@@ -232,7 +232,7 @@ def _check_split(split: Any) -> None:
 
 
 def _global_shapes(name: str, param: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the model's parameters in an optimizer tensor, as far as known before the first step."""
+    """Names and global shapes of the parameters in an optimizer tensor, none if its sharding is not known yet."""
     if hasattr(param, "ds_shape"):  # ZeRO 3 has partitioned it
         yield name, tuple(param.ds_shape)
         return

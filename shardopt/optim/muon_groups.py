@@ -1,4 +1,4 @@
-"""Param groups for Muon: hidden matrices, and the parameters that another rule steps."""
+"""Divides a model's parameters into param groups for Muon: hidden matrices by Muon, all others by another rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def muon_groups(
     other: Literal["adamw", "lion"] = "adamw",
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ParamGroups:
-    """The parameters of a model as param groups for :class:`shardopt.Muon`: hidden matrices by Muon, the rest by AdamW.
+    """Divides a model into param groups for :class:`shardopt.Muon`: Muon for hidden matrices, AdamW for the rest.
 
     The rest are
 
@@ -98,7 +98,7 @@ def _matches(parameter: GroupedParameter, patterns: Iterable[str]) -> bool:
 
 
 def _embeddings(model: Module) -> list[str]:
-    """Names of the weights of embeddings, and of the output head."""
+    """Names of embedding weights, and of the last linear layer's weight if its outputs fit the first embedding."""
     modules = list(canonical_modules(model, all_names=True))
     embeddings = [(prefix, module) for prefix, module in modules if isinstance(module, Embedding | EmbeddingBag)]
     linear = [(prefix, module) for prefix, module in modules if isinstance(module, Linear)]

@@ -1,4 +1,4 @@
-"""Param groups by patterns over the names of a model's parameters."""
+"""Divides a model's parameters into param groups, with options by patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class GroupedParameter(NamedTuple):
-    """A parameter of the model with its param group.
+    """Tells which param group a parameter of the model is in, for :meth:`ParamGroups.table`.
 
     Attributes:
-        names: its names in the bare model; a shared parameter has several.
-        shape: its global shape.
-        group: index of its param group.
+        names: names of the parameter in the unwrapped model; a shared parameter has several.
+        shape: global shape, before sharding.
+        group: index of the parameter's param group.
         options: the param group's options.
-        notes: "frozen", "float32 state (StableEmbedding)".
+        notes: remarks for the table: "frozen", "float32 state (StableEmbedding)".
     """
 
     names: tuple[str, ...]
@@ -51,11 +51,11 @@ class GroupedParameter(NamedTuple):
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Param groups for any torch optimizer.
+    """A list of param groups, for any torch optimizer, that also describes the model's parameters.
 
     Attributes:
-        parameters: all parameters of the model, in its order.
-        copies: the parameters of which other ranks hold copies.
+        parameters: all parameters of the model, in the model's order.
+        copies: parameters that are replicated on several ranks, with these ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ParamGroups(list[dict[str, Any]]):
 
 
 class _Part(NamedTuple):
-    """A parameter of the model as it stands in one of the wrapped model's tensors."""
+    """A parameter of the unwrapped model that is stored in a tensor of the wrapped one; flat tensors have several."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ def param_groups(
     weight_decay: float | None = None,
     kinds: KindPatterns | None = None,
 ) -> ParamGroups:
-    """The parameters of a model as param groups, with options by patterns over their names.
+    """Divides a model's parameters into param groups, whose options are given by patterns of parameter names.
 
     Call this for the whole model, before or after wrapping and sharding: patterns are matched against the names in the
     bare model, without the prefixes of DistributedDataParallel, FSDP, torch.compile and activation checkpointing. FSDP
@@ -211,7 +211,7 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
 
 
 def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
-    """The options of all parts of one tensor.
+    """Computes the options of an optimizer tensor, which must be the same for all model parameters in the tensor.
 
     Raises:
         ValueError: two parts have different options.
@@ -239,12 +239,12 @@ def _shown(options: _Options) -> str:
 
 
 def _comparable(options: _Options) -> _Options:
-    """Options that are equal if they are the same: tensors are by their identity."""
+    """Replaces tensors among option values by their ids, so that ``==`` on options compares tensors by identity."""
     return {key: id(x) if isinstance(x, Tensor) else x for key, x in options.items()}
 
 
 def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
-    """Checks the names of options; the optimizer checks the values."""
+    """Checks that overrides have known option names, and suggests similar ones; the optimizer checks the values."""
     known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)} - {"params", "defaults", "options"}
     for pattern, options in overrides.items():
         if not isinstance(options, Mapping):
@@ -257,7 +257,7 @@ def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _hyper_parameters(base: type[Optimizer]) -> set[str]:
-    """The hyper-parameters of all optimizers that exist, the user's own included."""
+    """Constructor argument names of all subclasses of an optimizer class, users' own classes included."""
     names: set[str] = set()
     for kind in base.__subclasses__():
         parameters = inspect.signature(kind).parameters.values()

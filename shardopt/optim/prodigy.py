@@ -1,4 +1,4 @@
-"""Prodigy (Mishchenko & Defazio, arXiv 2306.06101)."""
+"""Prodigy, AdamW with an estimated learning rate (Mishchenko & Defazio, arXiv 2306.06101)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that divide by averages or sums of squares: Adagrad and RMSprop."""
+"""Optimizers that divide gradients by the root of averages or sums of squared gradients: Adagrad and RMSprop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _RULES = {
 class RMSprop(ShardedOptimizer):
     """RMSprop (Tieleman & Hinton, Coursera lecture 6.5, 2012), as in torch, plain, centered and with momentum.
 
-    Steps by gradients over the root of their mean square, or of their variance.
+    Divides gradients by the root of an average of their squares, or of their variance (``centered``).
 
     Bytes of state per parameter in blocks of 128: 1.062 with log8, and 1.031 more for each of ``centered`` and
     ``momentum``; 4 each with ``codec="fp32"``. Other arguments and errors as for :class:`shardopt.AdamW`.

@@ -1,4 +1,4 @@
-"""The stable embedding of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, section 2.3)."""
+"""An embedding layer that stabilizes training with 8-bit optimizers (arXiv 2110.02861, section 2.3)."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class StableEmbedding(Embedding):
         self.norm = LayerNorm(embedding_dim, device=device, dtype=dtype if _weight is None else _weight.dtype)
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform weights, with zeros for the padding; the layer norm resets itself."""
+        """Initializes weights Xavier-uniform, with zeros for ``padding_idx``. The layer norm initializes itself."""
         init.xavier_uniform_(self.weight)
         self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized embeddings, in the dtype of the weights; a norm in another dtype computes in its own."""
+        """Looks up and normalizes embeddings, in the dtype of the layer norm; the result has the weights' dtype."""
         embedded = super().forward(input)
         normed: Tensor = self.norm(embedded.to(self.norm.weight.dtype))
         return normed.to(embedded.dtype)
@@ -66,7 +66,7 @@ class StableEmbedding(Embedding):
         self._mark_weight()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Module's, which calls :meth:`register_parameter`; FSDP2 bypasses classes that define no ``__setattr__``."""
+        """As in Module. Must be defined here, or FSDP2 replaces parameters without :meth:`register_parameter`."""
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StableEmbedding:

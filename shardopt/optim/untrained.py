@@ -1,4 +1,4 @@
-"""Warns of parameters that nobody trains: frozen by mistake, cut off from the loss, or no longer the model's."""
+"""Warns of parameters that get no gradients: frozen by mistake, cut off from the loss, or replaced in the model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardopt.state.names import listed_name
 from shardopt.state.warn import warn_user
 
-#: Consecutive steps without a gradient after which a parameter that no module has is named, one that was never stepped,
-#: and one that was stepped in most steps before. Experts and layers that are skipped at random get one in between.
+#: Consecutive steps without a gradient until a warning, for parameters that no module has, that were never stepped, and
+#: that were stepped in most steps before. Experts and layers skipped at random get gradients more often than that.
 REPLACED_AFTER, NEVER_AFTER, LATER_AFTER = _LIMITS = 3, 32, 128
 
 
 class Untrained:
-    """Watches which parameters get no gradient while others do; each is named once.
+    """Counts steps in which a parameter has no gradient while others do, and warns once per parameter.
 
-    Looks at the parameters only where others have a gradient than in the step before, and where one reaches a limit.
+    To be cheap, scans parameters only after steps in which the set of gradients changed or a count reaches a limit.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,12 +36,12 @@ class Untrained:
         self._named: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
     def skip(self) -> None:
-        """Forgets what was seen: steps are taken in backward passes."""
+        """Resets the counts when gradients are released, as the backward pass then steps and frees them."""
         self._is_first = False
         self._without.clear()
 
     def look(self, *, changed: bool) -> None:
-        """Looks for gradients after a step, in which other parameters may have had one if ``changed``."""
+        """Updates the counts after a step, and warns; ``changed``: the set of parameters with gradients may differ."""
         self._steps += 1
         if not changed and self._steps < self._due:
             return
@@ -67,7 +67,7 @@ class Untrained:
             _warn(f"the first step found all {len(params)} parameters frozen", "unfreeze them with requires_grad_()")
 
     def _name(self, without: dict[Tensor, int]) -> None:
-        """Warns of the parameters that have just reached a limit, once of each."""
+        """Warns of parameters whose count of steps without a gradient has just reached a limit."""
         trained = [param for group in self._optimizer.param_groups for param in group["params"] if param not in without]
         state = self._optimizer.state
         for limit in _LIMITS:
@@ -98,7 +98,7 @@ class Untrained:
 
 
 def _in_modules(params: Iterable[Tensor]) -> set[int]:
-    """The ids of the parameters that modules have. Looks through all objects of the process."""
+    """The ids of those parameters that any module in the process has, found by scanning the garbage collector."""
     wanted = set(map(id, params))
     found: set[int] = set()
     for holder in gc.get_objects():
