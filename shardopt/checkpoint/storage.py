@@ -184,7 +184,7 @@ class Folder:
 
 
 class LocalFolder(Folder):
-    """A folder on a file system. The folder may be a symbolic link. Links to files are refused: all files lie inside."""
+    """A folder on a file system. The folder may be a symbolic link; links in place of its files are refused."""
 
     def make(self) -> None:
         path = Path(self._path)
