@@ -268,7 +268,7 @@ def _taken_hyper(
 
 
 def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
-    """Checks that moments are whole, or float DTensors sharded as the parameter is, finite and of the right sign."""
+    """Checks that moments are whole tensors or, in float, DTensors sharded as the parameter is; checks float values."""
     for moment in spec.moments:
         key, value = moment.name, moments[moment.name]
         coded = isinstance(value, CodedMoment)

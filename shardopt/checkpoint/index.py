@@ -352,14 +352,14 @@ def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _size(value: Any, of: str) -> int:
-    """Returns a number from the index, such as a size, if it is a whole number from 0 to 2**63 - 1."""
+    """Returns a number from the index, such as a size, if it is a whole number from 0 to 2**63 - 1; else raises."""
     is_size = type(value) is int and 0 <= value < 2**63
     demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[no-any-return]
 
 
 def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
-    """Returns a list of such numbers as a tuple: `count` numbers, or by default at most ``MAX_DIMS``."""
+    """Returns a list of sizes as a tuple, if it has `count` of them, or by default at most ``MAX_DIMS``."""
     is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
     demand(is_list, f"sizes of {named(of)} that are no list of that length")
     return tuple(_size(each, of) for each in value)

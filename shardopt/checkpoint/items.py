@@ -151,14 +151,14 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
 def tensors_of(
     item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, to_save: bool = False
 ) -> dict[str, Chunks]:
-    """Maps an item's tensors (weights or values, and state entries), by their names in the checkpoint, to chunks.
+    """Describes an item's tensors by their names in the checkpoint: its elements ``local``, and each state entry.
 
     Args:
         item: the parameter or buffer.
         local: this rank's elements of the parameter or buffer.
         spec: the format of its state; None to leave the state out.
         state: this rank's part of each state entry, plain tensors.
-        to_save: leave out numbers that this rank shares and another rank saves: a cut block's, the step count.
+        to_save: leave out what another rank saves: scales of a block that begins there, a flat parameter's step count.
     """
     tensors = {model_key(item.name): chunks_of(item.shard, local)}
     if spec is None:

@@ -32,7 +32,7 @@ from shardopt.layout.partition import Part
 def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
     """Fills the rectangles in ``tensors``, which must have the saved dtypes and shapes, from the data files.
 
-    Reads overlapping stored chunks once, in full, to verify their checksums; for the meta device, only verifies them.
+    Reads each stored chunk that overlaps once, in full, to verify its checksum. Fills no rectangle on the meta device.
     If reading fails, some rectangles may have been filled.
 
     Raises:

@@ -9,7 +9,7 @@ from shardopt.checkpoint.peers.base import Dion, Flashoptim, Peer, Torchao
 from shardopt.checkpoint.peers.bitsandbytes import Bitsandbytes
 from shardopt.checkpoint.wording import few
 
-#: Readers by package. torch.optim's comes last: other packages keep some parameters' state (small ones') in its form.
+#: Readers by package. torch.optim's comes last: other packages keep the state of some parameters in its form.
 PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer())
 
 
