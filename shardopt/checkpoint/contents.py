@@ -54,7 +54,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Owner:
-        """Finds the shardopt optimizer, or result of quantize_state, inside any wrapper, with :func:`owner_of`.
+        """Finds the optimizer that keeps the state, also in a ZeroRedundancyOptimizer or Accelerate's wrapper.
 
         Raises:
             TypeError: the optimizer is neither shardopt's nor the result of quantize_state, wrapped or not.
