@@ -1,4 +1,4 @@
-"""The portable checkpoint, for any sharding and number of ranks; other packages' states."""
+"""Saves and loads checkpoints under any sharding and number of ranks, and imports other packages' optimizer state."""
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.importing import ImportReport, Outcome, import_state

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint on one rank: its parts of the model and of the optimizer's state, and the header."""
+"""Collects what one rank saves: its shards of the parameters, buffers and optimizer state, and the JSON header."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Contents(NamedTuple):
 
     Attributes:
         header: a dict that JSON can hold.
-        tensors: the tensors of which this rank has a part or knows, by their names in the checkpoint.
-        unequal: names of tensors that may differ between ranks, such as buffers; the first rank's are saved.
+        tensors: the tensors by their names in the checkpoint, each with this rank's part of it, which may be empty.
+        unequal: names of tensors that may differ between ranks (buffers); the first rank that has one saves it.
     """
 
     header: dict[str, Any]
@@ -45,8 +45,8 @@ class Owner(NamedTuple):
     """The optimizer that a checkpoint saves and loads.
 
     Attributes:
-        groups: all param groups, whether this rank has state of their parameters or not.
-        optimizer: the optimizer that has this rank's state; with a ZeroRedundancyOptimizer, the optimizer inside.
+        groups: all param groups, including parameters whose state other ranks keep.
+        optimizer: the optimizer that keeps this rank's state: under a ZeroRedundancyOptimizer, its inner optimizer.
     """
 
     groups: list[dict[str, Any]]
@@ -54,10 +54,10 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Owner:
-        """The owner of an optimizer of shardopt, or of quantize_state, or of a wrapper of one; see :func:`owner_of`.
+        """Finds the optimizer that keeps the state, also in a ZeroRedundancyOptimizer or Accelerate's wrapper.
 
         Raises:
-            TypeError: the optimizer is none of these.
+            TypeError: the optimizer is neither shardopt's nor the result of quantize_state, wrapped or not.
         """
         inner = owner_of(optimizer)
         if not isinstance(inner, ShardedOptimizer | QuantizedState):
@@ -69,13 +69,13 @@ class Owner(NamedTuple):
 
     @property
     def internals(self) -> Any:
-        """Reads and writes state for checkpoints: ``optim.internals.Internals``, or the wrapper's ``Entries``."""
+        """Reads and replaces the optimizer's state: ``optim.internals.Internals``, or quantize_state's ``Entries``."""
         return self.optimizer._internals
 
 
 @contextmanager
 def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module, Optimizer | None]]:
-    """The given model and optimizer, or the bare model and the optimizer of an engine."""
+    """Yields the model and optimizer unchanged, or an engine's (DeepSpeed's) inner model and its own optimizer."""
     engines = engines_of(model)
     if engines is None:
         yield model, optimizer
@@ -90,13 +90,13 @@ def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module,
 
 
 def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> Contents:
-    """The contents that this rank saves of a model or an engine, its optimizer, and other values.
+    """Collects what this rank saves of a model or an engine, its optimizer, and the ``extra`` values.
 
     Raises:
         CheckpointError: a tensor has no memory, or the optimizer is not the model's.
         TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
     """
-    with opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() is no work
+    with opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() costs nothing
         owner = None if own is None else Owner.of(own)
         items, buffers = items_of(bare, owner), buffers_of(bare)
         tensors = _chunks_of(items, buffers)
@@ -117,7 +117,7 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
 
 
 def items_of(model: Module, owner: Owner | None) -> list[Item]:
-    """All parameters of a model, in the same order on all ranks, with the present state of an optimizer.
+    """Lists all parameters of a model, in the same order on all ranks, each with its shard and its optimizer state.
 
     Raises:
         CheckpointError: the optimizer has parameters that the model does not have; a parameter is gathered in full
@@ -161,7 +161,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
 
 
 def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
-    """The parameters of a model. Flat buffers of masters take the place of the model's own parameters (DeepSpeed's)."""
+    """Yields an item per parameter. ``masters``: DeepSpeed's flat buffers, saved in place of the model's parameters."""
     named = parameter_names(model)
     for param in masters:
         buffer = shard_of(param)
@@ -186,7 +186,7 @@ def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
 
 
 def buffers_of(model: Module) -> list[Item]:
-    """The buffers that belong to a model's state dict, each once.
+    """Lists the persistent buffers of a model; a buffer that several modules share appears once, by its first name.
 
     Raises:
         CheckpointError: a buffer has no memory.
@@ -204,7 +204,7 @@ def buffers_of(model: Module) -> list[Item]:
 
 
 def _local(name: str, what: str, shard: Shard, tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, to be read or written."""
+    """A view of this rank's shard of a tensor; raises a CheckpointError that names the tensor if it has no memory."""
     try:
         local = shard.local(tensor).detach()
     except RuntimeError as error:
@@ -214,7 +214,7 @@ def _local(name: str, what: str, shard: Shard, tensor: Tensor) -> Tensor:
 
 
 def aliases_in(model: Module, items: Iterable[Item]) -> dict[str, str]:
-    """The names of shared parameters under which they are not saved, each with the name under which they are."""
+    """Maps the other names of parameters with several names (tied weights) to the name under which each is saved."""
     names = all_parameter_names(model)
     aliases: dict[str, str] = {}
     for item in items:
@@ -227,7 +227,7 @@ def aliases_in(model: Module, items: Iterable[Item]) -> dict[str, str]:
 
 
 def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
-    """The names of the parameters in each of `count` param groups."""
+    """Lists the parameters' names by param group: one list for each of the optimizer's `count` groups."""
     names: list[list[str]] = [[] for _ in range(count)]
     for item in items:
         if item.group is not None:
@@ -236,10 +236,10 @@ def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
 
 
 def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chunks]:
-    """The tensors of a model and its optimizer, by their names in a checkpoint.
+    """Maps each tensor's name in the checkpoint (weights, buffers, state entries) to this rank's part of it.
 
-    A rank that holds no element of a flat shard lists fresh state, so that all ranks list the same tensors;
-    :meth:`Planning.plan` drops what no rank holds.
+    A rank whose flat shard of a parameter is empty has no state. Such a rank lists the entries of fresh state, so that
+    all ranks describe the same tensors; :meth:`Planning.plan` drops the entries that no rank holds.
     """
     tensors: dict[str, Chunks] = {}
     for item in (*items, *buffers):

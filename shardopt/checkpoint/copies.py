@@ -1,4 +1,4 @@
-"""Tensors that several ranks hold: the ranks compare them, by digests, and one of them writes."""
+"""Compares replicated tensors across ranks by 64-bit digests: only one rank writes a tensor that several hold."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _REMEDY = (
     "expected one tensor by one name; name modules that differ between ranks differently (pipeline stages and experts "
     "keep their names in the whole model), or make copies alike with torch.distributed.broadcast"
 )
-_WORDS = 1 << 20  # words of 8 bytes per sum
-_WORDS_IN_CACHE = 1 << 16  # words at a time on the CPU, for its cache
+_WORDS = 1 << 20  # words of 8 bytes that are summed at once; weights repeat after so many
+_WORDS_IN_CACHE = 1 << 16  # words that a CPU sums at once, so that words and weights fit into its cache
 
 
 class Copies(NamedTuple):
-    """Tensors of which several ranks hold the same parts, and must have the same bits.
+    """Tensors that are replicated in the same way over ranks; all replicas must be bitwise equal.
 
     Attributes:
-        tensors: the names, each with the offsets of the only part that is compared; None for all parts.
-        starts: for each rank, the rank that holds the first part of the rank's copy; -1 where a rank has no copy.
+        tensors: names, each with the offsets of the one rectangle to compare, or None to compare all of this rank's.
+        starts: for each rank, the first rank of the replica (sharded or not) that the rank has a part of, or else -1.
     """
 
     tensors: list[tuple[str, tuple[int, ...] | None]]
     starts: npt.NDArray[np.int64]
 
     def digests(self, chunks: Mapping[str, Chunks], rank: int) -> list[int]:
-        """A digest of this rank's parts of each tensor; none if the rank has no copy."""
+        """One digest per tensor, over this rank's parts of it; an empty list if this rank is in no replica."""
         if self.starts[rank] < 0:
             return []
         return [
@@ -47,20 +47,20 @@ class Copies(NamedTuple):
 
 
 def digests(copies: Sequence[Copies], chunks: Mapping[str, Chunks], rank: int) -> list[int]:
-    """One digest of this rank's parts of all tensors in each element of ``copies``; 0 where it has none."""
+    """One digest per element of ``copies``, over this rank's parts of all its tensors; 0 if this rank has none."""
     return [_combined(each.digests(chunks, rank)) for each in copies]
 
 
 def check_digests(
     copies: Sequence[Copies], by_rank: Sequence[Sequence[int]], chunks: Mapping[str, Chunks], ranks: Ranks
 ) -> None:
-    """Checks that all ranks that hold the same parts have the same bits. All ranks must call this.
+    """Checks that replicas are bitwise equal, by comparing their digests. All ranks must call this.
 
-    ``by_rank`` has the result of :func:`digests` of each rank; all ranks find the same differences in it, and exchange
-    digests of single tensors for the error.
+    ``by_rank`` has each rank's result of :func:`digests`. Where digests differ, the ranks all-gather one digest per
+    tensor to name the tensors in the error; all ranks see the same ``by_rank``, so all take part.
 
     Raises:
-        CheckpointError: on all ranks: bits differ. The message has the tensors' names.
+        CheckpointError: on all ranks: replicas differ. The message has the tensors' names.
     """
     for number, each in enumerate(copies):
         if not _are_alike([values[number] for values in by_rank], each.starts):
@@ -71,7 +71,7 @@ def check_digests(
 
 
 def _are_alike(of_ranks: Sequence[int], starts: npt.NDArray[np.int64]) -> bool:
-    """Whether the values of ranks at the same offset in their copies are the same."""
+    """Whether ranks that hold the same part (rank minus first rank of their replica is equal) have equal digests."""
     value_at: dict[int, int] = {}
     return all(
         value_at.setdefault(rank - start, of_ranks[rank]) == of_ranks[rank]
@@ -108,7 +108,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
-    """The sum of the words' halves, each times its weight; an upper half's weight is ``(weight << 32) + more``."""
+    """Sums both halves of all words, times their weights; the upper half's weight is ``(weight << 32) + more``."""
     length = _WORDS_IN_CACHE if words.device.type == "cpu" else _WORDS
     parts = zip(*(torch.split(of[: len(words)], length) for of in (words, weights, more_of_upper)), strict=True)
     return torch.stack([(x * weight).sum() + ((x >> 32) * more).sum() for x, weight, more in parts]).sum()
@@ -116,7 +116,7 @@ def _sum(words: Tensor, weights: Tensor, more_of_upper: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd random numbers, the same on every rank and device."""
+    """Two random weights per word of a digest: odd numbers from a fixed seed, equal on all ranks and devices."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), dtype=torch.int64, generator=generator, device="cpu")
     first, second = (numbers | 1).to(device)
@@ -124,10 +124,10 @@ def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def refuse(names: Collection[str], what: str) -> None:
-    """Raises an error if there are any names of tensors that differ.
+    """Raises an error that names the tensors in ``names``, whose ``what`` differ between ranks, if there are any.
 
     Raises:
-        CheckpointError: there are.
+        CheckpointError: ``names`` is not empty.
     """
     if names:
         raise CheckpointError(f"got different {what} of {few(names)} on different ranks, {_REMEDY}")

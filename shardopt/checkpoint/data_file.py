@@ -1,16 +1,16 @@
-"""The data files of a checkpoint: the bytes of chunks, each verified by its checksum before any other use.
+"""Writes a data file of a checkpoint, and reads its table of chunks. Each chunk of a tensor has a CRC-32.
 
-Threads write and read chunks in pieces of a few MiB, a few pieces ahead of the caller, so that checksums, disk and
-copies to or from a GPU overlap without a large buffer.
+Worker threads run a few chunks ahead of the caller, so that checksums, disk and copies to or from a GPU overlap. Chunks
+are small, so that the buffers in flight are small.
 
-At the end is the table of the chunks, in binary columns. All numbers are little-endian. With ``n`` chunks of tensors of
-at most ``d`` dimensions::
+The table behind the last chunk says where each chunk is, in binary columns. All numbers are little-endian. With ``n``
+chunks of tensors of at most ``d`` dimensions::
 
     n, d        2 x uint64
     position    n x int64    of the chunk's first byte in the file
-    tensor      n x uint32   the tensor's number, the names of the index in order of code points
-    crc32       n x uint32   of the chunk's bytes
-    corners     n x 2 x d x int64   offsets and shape in the tensor; behind the tensor's dimensions, 0 and 1
+    tensor      n x uint32   position of the tensor's name among the sorted names (code points)
+    crc32       n x uint32   CRC-32 of the chunk's bytes
+    corners     n x 2 x d x int64   offsets and shape in the tensor; padded to d dimensions with 0 and 1
 
 No chunk is empty, or larger than 8 MiB. The index has the table's length and CRC-32.
 """
@@ -40,20 +40,20 @@ from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
 
-#: A job, and the queue that gets its result, or the error that it raised.
+#: The queue for a job's result (or the error that it raised), and the job.
 _Task = tuple["SimpleQueue[tuple[Any, BaseException | None]]", Callable[[], Any]]
 
-MAX_BYTES = 1 << 23  # of a chunk, so that no file makes a reader allocate more
-_HEAD = 16  # bytes of a table
-_PER_CHUNK = 16  # bytes of a table, without corners
+MAX_BYTES = 1 << 23  # of a chunk: a reader's buffers are this large, whatever a file says
+_HEAD = 16  # bytes of a table before its columns
+_PER_CHUNK = 16  # bytes of a table per chunk, without corners
 _ALIGNMENT = 64  # bytes
 _THREADS = 2
-#: Most jobs under way, from a job's start until the caller has used the result.
+#: Most jobs in flight: queued, running, or done with a result that the caller still uses.
 AHEAD = _THREADS + 1
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the location of its bytes."""
+    """A rectangle of a tensor, and where its bytes are in the data file, with their CRC-32."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -68,8 +68,8 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
     Args:
         folder: the checkpoint's folder.
         name: the file's name.
-        parts: rectangles of tensors, on any device: the tensor's number in the order of names, offsets, and data. The
-            caller's thread iterates over them, a few pieces ahead.
+        parts: for each rectangle: the tensor's position among the sorted names, the rectangle's offsets in the tensor,
+            and its elements, on any device. Iterated over in the caller's thread, a few chunks ahead of the writing.
 
     Raises:
         OSError: the file exists already, or the system cannot write it.
@@ -100,7 +100,7 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
 
 
 def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
-    """The table of some chunks, given the number of each chunk's tensor."""
+    """Encodes the table of a data file; ``tensors``: for each chunk, its tensor's position among the sorted names."""
     dims = max((len(chunk.shape) for chunk in chunks), default=0)
     corners = np.zeros((len(chunks), 2, dims), dtype="<i8")
     corners[:, 1] = 1
@@ -117,12 +117,12 @@ def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
 
 
 def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> dict[str, list[StoredChunk]]:
-    """The chunks of each tensor in a table whose checksum is right, by the tensor's name.
+    """Decodes and validates the table of a data file, after its checksum was verified: the chunks by tensor name.
 
     Args:
         data: the table.
-        tensors: the checkpoint's, in the order of their names.
-        length: the bytes of the chunks in the data file.
+        tensors: all tensors of the checkpoint, sorted by name.
+        length: how many bytes of the data file are chunks; the table follows them.
 
     Raises:
         InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
@@ -165,7 +165,7 @@ def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> 
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
-    """Checks that data files exist and have their full lengths.
+    """Checks that the data files of these numbers exist and are as long as the index says.
 
     Raises:
         CheckpointError: a file does not exist or has another length.
@@ -191,10 +191,10 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
 
 
 def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and shapes of a chunk's pieces of at most ``MAX_BYTES``.
+    """Cuts a rectangle of this shape into contiguous chunks of at most ``MAX_BYTES``; yields their offsets and shapes.
 
-    Each piece is a range of one dimension, at a single index of every dimension before and in full in every dimension
-    behind, so that the piece's elements are contiguous in the chunk.
+    Each chunk is a range of indices of one dimension, a single index of every dimension before, and all of every
+    dimension behind, so that its elements are contiguous in row-major order.
     """
     if not shape:
         yield (), ()
@@ -218,12 +218,12 @@ def _aligned(position: int) -> int:
 
 @contextmanager
 def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
-    """The jobs' results in order, computed by threads a few jobs ahead of the caller.
+    """Runs jobs in worker threads, up to ``AHEAD`` in flight; yields an iterator over their results, in order.
 
-    Iterates over ``jobs`` in the caller's thread. The threads end with the context, also after an error.
+    Iterates over ``jobs`` in the caller's thread. Joins the threads at the end of the context, also after an error.
     """
     # Not a ThreadPoolExecutor: an asynchronous save could not use it while the interpreter exits, and Ctrl-C in one of
-    # its locks would leave the threads waiting. A SimpleQueue is of C, which signals do not interrupt half-way.
+    # its locks would leave the threads waiting. SimpleQueue is C code, which no signal interrupts half-way.
     todo: SimpleQueue[_Task | None] = SimpleQueue()
     threads = [Thread(target=_work, args=(todo,), daemon=True, name="shardopt chunks") for _ in range(_THREADS)]
     pending: deque[SimpleQueue[tuple[Any, BaseException | None]]] = deque()

@@ -8,18 +8,18 @@ class CheckpointError(RuntimeError):
 
 
 class LostRanksError(CheckpointError):
-    """Ranks cannot talk to each other any more: nobody knows how far the others are."""
+    """A collective failed, as when a rank died: whether the other ranks finished their work is unknown."""
 
 
 class ReplacedError(CheckpointError):
-    """Another process saved into the folder while a checkpoint was loaded from it; loading again may succeed."""
+    """Another save replaced the checkpoint while it was being loaded; loading again may succeed."""
 
 
 class InvalidError(Exception):
-    """A file has content that no version of shardopt writes."""
+    """The content of a file, whose checksum is right, is malformed. Callers turn this into a CheckpointError."""
 
 
 def demand(holds: object, what: str) -> None:
-    """Raises InvalidError, with the words, unless the condition holds."""
+    """Raises an InvalidError with the message ``what`` unless the condition ``holds``."""
     if not holds:
         raise InvalidError(what)

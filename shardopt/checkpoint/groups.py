@@ -1,4 +1,4 @@
-"""The hyper-parameters and options of param groups, as JSON."""
+"""Param groups in the header: writes their options as JSON, merges groups of all ranks, and restores options."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardopt.removed import OPTIONS
 from shardopt.state.options import DEFAULTS, LARGEST, PLACEMENT, STATE_FORMAT, check_options
 from shardopt.wrapper.optimizer import QuantizedState
 
-#: Options of the run, which a loading optimizer keeps; other options are loaded. ``repay`` is among them because codec
-#: and weights, which a load may convert, decide whether it is possible. Options of earlier
-#: versions are ignored.
+#: Options that a load leaves as the loading optimizer has them, such as ``foreach``, and options of earlier versions,
+#: which are ignored. ``repay`` stays as it is because only some codecs and weight dtypes allow it, and a load may
+#: convert both.
 OF_THE_RUN = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
 
-#: Keys that are not saved. DeepSpeed's ``moe`` and ``name`` tell how experts are divided in the run.
+#: Keys of a param group that are not saved. DeepSpeed's ``moe`` and ``name`` say how this run shards experts.
 _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
 
 SavedGroup = dict[str, Any]
 
 
 def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
-    """A param group as JSON: names of its parameters, and its options as far as JSON can hold them."""
+    """Describes a param group for the header: its parameters' names, and its options without those JSON cannot hold."""
     options = {}
     for key, value in group.items():
         with suppress(TypeError):
@@ -37,7 +37,7 @@ def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
 
 
 def _as_json(value: Any) -> Any:
-    """An option as JSON: a tensor of one element as its number. Raises TypeError for what JSON cannot hold."""
+    """Converts an option for JSON: one-element tensors become numbers. Raises TypeError for what JSON cannot hold."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -48,9 +48,9 @@ def _as_json(value: Any) -> Any:
 
 
 def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
-    """The union of the param groups of ranks that may have different parameters, such as pipeline stages.
+    """Merges the param groups of ranks with different parameters (pipeline stages, experts) into one list.
 
-    Groups with the same options become one group.
+    Groups of different ranks become one group if their options are equal, but for those in ``OF_THE_RUN``.
 
     Raises:
         CheckpointError: a parameter has different options on different ranks.
@@ -82,11 +82,11 @@ def _learned(group: SavedGroup) -> dict[str, Any]:
 
 
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options that the parameters of each param group were saved with.
+    """Looks up, for each param group of the loading optimizer, the options that its parameters were saved with.
 
     Args:
         saved: the checkpoint's param groups.
-        names: the names of the parameters in each param group of the optimizer.
+        names: for each param group of the loading optimizer, the names of its parameters.
 
     Raises:
         CheckpointError: a group's parameters were saved with different options, or one was saved in no group.
@@ -116,7 +116,7 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
 def merged(
     optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A param group's options with a checkpoint's hyper-parameters; options that lay out the state are not loaded.
+    """A param group's options after a load: saved hyper-parameters, but the present codec, block size and the like.
 
     Raises:
         ValueError: one of the merged options is not allowed.
@@ -143,7 +143,7 @@ def merged(
 
 
 def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
-    """Gives a param group merged options. Copies into tensors, whose addresses CUDA graphs may have recorded."""
+    """Sets a param group's options in place. Copies into tensors, as CUDA graphs may have captured their addresses."""
     for key in dropped:
         group.pop(key, None)
     for key, value in new.items():

@@ -1,12 +1,12 @@
-"""The header of a checkpoint as JSON that every parser reads.
+"""Encodes the header of a checkpoint as standard JSON, and decodes it.
 
 JSON has no infinities and no NaN, which Python's own encoder writes as bare words that other parsers refuse. The
 header has objects with one key in their place, as in the extended JSON of MongoDB::
 
     {"$numberDouble": "Infinity"}    {"$numberDouble": "-Infinity"}    {"$numberDouble": "NaN"}
 
-The key of any other object whose only key is ``$numberDouble``, perhaps after further ``$``, gets one ``$`` more. The
-bare words of checkpoints from before are still read.
+A user's dict whose only key is ``$numberDouble`` is escaped: its key gets one more ``$``, as does a key that has more
+than one ``$`` already. Bare words, which earlier versions wrote, are still read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from shardopt.checkpoint.wording import named, shown
 
-MOST_NESTED = 100  # lists and dicts within an extra value; Python's parser fails at some 1,000, others before
+MOST_NESTED = 100  # levels of lists and dicts in an extra value; Python's parser fails at some 1,000, others earlier
 _KEY = re.compile(r"\$+numberDouble")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def dumped(header: Any) -> str:
-    """The JSON of a header.
+    """Encodes a header as JSON, with infinities and NaN as objects.
 
     Raises:
         TypeError: JSON cannot hold a value, a key is not text, or lists and dicts are nested too deep.
@@ -40,10 +40,10 @@ def dumped(header: Any) -> str:
 
 
 def loaded(text: str | bytes) -> Any:
-    """The value of JSON.
+    """Decodes JSON in which infinities and NaN are objects, as :func:`dumped` writes them.
 
     Raises:
-        ValueError: the text is no JSON.
+        ValueError: the text is not JSON.
         RecursionError: lists or objects are nested too deep.
     """
     return json.loads(text, object_hook=_decoded)

@@ -1,4 +1,4 @@
-"""Imports another package's optimizer state, code by code if both packages store the same codes."""
+"""Imports another package's optimizer state, without decoding if both packages use the same codes and scales."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class ImportReport:
         return "\n".join(lines)
 
 
-#: A param group's options in a state dict, and the names and states of its parameters.
+#: A param group of the other optimizer: its options, and for each parameter the name and the state (may be empty).
 _SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
 
-_MOST_CHARACTERS = 800  # of an error
+_MOST_CHARACTERS = 800  # characters of an error's text
 
 
 class _Found(NamedTuple):
-    """The state of one parameter in another package, with its name here and the form that it is to get."""
+    """One parameter's state as it was read: its moments and step, and the format ``spec`` to convert it to."""
 
     name: str
     spec: TensorSpec
@@ -129,7 +129,7 @@ def import_state(
     parameters: dict[str, Outcome] = {}
     for index, (name, spec, moments, step) in imported.items():
         entries, parameters[name] = _converted(spec, moments, name)
-        of_rows = spec.entries.get(ROW_MOMENTS)  # no package has those of ours: they begin with zeros
+        of_rows = spec.entries.get(ROW_MOMENTS)  # state that no other package has: begins with zeros
         if of_rows is not None:
             entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
         state[index] = {**entries, "step": step}
@@ -157,11 +157,11 @@ def _in_one_line() -> Iterator[None]:
 def _read(
     optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]
 ) -> tuple[str, list[dict[str, Any]], dict[int, _Found], list[str]]:
-    """The state that is to be imported, checked as far as one rank can; ``names`` has names by the parameters' ids.
+    """Reads and validates the state to import, without collectives; ``names`` has names by the parameters' ids.
 
     Returns:
-        The package, the param groups with the hyper-parameters that are taken over, the parameters with state by their
-        numbers, and what is left out, in words.
+        The package's name, the new param groups in the form of a state dict, the state of each parameter that has some
+        by its number in these groups, and descriptions of the entries and hyper-parameters that are left out.
     """
     sources = _sources(optimizer, state_dict, names)
     states = [state for _, of_group in sources for _, state in of_group if state]
@@ -201,9 +201,9 @@ def _read(
 
 
 def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:
-    """The param groups of a state dict, with its parameters in the order of the optimizer's.
+    """Matches a state dict's param groups and states to the optimizer's: the same groups and order of parameters.
 
-    A parameter without state has an empty one.
+    The state of a parameter without state is an empty dict.
     """
     groups = optimizer.param_groups
     saved, states = _containers(state_dict)
@@ -226,7 +226,7 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
 
 
 def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
-    """The param groups and states of a state dict; errors say what to pass in place of something else."""
+    """Splits a state dict into its param groups and states; for a path or another dict, the error says what to pass."""
     if isinstance(state_dict, str | os.PathLike):
         remedy = "read it with torch.load, torch.distributed.checkpoint.load or safetensors.torch.load_file first"
         raise ValueError(f"got a path, expected a state dict with state and param_groups; {remedy}")
@@ -242,7 +242,7 @@ def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[A
 def _taken_hyper(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The hyper-parameters of a param group that are taken over, and those that are not."""
+    """Divides a saved group's hyper-parameters into those that the optimizer takes over and those it does not have."""
     rule = optimizer.rule(group)
     names = [moment.name for moment in rule.moments]
     hyper = {
@@ -268,7 +268,7 @@ def _taken_hyper(
 
 
 def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor | CodedMoment], name: str) -> None:
-    """Checks that moments are whole, or float DTensors sharded as the parameter is, and the values of floats."""
+    """Checks that moments are whole tensors or, in float, DTensors sharded as the parameter is; checks float values."""
     for moment in spec.moments:
         key, value = moment.name, moments[moment.name]
         coded = isinstance(value, CodedMoment)
@@ -296,11 +296,11 @@ def _placed(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
-    """The state entries for one parameter's moments, and what it took.
+    """Converts a parameter's moments to the optimizer's state entries; also returns how exact the conversion was.
 
     Raises:
-        ValueError: what codes stand for is not finite, or below zero though it is not signed: on all ranks, which are
-            given the same ones.
+        ValueError: decoded moments are not finite, or negative for a moment that has no sign; raised on all ranks, as
+            all have the same codes.
     """
     first = spec.slices[0]
     coded = {key: found for key, found in moments.items() if isinstance(found, CodedMoment)}
@@ -325,7 +325,7 @@ def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], na
 
 
 def _own(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, the same on all ranks, as a state entry: sharded as the parameter is."""
+    """Cuts this rank's part from a whole tensor, and makes it the state entry ``key``, sharded as the parameter is."""
     grid = spec.slices[0].grid_of(key)
     part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()
     if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor

@@ -1,6 +1,6 @@
-"""The index of a checkpoint: ``checkpoint.json``, the last file of a save, which completes the checkpoint.
+"""Reads and writes ``checkpoint.json``, the index of a checkpoint: a save writes the file last, to commit the rest.
 
-The file is JSON, so that any program can read it, with one line per tensor, however many files there are::
+The index is JSON, so that any program can read it. A tensor takes one line, however many data files have its shards::
 
     {"format": "shardopt", "format_version": 2,
     "header": {...},
@@ -10,10 +10,10 @@ The file is JSON, so that any program can read it, with one line per tensor, how
     "weight": {"dtype": "float32", "shape": [32, 64], "start": 0, "cuts": [[0, 2, 1]]}},
     "crc32": "0123abcd"}
 
-``files`` has, of the data file ``<token>-<number>.bin``, the bytes of its chunks, the bytes of its table behind them,
-and the table's CRC-32; null where there is no such file. The table (:mod:`shardopt.checkpoint.data_file`) says where
-the chunks are. The last line is the CRC-32 of all bytes before. A chunk's elements are in row-major order,
-little-endian.
+Rank ``number`` of the save wrote the data file ``<token>-<number>.bin``. ``files`` has its sizes by number: the bytes
+of chunks, the bytes of the table of chunks behind them (:mod:`shardopt.checkpoint.data_file`), and the table's CRC-32;
+null where a rank wrote no file. ``crc32`` in the last line is of all bytes before the comma above it. A chunk's
+elements are in row-major order, little-endian.
 
 A tensor says in which files its elements are, in one of three ways (:mod:`shardopt.layout.partition`):
 
@@ -67,7 +67,7 @@ _LAST_LINE = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 
 
 class StoredFile(NamedTuple):
-    """A data file: the bytes of its chunks, the bytes of the table behind them, and the table's checksum."""
+    """Sizes of a data file: the bytes of its chunks and of the table behind the chunks, and the table's CRC-32."""
 
     data: int
     table: int
@@ -75,14 +75,14 @@ class StoredFile(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint: its global shape, and which data files have its elements.
+    """An entry of the index: a tensor's global shape, and which data files have which of its elements.
 
     Attributes:
         dtype: the dtype.
         shape: the global shape.
-        start: the number of the file with the first part.
-        partition: which parts the files have, counted from ``start``; None if ``parts`` says it.
-        parts: the number of a file and a rectangle in it, for each rectangle.
+        start: the number of the file with the first part of ``partition``.
+        partition: the rule by which files from ``start`` on hold the tensor's parts; None if ``parts`` lists them.
+        parts: without a partition, each rectangle of the tensor with the number of the file that has it.
     """
 
     dtype: torch.dtype
@@ -93,11 +93,11 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements."""
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def files_of(self, part: Part) -> list[int]:
-        """The numbers of the files that have elements of a rectangle. Ascending."""
+        """The numbers of the files to read for the rectangle ``part`` of the tensor, ascending."""
         if 0 in part[1]:
             return []
         if self.partition is not None:
@@ -109,10 +109,10 @@ class Index(NamedTuple):
     """The content of ``checkpoint.json``.
 
     Attributes:
-        header: the header, JSON.
-        token: what the names of the data files begin with.
-        files: the data files by their numbers; None where there is none.
-        tensors: the tensors by name, in the order of their names.
+        header: the header as JSON values: ``extra``, ``param_groups`` and the like.
+        token: 16 random hexadecimal digits with which the names of this save's data files begin.
+        files: the sizes of each rank's data file, by the rank in the save; None for a rank that wrote no file.
+        tensors: the tensors, sorted by name.
         crc32: the checksum in the last line; 0 if the index was not read from a file. Checkpoints saved into one folder
             differ in their checksums, because their tokens are random.
     """
@@ -124,7 +124,7 @@ class Index(NamedTuple):
     crc32: int = 0
 
     def file_name(self, number: int) -> str:
-        """The name of a data file."""
+        """The name of the data file with this number."""
         return data_file_name(self.token, number)
 
     @property
@@ -134,12 +134,12 @@ class Index(NamedTuple):
 
 
 def data_file_name(token: str, number: int) -> str:
-    """The name of a data file."""
+    """The name of the data file that rank ``number`` writes in the save with this token."""
     return f"{token}-{number}.bin"
 
 
 def read_header(path: PathLike) -> dict[str, Any]:
-    """The header of the checkpoint in a folder, or at a URL.
+    """Reads the header of the checkpoint in a folder or at a URL, without its tensors: a dict with ``extra`` and more.
 
     Raises:
         CheckpointError: there is no checkpoint, or its index is damaged or of another format version.
@@ -148,7 +148,7 @@ def read_header(path: PathLike) -> dict[str, Any]:
 
 
 def load_index(folder: Folder) -> Index:
-    """Reads ``checkpoint.json``.
+    """Reads and validates ``checkpoint.json``.
 
     Raises:
         CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of another format version.
@@ -193,7 +193,7 @@ def load_index(folder: Folder) -> Index:
 
 
 def dump_index(index: Index) -> bytes:
-    """The content of ``checkpoint.json``, one line per tensor.
+    """Encodes an index as the bytes of ``checkpoint.json``, with its checksum.
 
     Raises:
         TypeError: see :func:`shardopt.checkpoint.header.dumped`.
@@ -212,12 +212,12 @@ def dump_index(index: Index) -> bytes:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether only saves give files this name: data files, and an index that is not in its place yet."""
+    """Whether a file is a data file or temporary index of a save, by its name: files that a save may remove."""
     return bool(_DATA_FILE.fullmatch(name) or _UNFINISHED_INDEX.fullmatch(name))
 
 
 def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    """A tensor as JSON; see this module."""
+    """Encodes a tensor's entry in the index, as this module's docstring describes it."""
     entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
     if tensor.partition is None:
         return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
@@ -225,10 +225,10 @@ def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
-    """The tensor of this name in a checkpoint of so many files. Does not check whether listed parts fill the tensor.
+    """Decodes a tensor's entry in an index with ``files`` data files. Does not check that ``parts`` tile the tensor.
 
     Raises:
-        InvalidError: no version of shardopt writes this.
+        InvalidError: the entry is malformed, or names a data file that the index does not have.
     """
     demand(isinstance(stored, dict), f"tensor {named(name)}")
     how = stored.keys() - {"dtype", "shape"}
@@ -258,7 +258,7 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
 
 
 def partition_to_json(partition: Partition) -> dict[str, Any]:
-    """A partition as JSON; see this module."""
+    """Encodes a partition as ``cuts`` or ``range``, as this module's docstring describes them."""
     if isinstance(partition, GridPartition):
         return {"cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
     numbers = list(partition[:-1])
@@ -266,12 +266,12 @@ def partition_to_json(partition: Partition) -> dict[str, Any]:
 
 
 def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files: int) -> Partition:
-    """Reads the partition of a tensor, an object with ``cuts`` or ``range``; see this module.
+    """Decodes the partition in a tensor's entry, ``cuts`` or ``range``; see this module's docstring.
 
     Args:
-        stored: the object.
-        shape: the tensor's.
-        files: the number of data files from the tensor's first one on.
+        stored: the tensor's entry in the index.
+        shape: the tensor's global shape.
+        files: how many data files there are from the one with the first part on.
 
     Raises:
         InvalidError: the object is malformed, or names a data file that the checkpoint does not have.
@@ -300,7 +300,7 @@ def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files
 
 
 def unknown_content(path: str, what: str) -> CheckpointError:
-    """The error of a file whose checksum is right, but whose content is not."""
+    """Makes the error for a file whose checksum is right, but whose content is malformed."""
     return CheckpointError(f"{path}: got content that no version of shardopt writes: {what}; load another checkpoint")
 
 
@@ -352,21 +352,21 @@ def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _size(value: Any, of: str) -> int:
-    """Checks a size of a tensor or a file: a whole number below 2**63."""
+    """Returns a number from the index, such as a size, if it is a whole number from 0 to 2**63 - 1; else raises."""
     is_size = type(value) is int and 0 <= value < 2**63
     demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[no-any-return]
 
 
 def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
-    """Checks sizes: a list of whole numbers, of `count` or at most as many as a tensor has dimensions."""
+    """Returns a list of sizes as a tuple, if it has `count` of them, or by default at most ``MAX_DIMS``."""
     is_list = isinstance(value, list) and (len(value) <= MAX_DIMS if count is None else len(value) == count)
     demand(is_list, f"sizes of {named(of)} that are no list of that length")
     return tuple(_size(each, of) for each in value)
 
 
 def _check_files(strides: list[tuple[int, int]], files: int) -> None:
-    """Checks that the file of each part is listed, and that there are no more parts than files."""
+    """Checks that the index has the files of all parts: ``strides`` has ways and stride of each cut of a partition."""
     last = sum((ways - 1) * stride for ways, stride in strides)
     demand(last < max(files, 0), "parts in files that are not listed")
     demand(math.prod(ways for ways, _ in strides) <= files, "more parts than files")

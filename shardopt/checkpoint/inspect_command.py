@@ -1,4 +1,4 @@
-"""The command ``shardopt inspect``: sizes, codecs and damage of a portable checkpoint, without the model."""
+"""The command ``shardopt inspect``: prints sizes and codecs of a checkpoint and verifies its data, without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = ("weights", "codes", "scales", "moments", "master low bits")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to what ``argparse.ArgumentParser.add_subparsers`` made."""
+    """Adds the command to ``commands``, the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "inspect",
         help="what a portable checkpoint holds",
@@ -92,7 +92,7 @@ def _text(folder: Folder, index: Index) -> str:
 
 
 def _shape(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-    """The parameter's shape: that of its weights, else of the first entry that has an element for each of its own."""
+    """The parameter's shape: that of its weights, or without them that of its first state entry of values or codes."""
     whole = (entry.shape for key, entry in state.items() if key != "step" and not key.endswith("_scales"))
     return weights.shape if weights is not None else next(whole, ())
 
@@ -106,14 +106,14 @@ def _nbytes(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> 
 
 
 def _described(weights: StoredTensor | None, state: Mapping[str, StoredTensor], codec: str | None) -> list[str]:
-    """The dtype of the weights, and the codec of the state: "fp32" where min_quantized_numel leaves it in float32."""
+    """Table cells: the weights' dtype, and the state's codec ("fp32" if the parameter was too small to quantize)."""
     in_codes = codec == "bf16" or any(key.endswith("_codes") for key in state)
     dtype = "" if weights is None else str(weights.dtype).removeprefix("torch.")
     return [dtype, "" if not state else str(codec) if in_codes else "fp32"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns are as wide as their longest cells."""
+    """Formats a table as lines of text, with each column as wide as its longest cell."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows))
     return ["  ".join(cells).rstrip() for cells in padded]

@@ -1,7 +1,7 @@
-"""A tensor's part on its way into a checkpoint or out of one.
+"""Describes one rank's shards of parameters, buffers and optimizer state, as rectangles of global tensors.
 
-An :class:`Item` is a parameter or buffer of the bare model with the optimizer's state, under the name that it has
-without sharding. An item becomes several :class:`Chunks`, one for each tensor of the checkpoint.
+An :class:`Item` is a parameter or buffer with its optimizer state, under its name in the unwrapped model. In the
+checkpoint, the item is several tensors (the weights, and each state entry), each described by a :class:`Chunks`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
 @dataclass
 class Chunks:
-    """One global tensor of which this rank can save some rectangles, or none, or loads some.
+    """A global tensor of a checkpoint, and the rectangles of it that this rank holds, to be saved or loaded into.
 
-    The rectangles of all ranks that save must fill the tensor, and must not overlap. One rank writes a rectangle that
-    several ranks have.
+    On a save, the rectangles of all ranks must tile the tensor. Several ranks may hold the same rectangle (replicas);
+    one of them writes it.
 
     Attributes:
         shape: the shape of the global tensor.
         dtype: the dtype of the global tensor and of each rectangle.
         parts: the rectangles by the offsets of their first elements in the global tensor: plain tensors, or views, on
             any device; none is empty.
-        placed: the rule by which ranks that save have the rectangles, the same on all ranks that have the tensor; None
-            if there is no rule: the ranks then tell each other their rectangles.
+        placed: the partition of the tensor over ranks, the same on all of them, and this rank's offset in it; None if
+            no partition describes the rectangles, which the ranks of a save then all-gather.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Chunks:
 
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
-        """A tensor that this rank holds in full. By default one of the ranks that have it writes it."""
+        """Chunks of a tensor that each rank holds in full; ``placed`` says which rank saves it, by default any one."""
         is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
         parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
         return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
-        """Chunks with copies of the rectangles, in the same order."""
+        """Replaces the tensor of each rectangle, in order, by the next one from ``rectangles``, a copy of it."""
         return replace(self, parts={offsets: next(rectangles) for offsets in self.parts})
 
 
@@ -57,20 +57,20 @@ class Chunks:
 class Item:
     """This rank's part of a parameter or buffer of the bare model, and of the optimizer's state for it.
 
-    A save fills ``spec`` and ``state`` with the present state. A load fills them, ``values`` and ``saved`` with the
-    checkpoint's content, which it then converts.
+    On a save, ``state`` is the optimizer's present state. A load reads the checkpoint into ``values`` and ``state``,
+    which has the format ``saved``, and then converts them to the dtype of ``local`` and to the format ``spec``.
 
     Attributes:
         name: the fully qualified name in the bare model.
-        param: the wrapped model's tensor, which may be a flat buffer of several parameters of the bare model.
-        segment: the index in that flat buffer; None for other tensors.
-        shard: the position of this rank's part in the parameter.
+        param: the tensor in the wrapped model, which may be a flat buffer with several parameters of the bare model.
+        segment: the parameter's index among those in the flat buffer; None if ``param`` is no flat buffer.
+        shard: which part of the parameter this rank holds.
         local: the elements of this rank's part, a view.
         group: the index of the parameter's param group; None if no optimizer has the parameter.
-        spec: the form of the state in the optimizer; None if no optimizer has the parameter.
-        state: the state's entries as plain tensors; empty if this rank has or needs none.
+        spec: the format of the optimizer's state (entries, codec, blocks); None if no optimizer has the parameter.
+        state: this rank's part of each state entry, as plain tensors; empty if this rank has no state of the parameter.
         values: on a load, the elements as read, in the checkpoint's dtype; unset before.
-        saved: on a load, the form of the state in the checkpoint; None if no state is to be loaded.
+        saved: on a load, the format of the state in the checkpoint; None if no state is to be loaded.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Item:
 
     @property
     def state_conversion(self) -> str:
-        """How a load has to encode moments anew, in words; empty if they are as saved."""
+        """Words for an error or report: codecs between which a load converts moments; empty if it does not."""
         if self.saved is None or self.spec is None or not self.spec.moments:
             return ""
         saved, present = _described(self.saved), _described(self.spec)
@@ -94,19 +94,19 @@ class Item:
 
     @property
     def weight_formats(self) -> tuple[WeightFormat, WeightFormat]:
-        """The weights' format in the checkpoint and in the model. Without state, there are no low bits."""
+        """Dtype and master low bits of weights in the checkpoint and the model; no low bits if no state is loaded."""
         bits = [0 if spec is None or self.saved is None else spec.weights.low_bits for spec in (self.saved, self.spec)]
         return WeightFormat(self.values.dtype, bits[0]), WeightFormat(self.local.dtype, bits[1])
 
     @property
     def conversion(self) -> str:
-        """The conversions of state and weights, in words; empty if there are none."""
+        """Words for an error or report: how a load converts moments and weights; empty if both stay bit for bit."""
         (old, new), of_state = self.weight_formats, self.state_conversion
         of_weights = f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}"
         return " and ".join(filter(None, [of_state, "" if old == new else of_weights]))
 
     def convert_weights(self) -> None:
-        """Converts the checkpoint's weights to the format of the parameter and the optimizer."""
+        """Converts ``values`` and the master low bits in ``state`` from the checkpoint's dtypes to the model's."""
         old, new = self.weight_formats
         if old == new:
             return
@@ -120,20 +120,20 @@ class Item:
         self.values = values
 
     def moments(self) -> list[Tensor] | None:
-        """The saved moments, decoded: this rank's part, float32; None if none are read."""
+        """Decodes this rank's part of the moments that were read to float32; None if there is no state to load."""
         return self.saved.decode(self.state) if self.saved is not None and self.state else None
 
 
 def _described(spec: SliceSpec) -> str:
-    """The codec and block size of a state, in words."""
+    """The codec and block size of a state, for an error or report."""
     return f"{spec.codec.name} in blocks of {spec.grid.block_size}" if spec.codec.blockwise else spec.codec.name
 
 
 def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_save: bool = False) -> Chunks:
-    """A tensor of the parameter's shape of which this rank holds ``local``, perhaps with trailing dimensions.
+    """Chunks of a tensor that is sharded as the parameter is, and of which ``local`` is this rank's part.
 
-    With a grid, the scales of the parameter's blocks. All ranks that hold a cut block load its scales; the rank that
-    holds its first element saves them.
+    ``local`` may have trailing dimensions. With a ``grid``, the tensor has one number per block, such as scales: ranks
+    that share a block all load its number, and the rank with the block's first element saves it (``to_save``).
     """
     of = shard if grid is None else shard.scales(grid)
     local = local.detach()
@@ -151,14 +151,14 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
 def tensors_of(
     item: Item, local: Tensor, spec: SliceSpec | None, state: Mapping[str, Any], *, to_save: bool = False
 ) -> dict[str, Chunks]:
-    """The tensors of a checkpoint that an item becomes, by their names.
+    """Describes an item's tensors by their names in the checkpoint: its elements ``local``, and each state entry.
 
     Args:
         item: the parameter or buffer.
-        local: its elements on this rank.
-        spec: the form of its state, if there is any.
+        local: this rank's elements of the parameter or buffer.
+        spec: the format of its state; None to leave the state out.
         state: this rank's part of each state entry, plain tensors.
-        to_save: leave out what other ranks save, though this rank holds it, too.
+        to_save: leave out what another rank saves: scales of a block that begins there, a flat parameter's step count.
     """
     tensors = {model_key(item.name): chunks_of(item.shard, local)}
     if spec is None:
@@ -173,14 +173,14 @@ def tensors_of(
 
 
 def model_key(name: str) -> str:
-    """A parameter's or buffer's name in a checkpoint."""
+    """The name in a checkpoint of the parameter or buffer with this name in the model."""
     return f"model.{name}"
 
 
 def _of_first_element(shard: Shard) -> Placed:
-    """Partition of per-parameter entries (``step``). Under flat sharding the rank that holds element 0 stores them.
+    """The partition of ``step`` and other entries that are not sharded, when saved: which rank writes them.
 
-    A rank that holds no element of the parameter has no state of it.
+    Under flat sharding the rank with the parameter's first element does, as ranks without elements have no state.
     """
     placed = shard.partition
     if placed is None or not isinstance(placed.partition, RangePartition):
@@ -192,9 +192,9 @@ def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> di
     """Views of ``local``, by offset, for the rectangles that make up ``[start, end)`` of a flattened tensor.
 
     Args:
-        shape: the tensor's.
-        start: first element.
-        end: behind the last element.
+        shape: the tensor's shape.
+        start: index of the first element.
+        end: index behind the last element.
         local: the range's elements, shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
     """
     behind = tuple(local.shape[1:])

@@ -1,12 +1,12 @@
-"""The plan of a save: which rank writes which tensors.
+"""Plans a save: all ranks determine, identically, which rank writes which rectangles of which tensors.
 
-Every rank makes the plan by itself, from what it holds and the partitions of its tensors. Ranks that describe the same
-tensors, which are all of them unless there are pipeline stages or experts, only tell each other a digest of the
-description and the rank with which each kind of partition begins: tens of bytes, whatever the model. Where
-descriptions differ, one rank of each kind sends its own to all.
+Each rank describes its tensors: names, shapes and partitions, which are the same on all ranks unless there are pipeline
+stages or experts. The ranks all-gather a digest of the description, and for each kind of partition the rank at its
+offset 0: tens of bytes, whatever the model. Where digests differ, one rank per digest broadcasts its description. From
+these, each rank computes the plan by itself.
 
-A tensor that several ranks hold is written once: a small one by the first rank that has it, so that a load finds all of
-them in one file; large ones by ranks in turn, so that each writes about as much.
+Replicated tensors are written once: small ones by the first rank that has them, so that a load finds them in one file;
+each large one by the replica whose first rank has the least to write so far.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from shardopt.checkpoint.rectangles import fills
 from shardopt.layout import Partition
 from shardopt.layout.partition import Part
 
-_SPREAD_BYTES = 1 << 16  # of a tensor; smaller ones are written by the first rank that has them
+_SPREAD_BYTES = 1 << 16  # replicated tensors of fewer bytes are written by the first rank that has them
 _DIGEST_BYTES = 16
 
-#: Ways and stride of the cuts of a partition.
+#: Ways and stride of each cut of a partition. Partitions with equal strides share one start (rank at offset 0).
 Strides = tuple[tuple[int, int], ...]
 
 
 class RankKind(NamedTuple):
-    """Ranks that describe the tensors of a save alike.
+    """Ranks whose descriptions of their tensors are equal, and the description. Pipeline stages are different kinds.
 
     Attributes:
-        ranks: these ranks, ascending.
+        ranks: the ranks, ascending.
         groups: the optimizer's param groups, as in the header; None without an optimizer.
-        unequal: names of tensors that may differ between ranks.
-        tensors: the tensors by name, whichever rank begins them; with neither partition nor parts if no rule is known.
+        unequal: names of tensors that may differ between ranks (buffers).
+        tensors: the tensors by name, with ``start`` unset; without a partition where their rectangles must be listed.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -60,13 +60,13 @@ class RankKind(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which rank writes what. All attributes but ``own`` are the same on all ranks.
+    """The plan of a save: which rank writes what. All attributes but ``own`` are the same on all ranks.
 
     Attributes:
-        tensors: all tensors, in the order of their names.
-        groups: the param groups of all ranks; None without an optimizer.
-        copies: the tensors that ranks compare.
-        own: what this rank writes: number of the tensor, offsets and data.
+        tensors: all tensors, sorted by name, as the index describes them.
+        groups: the merged param groups of all ranks; None without an optimizer.
+        copies: the replicated tensors, whose digests the ranks compare.
+        own: the rectangles that this rank writes: the tensor's position in ``tensors``, offsets and data.
     """
 
     tensors: dict[str, StoredTensor]
@@ -79,10 +79,10 @@ class Planning:
     """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
 
     Attributes:
-        message: for all ranks: a digest of the description, and the numbers that differ between ranks.
+        message: to be all-gathered: a digest of the description, and per kind of partition the rank at offset 0.
 
     Raises:
-        CheckpointError: a name is no text, or a kind of shard describes its partition wrongly.
+        CheckpointError: a name cannot be encoded as UTF-8, or a kind of shard describes its partition wrongly.
     """
 
     def __init__(self, contents: Contents, ranks: Ranks) -> None:
@@ -112,10 +112,10 @@ class Planning:
         self.message = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest() + starts.tobytes()
 
     def plan(self, messages: Sequence[bytes], *, assumes: bool = True) -> Plan:
-        """The plan, given the message of each rank. All ranks must call this.
+        """Makes the plan from the messages of all ranks, by rank. All ranks must call this.
 
-        ``assumes``: whether ranks may have listed state of which they hold no element. If no rank holds it, the plan is
-        made again without it.
+        ``assumes``: whether ranks may have described state that they do not have (:func:`contents_of` does for empty
+        shards). If no rank has such state, the ranks describe only what they have, and plan again.
 
         Raises:
             CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
@@ -124,7 +124,7 @@ class Planning:
         self._read_messages(messages)
         for name, partition in sorted(self._ruled()):
             shape = self._all[name].shape
-            if any(partition.parts(shape, offset) for offset in self._copies[name][2]):  # each rank holds its own
+            if any(partition.parts(shape, offset) for offset in self._copies[name][2]):  # a replica lacks a part
                 if not assumes:
                     raise _not_filled(name, shape)
                 planning, messages = self._ranks.exchange(self._of_own_parts)
@@ -151,13 +151,13 @@ class Planning:
         return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
 
     def _of_own_parts(self) -> tuple[Planning, bytes]:
-        """Planning without the tensors of which this rank holds nothing, and its message."""
+        """A Planning of only the tensors of which this rank holds elements (or which have none), and its message."""
         tensors = {name: each for name, each in self._tensors.items() if each.parts or 0 in each.shape}
         planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
         return planning, planning.message
 
     def _read_messages(self, messages: Sequence[bytes]) -> None:
-        """Reads the descriptions of all ranks."""
+        """Groups ranks by their digests, gets each kind's description, and finds the replicas of each tensor."""
         own_digest = messages[self._ranks.rank][:_DIGEST_BYTES]
         members_of: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
@@ -179,8 +179,8 @@ class Planning:
         self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
         if len(self._kinds) > 1:
             self._compare_kinds()
-        #: Per tensor: the ranks at which copies start; for each rank, the start of its copy (-1 without a copy); and
-        #: the offsets that no rank holds in at least one copy.
+        #: Per tensor: the first ranks of its replicas; for each rank, the first rank of its replica (-1 without one);
+        #: and the offsets in the partition at which at least one replica has no rank.
         self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
         known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
         for name, partition in self._ruled():
@@ -198,7 +198,7 @@ class Planning:
             self._copies[name] = known[key]
 
     def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> RankKind:
-        """The description that some ranks have in common; their first rank sends it to the others."""
+        """The description that the ranks ``members`` share; the first broadcasts it if there are other descriptions."""
         sent = b""
         if not is_only:
             sent = self._ranks.from_rank(members[0], zlib.compress(self._text) if is_own else b"")
@@ -210,7 +210,7 @@ class Planning:
         return RankKind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
 
     def _compare_kinds(self) -> None:
-        """Compares what ranks say of tensors by one name. A tensor of which they have different rules has none."""
+        """Checks that shapes and dtypes agree by name. Drops partitions that differ: such tensors are listed."""
         every = self._all
         named = [(name, stored) for kind in self._kinds for name, stored in kind.tensors.items()]
         refuse({name for name, stored in named if stored[:2] != every[name][:2]}, "shapes or dtypes")
@@ -218,11 +218,11 @@ class Planning:
         every.update({name: every[name]._replace(partition=None) for name in other})
 
     def _ruled(self) -> Iterator[tuple[str, Partition]]:
-        """The tensors that have a rule."""
+        """Name and partition of each tensor that has a partition, the same on all ranks that hold the tensor."""
         return ((name, x.partition) for name, x in self._all.items() if x.partition is not None)
 
     def _written(self, unequal: frozenset[str]) -> dict[str, StoredTensor]:
-        """The tensors that have a rule, each with the rank that begins the copy to write."""
+        """Chooses a replica to write of each tensor with a partition: the entries of the index, with ``start`` set."""
         stored: dict[str, StoredTensor] = {}
         loads = np.zeros(self._ranks.size)
         for less, name in sorted((-self._all[name].nbytes, name) for name, _ in self._ruled()):
@@ -237,9 +237,9 @@ class Planning:
         return stored
 
     def _listed(self, unequal: frozenset[str], copies: dict[tuple[Any, ...], Copies]) -> dict[str, StoredTensor]:
-        """The tensors that have no rule, of which the ranks tell each other their rectangles.
+        """All-gathers the rectangles of tensors without a partition; the first rank that holds a rectangle writes it.
 
-        Adds the rectangles that several ranks hold to ``copies``.
+        Returns the entries of the index, and adds rectangles that several ranks hold to ``copies``.
         """
         names = [name for name, each in self._all.items() if each.partition is None]
         if not names:
@@ -270,7 +270,7 @@ class Planning:
 
 
 def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:
-    """Checks that this rank holds the parts that its partition says."""
+    """Checks that this rank's rectangles of a tensor are those that its partition gives at this rank's offset."""
     written = [(of, tuple(tensor.shape)) for of, tensor in chunks.parts.items()]
     if written != partition.parts(chunks.shape, offset):
         raise CheckpointError(

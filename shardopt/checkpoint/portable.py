@@ -1,9 +1,8 @@
 """The portable checkpoint: saved under one sharding and number of ranks, loaded under any other, bit for bit.
 
-A checkpoint holds the parameters and buffers of the bare model by their fully qualified names (``model.<name>``), and
-the optimizer's state by the parameters' names (``optimizer.<name>.<entry>``): codes and scales unchanged, as tensors of
-the global shape. The header has the hyper-parameters and options of the param groups. The checkpoint does not depend on
-how shards were cut.
+A checkpoint holds the unwrapped model's parameters and buffers by their fully qualified names (``model.<name>``), and
+the optimizer's state by the parameters' names (``optimizer.<name>.<entry>``): codes and scales unchanged. All tensors
+are global, so that names, shapes and values do not depend on the sharding. The header has the param groups' options.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import engines_of
 
-_ATTEMPTS = 10  # of a load, while other saves replace the checkpoint
+_ATTEMPTS = 10  # attempts of a load that other saves interrupt by replacing the checkpoint
 
 
 class Loaded(NamedTuple):
@@ -40,7 +39,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         extra: the ``extra`` arguments of :func:`save`.
-        converted: the conversion of each parameter whose state or dtype was converted, by the parameter's name.
+        converted: by name of each parameter whose state or dtype was converted: from what to what, in words.
     """
 
     extra: dict[str, Any]
@@ -87,7 +86,7 @@ def save(
 def _contents(
     folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
 ) -> Contents:
-    """Checks the option ``keep_last``, and collects what this rank saves."""
+    """Checks the option ``keep_last``, and collects the shards and the header that this rank saves."""
     check_keep_last(folder, keep_last)
     return contents_of(model, optimizer, extra)
 
@@ -146,14 +145,14 @@ def async_save(
     return done
 
 
-_thread: threading.Thread | None = None  # of the last asynchronous save
+_thread: threading.Thread | None = None  # the thread of the last asynchronous save
 
 
 def _begin(done: _Saving, work: Callable[[], None]) -> None:
-    """Saves in a thread, after the last save: the ranks' collectives are in one order on all ranks."""
+    """Starts a thread that saves once the last save's thread has ended, so that all ranks save in the same order."""
     global _thread
     if _thread is None:
-        # Before the executors of other packages end, which object stores need; Python waits for threads after that.
+        # At exit, waits before other packages' executors end, which object stores need. Python itself waits later.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
     thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
     thread.start()
@@ -170,7 +169,7 @@ def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None)
         if last is not None:
             last.join()
         work()
-    except BaseException as error:  # the waiting thread handles the error
+    except BaseException as error:  # raised by the future's result()
         done.set_exception(error)
     else:
         done.set_result(None)
@@ -240,7 +239,7 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
 
 
 class _Saving(Future[None]):
-    """An asynchronous save, with the stager of its copies. The save cannot be cancelled."""
+    """The future of an asynchronous save, which keeps the staging buffer alive. Always running: not to be cancelled."""
 
     def __init__(self, stager: Stager) -> None:
         super().__init__()
@@ -252,14 +251,14 @@ _last_saving: weakref.ref[_Saving] | None = None
 
 
 def _free_stager(folder: Path | None) -> Stager:
-    """The last save's stager, if that save's future still exists and its copies are written; else a new stager."""
+    """The last save's staging buffer, if its future is done and still referenced (in the same folder), or a new one."""
     last = None if _last_saving is None else _last_saving()
     is_free = last is not None and last.done() and last.stager.folder == folder
     return last.stager if last is not None and is_free else Stager(folder)
 
 
 def _forget_stager() -> None:
-    """Leaves the last save's staging buffer to the parent process, with whom a forked child shares a mapped file."""
+    """Called in a forked child, which must not write into a mapped staging file that the parent process also uses."""
     global _last_saving
     _last_saving = None
 
@@ -270,7 +269,7 @@ _groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def _group_of_saves() -> dist.ProcessGroup | None:
-    """A second group of all ranks, so that collectives of saving do not mix with those of training."""
+    """A gloo group of all ranks, made once, so that collectives in the saving thread do not mix with the training's."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on success or failure, and messages of a few bytes between them. Nothing is pickled."""
+"""Runs work on all ranks so that all fail if one does, and all-gathers small messages, as bytes without pickle."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 T = TypeVar("T")
 
-_DONE, _REPLACED, _FAILED = range(3)  # what a rank says of its work, before its message
+_DONE, _REPLACED, _FAILED = range(3)  # a message's first byte: whether the rank's work succeeded
 
 
 class Ranks:
-    """The ranks that save or load a checkpoint together.
+    """The process group that saves or loads a checkpoint, with collectives that pass errors on to all ranks.
 
     All methods raise LostRanksError if a collective fails, as when another rank has died.
 
     Args:
-        group: their process group; None for all ranks, or for one process without torch.distributed.
+        group: the process group; None for the default group, or for one process without torch.distributed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -37,9 +37,9 @@ class Ranks:
         self._group = None if group is None or self.size == 1 else TorchRankGroup((group,), device_of(group))
 
     def exchange(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
-        """Calls a function that returns a result and a message; returns the own result and each rank's message.
+        """Calls ``work``, which returns a result and a message; returns this rank's result and all ranks' messages.
 
-        Raises on all ranks if the function raised on any. All ranks must call this.
+        Raises on all ranks if ``work`` raised on any: no rank waits for one that failed. All ranks must call this.
 
         Raises:
             ReplacedError: the function raised ReplacedError on one rank or more, and no other error on any rank.
@@ -69,20 +69,20 @@ class Ranks:
         return result, messages
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Calls a function on every rank, and raises on all of them if it raised on any; see :meth:`exchange`."""
+        """Calls ``work`` and returns its result; raises on all ranks if it raised on any, as :meth:`exchange` does."""
         return self.exchange(lambda: (work(), b""))[0]
 
     def gathered(self, message: bytes) -> list[bytes]:
-        """The message of each rank. All ranks must call this."""
+        """All-gathers a message: returns those of all ranks, by rank. All ranks must call this."""
         return self.exchange(lambda: (None, message))[1]
 
     def gathered_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
-        """The numbers, from 0 to 2**64 - 1, that a function returns on each rank; see :meth:`exchange`."""
+        """All-gathers the numbers, from 0 to 2**64 - 1, that ``work`` returns; fails as :meth:`exchange` does."""
         _, messages = self.exchange(lambda: (None, np.array(work(), dtype="<u8").tobytes()))
         return [np.frombuffer(message, dtype="<u8").tolist() for message in messages]
 
     def from_rank(self, source: int, message: bytes) -> bytes:
-        """The message of one rank, to which other ranks pass anything. All ranks must call this."""
+        """Broadcasts the message of rank ``source``; other ranks' messages are ignored. All ranks must call this."""
         if self._group is None:
             return message
         length = torch.tensor([len(message)], dtype=torch.int64, device=self._group.device)
@@ -99,7 +99,7 @@ class Ranks:
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
-    """For a collective and the wait for its result, where a failure of NCCL shows."""
+    """Turns a failure of the collectives inside, and of the wait for their results, into a LostRanksError."""
     try:
         yield
     except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
@@ -110,7 +110,7 @@ def _lost_ranks() -> Iterator[None]:
 
 @contextmanager
 def on_device_of(model: Module) -> Iterator[None]:
-    """Makes the GPU of a model's parameters, if they are on one, the current GPU inside: messages of ranks go there."""
+    """Makes the GPU of a model's parameters, if there is one, the current GPU inside: NCCL sends messages from it."""
     device = next((param.device for param in model.parameters() if param.is_cuda), None)
     with nullcontext() if device is None else torch.cuda.device(device):
         yield

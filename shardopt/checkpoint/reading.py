@@ -1,4 +1,4 @@
-"""Reads tensors of a portable checkpoint into the parts that this rank holds."""
+"""Reads this rank's rectangles of a checkpoint's tensors, however the ranks that saved had sharded them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from shardopt.layout.partition import Part
 
 
 def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) -> None:
-    """Reads tensors of a checkpoint into chunks of the saved dtypes and shapes. Each stored chunk is read once.
+    """Fills the rectangles in ``tensors``, which must have the saved dtypes and shapes, from the data files.
 
-    The tensors may have changed in part if reading fails. Tensors on the meta device are read and verified only.
+    Reads each stored chunk that overlaps once, in full, to verify its checksum. Fills no rectangle on the meta device.
+    If reading fails, some rectangles may have been filled.
 
     Raises:
         CheckpointError: the checkpoint is damaged; a ReplacedError if another save has replaced it meanwhile.
@@ -62,7 +63,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
 
 
 def _is_replaced(folder: Folder, index: Index) -> bool:
-    """Whether the folder has another checkpoint now."""
+    """Whether another save has replaced the checkpoint of ``index``: its checksum would differ."""
     try:
         return load_index(folder).crc32 != index.crc32
     except CheckpointError:
@@ -74,9 +75,9 @@ class _Target(NamedTuple):
 
     Attributes:
         name: the global tensor's name.
-        part: the rectangle.
-        tensor: the memory for its elements.
-        filled: the parts of the rectangle that files have, counted from its beginning.
+        part: the rectangle's offsets and shape in the global tensor.
+        tensor: the tensor to fill, of the rectangle's shape.
+        filled: the intersections with stored chunks so far, with offsets relative to the rectangle's.
     """
 
     name: str
@@ -86,7 +87,7 @@ class _Target(NamedTuple):
 
 
 def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Target]) -> None:
-    """Reads the chunks of a data file that targets have elements of.
+    """Reads the chunks of one data file that overlap targets, into these targets.
 
     Raises:
         CheckpointError: the file cannot be read, or is damaged.
@@ -104,7 +105,7 @@ def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Tar
 def _read_chunks(
     chunks: Mapping[str, Sequence[StoredChunk]], read: Read, path: str, targets: Sequence[_Target]
 ) -> None:
-    """Reads each chunk of an open data file that overlaps a target, once, and up to ``AHEAD`` chunks ahead."""
+    """Reads each chunk that overlaps targets once, with ``AHEAD`` reads in flight, and copies it to the targets."""
     reads: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
     for target in targets:
         for chunk in chunks.get(target.name, ()):
@@ -127,7 +128,7 @@ def _read_chunks(
 
 
 def _chunks(index: Index, number: int, read: Read, path: str) -> dict[str, list[StoredChunk]]:
-    """The chunks of a data file by the names of their tensors.
+    """Reads, verifies and decodes the table of an open data file: its chunks, by the names of their tensors.
 
     Raises:
         CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
@@ -148,7 +149,7 @@ def _chunks(index: Index, number: int, read: Read, path: str) -> dict[str, list[
 
 
 def _filled(buffer: Tensor, read: Read, path: str, position: int, crc32: int) -> Tensor:
-    """Fills a buffer with the bytes at a position of a file, and verifies them."""
+    """Fills a buffer with the bytes at a position of a file, checks their CRC-32, and returns the buffer."""
     data, filled = buffer.numpy().data, 0
     while filled < len(data):
         count = read(data[filled:], position + filled)

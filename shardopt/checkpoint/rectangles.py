@@ -1,4 +1,4 @@
-"""Rectangles of a tensor: what two have in common, and whether several fill the tensor."""
+"""Axis-aligned boxes ("rectangles") of a tensor: their intersection, and whether they tile the tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardopt.layout.partition import Part
 Rectangle = tuple[Sequence[int], Sequence[int]]
 
 _PRIME = 2**61 - 1
-_random = Random()  # not the global one, whose numbers are the user's
+_random = Random()  # not the global generator, whose state is the user's
 
 
 def slices(offsets: Sequence[int], extents: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a rectangle in a tensor."""
+    """Slices that index a rectangle of a tensor: ``tensor[slices(offsets, extents)]`` is a view of it."""
     return tuple(slice(offset, offset + extent) for offset, extent in zip(offsets, extents, strict=True))
 
 
 def common_part(one: Part, other: Part) -> Part | None:
-    """The rectangle that two rectangles have in common; None if there is none."""
+    """The intersection of two rectangles; None if it is empty."""
     corners = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*one, *other, strict=True)]
     if any(low >= high for low, high in corners):
         return None
@@ -30,16 +30,16 @@ def common_part(one: Part, other: Part) -> Part | None:
 
 
 def inside(part: Part, offsets: Sequence[int]) -> Part:
-    """A rectangle, counted from the beginning of one that begins at these offsets."""
+    """A rectangle with its offsets made relative to ``offsets``, where an enclosing rectangle begins."""
     return tuple(a - b for a, b in zip(part[0], offsets, strict=True)), part[1]
 
 
 def fills(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
-    """Whether rectangles cover each element of a tensor exactly once.
+    """Whether rectangles tile a tensor: each element is in exactly one of them. Takes linear time.
 
-    Each index at which a rectangle begins or ends gets a random number, and a side is as long as its end's number minus
-    its beginning's. Modulo a prime the rectangles' volumes add up to the tensor's if they cover it; if they do not,
-    with a probability of at most the number of dimensions divided by 2**61.
+    In each dimension, each index at which a rectangle begins or ends gets a random number; the length of a side is its
+    end's number minus its beginning's. Modulo a prime, the volumes of tiles add up to the tensor's volume; those of
+    other rectangles do so with a probability of at most the number of dimensions divided by 2**61.
 
     Args:
         shape: the shape of the tensor, of numbers below 2**63.

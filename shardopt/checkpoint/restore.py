@@ -1,4 +1,4 @@
-"""Loads a portable checkpoint: plans the reads, converts, and changes model and optimizer."""
+"""Loads a checkpoint in steps: validates and reads to host memory, builds the new state, then changes the model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _CPU = torch.device("cpu")
 
 
 class Restoration:
-    """A checkpoint on its way into a model and an optimizer.
+    """The load of a checkpoint into a model and an optimizer, on one rank.
 
-    Call :meth:`read`, :meth:`make_states` and :meth:`commit`. Nothing is changed before :meth:`commit`.
+    Call :meth:`read`, :meth:`make_states` and :meth:`commit`. Only :meth:`commit` changes model and optimizer.
 
     Raises:
         CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
@@ -51,7 +51,7 @@ class Restoration:
         self._items = items_of(model, self._owner)
         self._all = [*self._items, *buffers_of(model)]
         self._saved_names = [name for name in index.tensors if name.startswith("model.")]
-        #: Tensors of the checkpoint that are to equal a shared parameter: pipeline stages save one by several names.
+        #: Tied weights that were saved under several names, as by pipeline stages: alias to main name. Must be equal.
         self._equal = {
             alias: name
             for alias, name in aliases_in(model, self._items).items()
@@ -59,23 +59,23 @@ class Restoration:
         }
         aliases, names = index.header.get("aliases", {}), {item.name for item in self._items}
         for item in self._items:
-            # The checkpoint has a parameter by another name if the saved model shared it.
+            # Tied weights of the saved model may be in the checkpoint under another of their names.
             saved_as = aliases.get(item.name)
             if model_key(item.name) not in index.tensors and saved_as is not None and saved_as not in names:
                 item.name = saved_as
 
     @property
     def claimed(self) -> bytes:
-        """A bit for each model tensor in the checkpoint: whether the model has that tensor on this rank."""
+        """A bitmap, to be all-gathered, of the checkpoint's model tensors that the model has on this rank."""
         names = {model_key(name) for name in (*(item.name for item in self._all), *self._equal)}
         return np.packbits(np.array([name in names for name in self._saved_names], dtype=np.bool_)).tobytes()
 
     def read(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Reads this rank's part and checks it; ``claimed`` has the attribute of this name on each rank.
+        """Reads this rank's part to host memory, validates it and converts weights; ``claimed`` has all ranks' bitmaps.
 
         Raises:
             CheckpointError: the checkpoint is damaged, is of another model or optimizer, needs a conversion without
-                `convert`, has options that are not allowed, or has state that no step could go on from.
+                `convert`, or has options or state that are out of range.
         """
         self._plan(claimed, convert=convert)
         read_tensors(self._folder, self._index, self._tensors())
@@ -85,7 +85,7 @@ class Restoration:
         self._check_steps()
         for item in self._items:
             item.convert_weights()
-        #: Moments of blocks that several ranks hold and encode together: a rank that cannot decode raises before.
+        #: Moments that ranks encode together, as they share blocks. Decoded here, where no rank waits for another.
         self._shared = [
             (item, Floats(item.spec, item.moments(), item.name))
             for item in self._items
@@ -93,7 +93,7 @@ class Restoration:
         ]
 
     def _plan(self, claimed: Sequence[bytes], *, convert: bool) -> None:
-        """Allocates host memory for everything to be read, and determines the conversions."""
+        """Validates the index against the model, allocates the memory to read into, and plans conversions."""
         self._check_model(claimed)
         self._entries: dict[str, dict[str, StoredTensor]] = {}
         for key, stored in self._index.tensors.items():
@@ -116,7 +116,7 @@ class Restoration:
                 "expected the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
             )
         by_name = {item.name: item for item in self._items}
-        #: The item and the values read of each alias.
+        #: For each name in ``_equal``: the item with the main name, and memory to read the alias into.
         self._aliases = {
             alias: (by_name[name], torch.empty_like(by_name[name].values)) for alias, name in self._equal.items()
         }
@@ -128,11 +128,11 @@ class Restoration:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The ``extra`` values that were saved."""
+        """The ``extra`` values that were saved, with their tensors; complete after :meth:`read`."""
         return {**self._index.header["extra"], **self._extra_tensors}
 
     def _tensors(self) -> dict[str, Chunks]:
-        """The tensors to read into, by the names in the checkpoint, which has each in this dtype and shape."""
+        """The memory to read into, by the names in the checkpoint; checks that the saved dtypes and shapes fit."""
         tensors: dict[str, Chunks] = {}
         for item in self._all:
             tensors |= tensors_of(item, item.values, item.saved, item.state)
@@ -150,7 +150,7 @@ class Restoration:
         return tensors
 
     def make_states(self) -> None:
-        """Makes the optimizer's new state, in its form and on its devices. All ranks must call this.
+        """Builds the optimizer's new state, encoded in its codec and on its devices. All ranks must call this.
 
         Raises:
             CheckpointError: the state could not be made.
@@ -180,19 +180,19 @@ class Restoration:
                 self._states[param] = self._placed(param, items_by_param[param])
 
     def _placed(self, param: Tensor, items: Sequence[Item]) -> Any:
-        """The new state of one of the optimizer's tensors, as its owner keeps it."""
+        """Builds the optimizer's state of a parameter or flat buffer, on its device, from the state of its items."""
         assert self._owner is not None
         assert items[0].group is not None
         return self._owner.internals.placed(param, self._options[items[0].group], [item.state for item in items])
 
     def commit(self) -> None:
-        """Changes model and optimizer: copies into their tensors, and assigns the state that was made."""
+        """Copies into parameters and buffers, sets the param groups' options, and assigns the state that was built."""
         with torch.no_grad():
             for item in self._all:
                 item.local.copy_(item.values)
         if self._owner is None:
             return
-        # A ZeroRedundancyOptimizer has groups of its own, and an optimizer inside.
+        # A ZeroRedundancyOptimizer's param groups are other dicts than those of its inner optimizer: set both.
         for group, inside, new in zip(
             self._owner.groups, self._owner.optimizer.param_groups, self._options, strict=True
         ):
@@ -207,7 +207,7 @@ class Restoration:
         self._owner.internals.forget_tables(anew=True)
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
-        """Checks that the checkpoint has all tensors of the model, and only tensors that the model has on some rank."""
+        """Checks that the checkpoint has all of this rank's tensors, in their shapes, and none that no rank has."""
         own_shapes = {model_key(item.name): item.shard.global_shape for item in self._all}
         saved = {name: self._index.tensors[name].shape for name in self._saved_names}
         bits = np.bitwise_or.reduce([np.frombuffer(of_rank, dtype=np.uint8) for of_rank in claimed])
@@ -228,7 +228,7 @@ class Restoration:
             )
 
     def _merged_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The options of each param group after the load, and the options that it was saved with."""
+        """For each param group: its options after the load, and the options with which its parameters were saved."""
         if self._owner is None:
             return [], []
         if self._index.header.get("param_groups") is None:
@@ -251,7 +251,7 @@ class Restoration:
         return new, saved
 
     def _merged(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a param group after the load, from those of the checkpoint, which may be damaged."""
+        """Validates a param group's saved options, and returns its options after the load."""
         assert self._owner is not None
         optimizer, internals = self._owner.optimizer, self._owner.internals
         if isinstance(optimizer, QuantizedState):
@@ -263,7 +263,7 @@ class Restoration:
 
     @contextmanager
     def _naming(self, what: str = "") -> Iterator[None]:
-        """Names the checkpoint in errors of its content."""
+        """Turns errors in the checkpoint's content into a CheckpointError that begins with its path, then ``what``."""
         try:
             yield
         except CheckpointError as error:
@@ -272,7 +272,7 @@ class Restoration:
             raise CheckpointError(f"{self._folder}: {what}{line(error)}") from error
 
     def _plan_item(self, item: Item, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Gives a parameter memory for what is to be read, and the forms of its state, here and in the checkpoint."""
+        """Allocates memory to read a parameter and its state into, and sets its formats ``spec`` and ``saved``."""
         dtype = self._index.tensors[model_key(item.name)].dtype
         if dtype != item.local.dtype and not {dtype, item.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
@@ -290,7 +290,7 @@ class Restoration:
             if not stored:
                 return
             of_state = {key: saved_options[key] for key in {*STATE_FORMAT, *internals.format} & saved_options.keys()}
-            # State has the same entries with repay and without. With it, some dtypes of weights would be refused.
+            # Entries do not depend on repay, which would refuse some dtypes of weights here.
             saved = internals.form(item.shard, dtype, {**options, **of_state, "repay": False}, stored)
             if stored.keys() != saved.entries.keys():
                 saved_by = named(self._index.header.get("optimizer"))
@@ -300,7 +300,7 @@ class Restoration:
                     "alone: load(path, model)"
                 )
         item.saved = saved
-        is_flat = isinstance(item.shard, FlatShard)  # then a rank without elements has no state
+        is_flat = isinstance(item.shard, FlatShard)  # on ranks without elements, flat shards have no state
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
         old, new = item.weight_formats
         if (has_state and id(item.param) in self._owned_ids) or old != new:
@@ -309,7 +309,7 @@ class Restoration:
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
-        """Names the checkpoint if memory cannot be allocated for a tensor whose shape it says."""
+        """Turns a failed allocation, in a size that the checkpoint says, into a CheckpointError with its path."""
         try:
             yield
         except RuntimeError as error:
@@ -319,7 +319,7 @@ class Restoration:
             ) from error
 
     def _check_aliases(self) -> None:
-        """Checks that a parameter was saved with one value under all of its names."""
+        """Checks that tied weights were saved with bitwise equal values under all of their names."""
         for alias, (item, values) in self._aliases.items():
             if not torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (values, item.values))):
                 raise CheckpointError(
@@ -335,7 +335,7 @@ class Restoration:
             item.saved.check_local(item.state, item.name)
 
     def _check_steps(self) -> None:
-        """Checks that parameters in one flat buffer, which has a single step count, were stepped equally often."""
+        """Checks that parameters of one flat buffer have equal step counts, as the buffer's state has only one."""
         steps: dict[Tensor, set[float]] = {}
         for item in self._items:
             if item.segment is not None and item.state:

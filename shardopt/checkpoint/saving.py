@@ -1,10 +1,10 @@
 """Saves tensors as a portable checkpoint, into a folder or an object store.
 
 A checkpoint is a folder of data files and ``checkpoint.json`` (:mod:`shardopt.checkpoint.index`), which one rename puts
-in place once all data are on the disk. The previous checkpoint stays loadable until then, whatever happens. All bytes
-are verified by their checksums before use. All ranks must see the folder. Only one save at a time writes into the
-folder: the first rank holds ``checkpoint.lock``. Older checkpoints of a run, whose folders differ in the number at the
-end, may be removed after it.
+in place once all data are on the disk. Until then the previous checkpoint stays loadable, even if a rank
+dies. A load verifies the checksums of all bytes before use. All ranks must see the folder. Only one save at a time
+writes into the folder: the first rank holds ``checkpoint.lock``. Afterwards, older checkpoints of the run may be
+removed: folders beside this one whose names differ in the number at the end.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some
 
 
 def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], Contents], ranks: Ranks) -> None:
-    """Writes a checkpoint into a folder, which is made if necessary, in place of one that is there.
+    """Writes a checkpoint into a folder, which is made if necessary, and replaces the checkpoint that is there.
 
-    All ranks must call this, and agree four times: on the descriptions of their tensors, the folder and its lock, the
-    data files, and the index. The first rank's header is saved, with the ``param_groups`` of all ranks.
+    All ranks must call this, and agree on success four times: once tensors are described, the folder is locked, data
+    files are written, and the index is written. The header is the first rank's, with the ``param_groups`` of all ranks.
 
     Args:
         folder: the folder.
         keep_last: how many checkpoints stay; see :func:`remove_older`. None: all.
-        read: gives what this rank saves.
+        read: collects what this rank saves; called once.
         ranks: the ranks that save.
 
     Raises:
@@ -73,7 +73,7 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
             index = Index(header, token, files, plan.tensors)
             ranks.agree(lambda: _commit(folder, index) if ranks.rank == 0 else None)
         except LostRanksError:
-            # The first rank may complete the checkpoint yet. If not, the next save removes this rank's file.
+            # Keep this rank's file: the first rank may still commit. If it does not, the next save removes the file.
             raise
         except BaseException:  # on all ranks
             with suppress(Exception):  # the first error matters; the next save removes what stays
@@ -86,7 +86,7 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
 
 
 def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
-    """Makes the folder; on the first rank also locks it, removes stray files, and returns the save's token."""
+    """Makes the folder; the first rank also locks it, removes stray files, and returns a token for file names."""
     try:
         folder.make()
     except OSError as error:
@@ -106,7 +106,7 @@ def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
 
 
 def _write(folder: Folder, name: str, plan: Plan, contents: Contents, rank: int) -> list[int]:
-    """Writes this rank's data file, if it has anything to write; returns its numbers and the digests of copies."""
+    """Writes this rank's data file, if any; returns the fields of its StoredFile, then the digests of replicas."""
     own_digests = digests(plan.copies, contents.tensors, rank)
     if not plan.own:
         return [0, 0, 0, *own_digests]
@@ -124,7 +124,7 @@ def _commit(folder: Folder, index: Index) -> None:
 
 @contextmanager
 def _refusing(folder: Folder, name: str, nbytes: int) -> Iterator[None]:
-    """Raises a CheckpointError if the system cannot write a file."""
+    """Turns an OSError while the file ``name`` is written into a CheckpointError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -135,7 +135,7 @@ def _refusing(folder: Folder, name: str, nbytes: int) -> Iterator[None]:
 
 
 def _files_in_use(folder: Folder) -> list[str] | None:
-    """The data files of the checkpoint in the folder; None if the checkpoint cannot be read."""
+    """The data files of the checkpoint in the folder, empty if there is none; None if its index cannot be read."""
     try:
         return load_index(folder).file_names
     except CheckpointError as error:
@@ -160,7 +160,7 @@ def check_keep_last(folder: Folder, keep_last: int | None) -> None:
 
 
 def remove_strays(folder: Folder, keep: Collection[str]) -> None:
-    """Removes files of earlier and of failed saves: files that have this format's names and are not in `keep`.
+    """Removes files of replaced checkpoints and failed saves: those with names that saves give and not in `keep`.
 
     Leaves files that cannot be removed to the next save.
     """
@@ -171,12 +171,12 @@ def remove_strays(folder: Folder, keep: Collection[str]) -> None:
 
 
 def remove_older(folder: Folder, keep_last: int) -> None:
-    """Removes checkpoints beside a complete one, whose numbers are smaller, but for the newest ``keep_last - 1``.
+    """Removes older checkpoints, in folders with smaller numbers beside this one, except the newest ``keep_last - 1``.
 
-    Also removes what earlier removals and failed saves of smaller numbers have left, empty folders included, where
-    there are locks and nobody holds the folder's. Only files of checkpoints are removed: a folder with other files
-    stays, with these files, and so does a folder whose index cannot be read. A file that cannot be removed is a
-    warning, and left to the next removal.
+    On file systems with locks, also removes what failed saves and interrupted removals have left in such folders, and
+    empty ones, unless another process holds the folder's lock. Only files of checkpoints are removed: a folder with
+    other files stays, with these files, and so does a folder whose index cannot be read. A file that cannot be removed
+    causes a warning, and is left to the next removal.
     """
     kept = 1
     with _warning(folder):
@@ -194,7 +194,7 @@ def remove_older(folder: Folder, keep_last: int) -> None:
 
 
 def _remove(other: Folder, names: Sequence[str]) -> None:
-    """Removes a checkpoint, or what is left of one, unless a save into its folder is under way."""
+    """Removes a checkpoint or leftovers of one, if the folder's lock is free; ``names``: its files when last listed."""
     if names and not any(is_own_name(name) or name in (INDEX_NAME, LOCK_NAME) for name in names):
         return
     try:
@@ -202,14 +202,14 @@ def _remove(other: Folder, names: Sequence[str]) -> None:
     except CheckpointError:
         return
     if release is None and INDEX_NAME not in names:
-        return  # another run may be saving it, where there are no locks
+        return  # no locks: another run may be saving there
     try:
         present = set(other.names())
         if INDEX_NAME in present:
             if INDEX_NAME not in names:
                 return  # another save completed it meanwhile
             other.remove(INDEX_NAME)  # first: without it, what is left is no checkpoint
-        for name in filter(is_own_name, present.intersection(names)):  # no new ones, where there are no locks
+        for name in filter(is_own_name, present.intersection(names)):  # without locks, a save may add files meanwhile
             other.remove(name)
         if LOCK_NAME in present:
             other.remove(LOCK_NAME)
@@ -228,7 +228,7 @@ def _warning(folder: Folder) -> Iterator[None]:
 
 
 def _older(folder: Folder) -> list[Folder]:
-    """The folders beside it with smaller numbers, the newest first."""
+    """The folders beside this one whose names differ in a smaller number at the end, the largest number first."""
     newest = _NUMBERED.fullmatch(folder.name)
     assert newest is not None
     older = []

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory or on a local disk, which are written while training goes on."""
+"""Copies tensors to host memory or a local disk, from which an asynchronous save writes while training goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stager:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
-        """Copies what this rank can save of tensors over the earlier copies.
+        """Copies this rank's rectangles into the staging buffer, over earlier copies, and returns chunks of the copies.
 
         Raises:
             RuntimeError: there is not enough memory.
@@ -60,7 +60,7 @@ class Stager:
 
 
 def _mapped(folder: Path, size: int) -> Tensor:
-    """Bytes in a file without a name, which exists as long as the tensor does."""
+    """A tensor of bytes that is mapped to an unnamed file in a folder; the file exists as long as the tensor."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a write to a mapped page without room would kill the process

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: on a file system, or at any URL that the package fsspec opens.
+"""File operations in the folder of a checkpoint: on a file system, or at any URL that the package fsspec opens.
 
 Errors of the system and of stores are OSError. Nothing is retried here: a save or load that fails changes nothing, so
 that the caller can repeat it, and fsspec's packages for object stores retry requests by themselves.
@@ -28,15 +28,15 @@ _ATOMIC_UPLOADS = frozenset(
 _NO_LOCKS = frozenset([errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
 
 PathLike = str | os.PathLike[str]
-#: Writes bytes at a position that is not before the end of what was written.
+#: Writes bytes at a position of a file, in ascending order of positions; gaps between them are zeros.
 Write = Callable[[memoryview, int], None]
-#: Reads bytes from a position on, as many as exist and fit; returns how many, 0 at the end of the file.
+#: Reads bytes from a position of a file into a buffer; returns how many, perhaps fewer than fit; 0 at the file's end.
 Read = Callable[[memoryview, int], int]
 
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raises OSError for the errors of the stores' packages, which have no common class."""
+    """Turns any exception of an fsspec package into an OSError, as their exceptions have no common base class."""
     try:
         yield
     except OSError:
@@ -46,14 +46,14 @@ def _os_errors() -> Iterator[None]:
 
 
 class Folder:
-    """The files of a checkpoint, by fsspec.
+    """A checkpoint's folder in an object store or the like, through fsspec; :class:`LocalFolder` overrides for disks.
 
     In an object store an object appears whole when its upload ends, and replaces another of its name at once. So the
     upload of ``checkpoint.json`` commits a save, as its rename does on a file system.
 
     Args:
-        fs: the file system of fsspec.
-        path: the folder's path there.
+        fs: fsspec's file system object.
+        path: the folder's path in ``fs``.
         shown: the folder's path or URL for errors.
     """
 
@@ -69,12 +69,12 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The folder's own name: the last part of its path."""
         return self._path.rpartition("/")[2]
 
     @_os_errors()
     def make(self) -> None:
-        """Makes the folder and its missing parents, durably: a crash does not undo that."""
+        """Makes the folder and its missing parents, durably (fsync): they survive a crash of the machine."""
         self._fs.makedirs(self._path, exist_ok=True)  # only some stores have folders
 
     def names(self) -> list[str]:
@@ -86,7 +86,7 @@ class Folder:
 
     @_os_errors()
     def siblings(self) -> list[Folder]:
-        """The folders in the same place, including this one, without links to folders."""
+        """All folders in this folder's parent folder, including this one, but no symbolic links."""
         self._fs.invalidate_cache()
         entries = self._fs.ls(self._fs._parent(self._path), detail=True)
         paths = [e["name"].rstrip("/") for e in entries if e["type"] == "directory" and not e.get("islink")]
@@ -117,7 +117,7 @@ class Folder:
 
     @_os_errors()
     def read(self, name: str) -> bytes:
-        """All of a small file."""
+        """Reads a small file whole."""
         return bytes(self._fs.cat_file(self._at(name)))
 
     @contextmanager
@@ -160,7 +160,7 @@ class Folder:
         self._fs.rm_file(self._at(name))
 
     def remove_if_empty(self) -> None:
-        """Removes the folder if nothing is in it."""
+        """Removes the folder if it is empty; any failure is ignored."""
         with suppress(Exception):  # only some stores have folders
             self._fs.rmdir(self._path)
 
@@ -171,7 +171,7 @@ class Folder:
             patience: seconds to wait for another save.
 
         Returns:
-            What unlocks the folder, which the end of the process does, too; None if the folder cannot be locked.
+            A function that unlocks the folder (as the end of the process does); None if the storage has no locks.
 
         Raises:
             CheckpointError: another save holds the lock.
@@ -184,7 +184,7 @@ class Folder:
 
 
 class LocalFolder(Folder):
-    """A folder on a file system. The folder may be a link, its files may not: nothing outside is read or written."""
+    """A folder on a file system. The folder may be a symbolic link; links in place of its files are refused."""
 
     def make(self) -> None:
         path = Path(self._path)
@@ -252,8 +252,8 @@ class LocalFolder(Folder):
     def lock(self, patience: float) -> Callable[[], None] | None:
         """See :meth:`Folder.lock`. Warns if the file system has no locks.
 
-        The lock's file stays: after its removal two processes could lock two files of the same name. Only who removes
-        the folder removes the file, while holding the lock.
+        Unlocking leaves the lock's file: if it were removed, two processes could lock two files of the same name. Only
+        the removal of an old checkpoint removes the file, while it holds the lock.
         """
         from filelock import FileLock, Timeout
 
@@ -278,7 +278,7 @@ class LocalFolder(Folder):
 
 
 def folder_at(path: PathLike) -> Folder:
-    """The folder with this path or URL.
+    """Makes a Folder for a path or URL, on a file system or in a store.
 
     Raises:
         TypeError: the argument is no path.
@@ -306,7 +306,7 @@ def folder_at(path: PathLike) -> Folder:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, on file systems that support that."""
+    """Makes new and renamed entries of a folder durable (fsync), on file systems that support that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Shortens values from outside, such as names in files, to one line of an error or report."""
+"""Formats untrusted values, such as names read from files, for an error message: on one line, and short."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def named(name: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The dtype of a tensor; the type of anything else."""
+    """A tensor's dtype, or the name of any other value's type, for an error message."""
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def few(names: Collection[object]) -> str:
-    """The first of some names, in order."""
+    """The first few of the sorted names, and how many more there are."""
     return first_of(sorted(map(named, names)))
 
 
 def first_of(texts: Sequence[str]) -> str:
-    """The first of some texts, at least one and at most four; empty if there are none."""
+    """Joins the first one to four texts by commas, as many as fit, and says how many more there are; empty for none."""
     count = min(len(texts), 1)
     while count < min(len(texts), _MAX_LISTED) and len(", ".join(texts[: count + 1])) <= _MAX_LIST_CHARACTERS:
         count += 1

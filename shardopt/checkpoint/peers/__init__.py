@@ -1,4 +1,4 @@
-"""The packages whose optimizer state shardopt reads."""
+"""Recognizes which package (torch.optim, bitsandbytes, torchao, ...) an optimizer's state is from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardopt.checkpoint.peers.base import Dion, Flashoptim, Peer, Torchao
 from shardopt.checkpoint.peers.bitsandbytes import Bitsandbytes
 from shardopt.checkpoint.wording import few
 
-#: torch.optim comes last: the other packages keep the state of some parameters as it does.
+#: Readers by package. torch.optim's comes last: other packages keep the state of some parameters in its form.
 PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer())
 
 
 def package_of(states: Collection[Mapping[str, Any]]) -> Peer:
-    """The package that wrote the states of an optimizer's parameters: none is empty, and no entry is None.
+    """The package that all ``states`` of an optimizer's parameters are from; no state is empty, no entry None.
 
     Raises:
         ValueError: there is no state, or it is of no known package or of several.

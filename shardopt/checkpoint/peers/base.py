@@ -1,4 +1,4 @@
-"""The state of other packages' optimizers: torch.optim, torchao, flashoptim and dion; moments in codes."""
+"""Reads optimizer state of torch.optim, torchao, flashoptim and dion, under torch.optim's names of moments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.layout import BlockGrid
 
-#: Entries of torch.optim's state that follow from the step count.
+#: Entries of torch.optim's state that can be computed from the step count, and so are not imported.
 DERIVED = {"mu_product"}
 
 #: The moments that optimizers of torch.optim keep.
@@ -26,17 +26,17 @@ _MOMENTS = {
 
 
 class Peer:
-    """Base class of the packages; the base itself reads torch.optim's names, with moments in float."""
+    """Reads one package's optimizer state. The base class reads torch.optim's, whose moments are float tensors."""
 
     #: The package's name in errors and reports.
     name = "torch.optim"
     #: The form of the package's state, in words.
     form = "exp_avg, exp_avg_sq, momentum_buffer and the like in float"
-    #: Entries that a state may have beside the moments, which shardopt does not have.
+    #: Entries of a state beside the moments that shardopt does not have, and reports as ignored.
     extra: frozenset[str] = frozenset()
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the state of one parameter, without entries that are None, is of this form."""
+        """Whether one parameter's state is from this package, by its entries, of which none is None."""
         return state.keys() <= {"step", *DERIVED, *_MOMENTS} and all(
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
@@ -44,7 +44,7 @@ class Peer:
     def read(
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
     ) -> Mapping[str, Any]:
-        """The entries of one parameter under torch.optim's names, each moment in float or as a :class:`CodedMoment`.
+        """Renames one parameter's entries to torch.optim's names; moments become floats or a :class:`CodedMoment`.
 
         Args:
             state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
@@ -58,7 +58,7 @@ class Peer:
         return state
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
-        """The hyper-parameters of a param group under torch.optim's names.
+        """Renames a param group's hyper-parameters to torch.optim's names, and converts their values.
 
         Args:
             group: the param group.
@@ -71,13 +71,13 @@ class Peer:
 
 
 class CodedMoment(NamedTuple):
-    """A moment in blocks of consecutive elements of the flattened parameter, which may cross rows.
+    """A quantized moment as another package keeps it: blocks of the flattened parameter, which may cross rows.
 
     Attributes:
         codes: uint8, the parameter's shape.
         scales: float32, ``(blocks,)``.
         block_size: elements per block.
-        codec: shardopt's codec with the same codes and scales; None if no codec has them.
+        codec: the name of shardopt's codec with the same codes and scales; None if there is none.
         decode: function from blocks of codes ``(blocks, block_size)`` and their scales ``(blocks, 1)`` to float32.
     """
 
@@ -88,19 +88,19 @@ class CodedMoment(NamedTuple):
     decode: Callable[[Tensor, Tensor], Tensor]
 
     def values(self) -> Tensor:
-        """The moment in float32, the parameter's shape."""
+        """Decodes the moment to float32, in the parameter's shape."""
         (blocks,) = to_blocks(self.codes.reshape(1, -1), self.block_size)
         decoded = self.decode(blocks, self.scales[:, None])
         return from_blocks(decoded[None], self.codes.numel()).reshape(self.codes.shape)
 
     def is_of(self, codec: Codec, grid: BlockGrid) -> bool:
-        """Whether codes and scales are a codec's, and the blocks are those of a grid: no block crosses a row."""
+        """Whether codes and scales can be copied as they are: the same codec and block size, no block across rows."""
         aligned = grid.row_numel % grid.block_size == 0 or grid.rows == 1
         return self.codec == codec.name and aligned and self.block_size == grid.block_size
 
 
 def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, signed: bool) -> CodedMoment:
-    """A moment whose codes are indices into a map of 256 values, dynamic8's or another."""
+    """Makes a moment whose codes index a table of 256 ``values``; can be copied if the table is dynamic8's."""
     expected = dynamic_map(signed=signed).to(values.device)
     same = values.dtype == expected.dtype and torch.equal(values, expected)
 
@@ -111,7 +111,7 @@ def of_map(codes: Tensor, scales: Tensor, values: Tensor, block_size: int, *, si
 
 
 def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> None:
-    """Checks that there is one usable scale for each block.
+    """Checks that there is one scale per block of codes, finite and not negative.
 
     Raises:
         ValueError: the number of scales is not that of the blocks, or a scale cannot be used.
@@ -130,28 +130,28 @@ def check_blocks(codes: Tensor, scales: Tensor, block_size: int, what: str) -> N
 
 
 def is_dense(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor with all its elements, real numbers, in memory."""
+    """Whether a value is a strided tensor of real numbers, not on the meta device."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_complex())
 
 
 def are_floats(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is such a tensor of a float dtype."""
+    """Whether a value is a strided tensor of a float dtype, not on the meta device."""
     return is_dense(value) and value.dtype.is_floating_point
 
 
 def is_map(values: object) -> TypeGuard[Tensor]:
-    """Whether a value has a number for each of 256 codes."""
+    """Whether a value is a float tensor that can decode 8-bit codes: one value for each of 256 codes."""
     return are_floats(values) and values.shape == (256,)
 
 
 _EIGHT_BIT = "OptimState8bit"
-_OTHERS = ("OptimState4bit", "OptimStateFp8")  # without a codec of ours
+_OTHERS = ("OptimState4bit", "OptimStateFp8")  # decoded to float: no codec of shardopt has their codes
 
 
 class Torchao(Peer):
-    """Moments are tensor subclasses where blocks divide the parameter, and float tensors elsewhere.
+    """torchao: moments are tensor subclasses if the block size divides the parameter, else float tensors.
 
-    The subclasses are known by their names and attributes: torchao need not be there.
+    The subclasses are recognized by name and attributes, so that torchao need not be installed.
     """
 
     name = "torchao"
@@ -192,7 +192,7 @@ _CODES, _SCALES, _LOW_BITS = "::quantized", "::scales", "error_bits"
 
 
 class Flashoptim(Peer):
-    """int8 and uint8 codes with float16 scales for groups of 32 elements of the flattened parameter.
+    """flashoptim: int8 and uint8 codes, float16 scales of groups of 32 elements of the flattened parameter.
 
     ``q / 127 = 2 y / (1 + |y|)`` of ``y = m / scale``, and ``q / 255 = sqrt(v) / scale``: companded8's formulas, so
     codes and scales go over as they are. Decoded, a second moment differs by float32's rounding, which is done in
@@ -249,7 +249,7 @@ class Dion(Peer):
         self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
     ) -> Mapping[str, Any]:
         step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
-        if "momentum" not in state:  # of another package, refused by its entries
+        if "momentum" not in state:  # another package's state: the caller refuses its entries
             return state
         if "variance" in state:
             return {**step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
@@ -260,7 +260,7 @@ class Dion(Peer):
             raise ValueError(
                 f"{name}: got mu={shown(momentum)}, expected a decay rate below 1; save the state dict again"
             )
-        total = state["momentum"]  # a sum of gradients; ours is their average
+        total = state["momentum"]  # dion sums gradients; shardopt averages them
         return {**step, "momentum_buffer": total * (1.0 - momentum) if are_floats(total) else total}
 
     def hyper(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""bitsandbytes: codes of the dynamic map in ``state1`` and ``state2``, in blocks of the flattened parameter.
+"""Reads bitsandbytes' state: 8-bit codes in ``state1`` and ``state2``, in blocks of the flattened parameter.
 
-The state does not name its optimizer. The moments of the optimizer that imports say which kind is expected, and the
-hyper-parameters of the state must be those of this kind.
+The state does not say which optimizer wrote it. The importing optimizer's moments decide which kind is expected (Adam,
+Lion or SGD), and the saved hyper-parameters must fit that kind.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardopt.checkpoint.wording import few, kind_of, shown
 from shardopt.codec import Moment
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
-_BLOCK_SIZES = (256, 2048)  # of today and of versions before 0.44
+_BLOCK_SIZES = (256, 2048)  # of bitsandbytes today, and before version 0.44
 _UPDATE_NORM, _GRADIENT_NORMS = "unorm_vec", "gnorm_vec"
-_HYPER = ("betas", "eps", "alpha", "t_alpha", "t_beta3")  # as it names them, whatever they mean to an optimizer
+_HYPER = ("betas", "eps", "alpha", "t_alpha", "t_beta3")  # their meanings differ between its optimizers
 
 _ADAM, _LION, _SGD = ("exp_avg", "exp_avg_sq"), ("exp_avg",), ("momentum_buffer",)
-#: The kinds of optimizer whose state is imported, by the names of the moments that they have here.
+#: The kinds of optimizer whose state is imported, by the names of shardopt's moments.
 _KINDS = {
     _ADAM: "Adam's (two betas)",
     _LION: "Lion's (eps 0, betas[1] above 0)",
@@ -84,10 +84,10 @@ def _read_moment(state: Mapping[str, Any], number: int, moment: Moment, name: st
     """One moment of a state: a float tensor, or codes with their scales.
 
     Args:
-        state: of a parameter. The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
+        state: a parameter's state. The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
         number: 1 for ``state1``, 2 for ``state2``.
-        moment: describes it.
-        name: the parameter's, in errors.
+        moment: shardopt's description of the moment.
+        name: the parameter's name, for errors.
 
     Raises:
         ValueError: the entries are damaged, or of another form.
