@@ -52,7 +52,7 @@ __all__ += _optim.__all__
 
 
 def __getattr__(name: str) -> object:
-    """Imports these packages when first used: torch.distributed.checkpoint takes half a second."""
+    """Imports checkpoint, comm and unit on first use, as they are slow to import; explains names that were removed."""
     if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
     # "from shardopt import ..." would replace an AttributeError, and its text.
