@@ -38,7 +38,7 @@ class Progress:
         self.done = 0  # passes of this step that are over
         # Weak reference to the end callback: alive during a pass, dead if the pass raised; None after a complete pass.
         self._callback: weakref.ref[Callable[[], object]] | None = None
-        # What _written() returned when the running pass began, or after the last pass.
+        # The result of _written() when the running pass began, or after the last pass.
         self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
         handle = register_optimizer_step_pre_hook(Hook(self._check_step))
