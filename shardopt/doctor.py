@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    """Adds the subcommand ``doctor`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "doctor",
         help="the build, the machine, versions, and a remedy for each fault",

@@ -21,7 +21,7 @@ Replacement = tuple[str, str, type[ShardedOptimizer]]
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    """Adds the subcommand ``run`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "run",
         help="a Python program, after import shardopt, with its optimizers in others' places",

@@ -28,7 +28,7 @@ FOLDER = "shardopt"
 
 
 class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Saves and loads :mod:`shardopt.checkpoint` in place of Trainer's optimizer file, for any number of ranks.
+    """Saves and loads by :mod:`shardopt.checkpoint`, in place of Trainer's optimizer file, on any number of ranks.
 
     For one process, DistributedDataParallel, FSDP1, FSDP2 and DeepSpeed, with ``save_only_model=True``, so that Trainer
     does not write its own optimizer file. In addition to the model and the optimizer this saves the state of the

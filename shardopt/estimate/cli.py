@@ -78,7 +78,7 @@ def _notes(model: Model, setups: Collection[Setup]) -> list[str]:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    """Adds the subcommand ``estimate`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "estimate",
         help="bytes per parameter and GiB per GPU and host",

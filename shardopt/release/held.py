@@ -32,7 +32,7 @@ from shardopt.step.over_all import OverAll
 
 
 class HeldParameters(ReleasedParameters):
-    """Steps each parameter by itself, in a worker thread, while the next forward pass runs.
+    """Holds gradients until ``step()``, which then steps each parameter by itself while the next forward pass runs.
 
     With ``offload="step"`` gradients are copied to the host, where the CPU sums them over micro-batches and steps the
     parameters. Other gradients stay in ``.grad``, and the optimizer's ``step()`` steps these parameters at once.

@@ -25,7 +25,7 @@ from shardopt.step.stepper import Stepper
 
 @dataclass
 class _Parameter:
-    """A released parameter's place in the optimizer, and its progress within the current step.
+    """The record of one released parameter: its place in the optimizer, and its progress within the current step.
 
     Attributes:
         name: the parameter's name in error messages.

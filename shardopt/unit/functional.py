@@ -109,8 +109,8 @@ def attention(
         key: like query.
         value: like query.
         causal: whether a position attends to no later position.
-        mult: of the logits (alpha_attn-softmax).
-        dropout: share of attention weights that are dropped.
+        mult: the multiplier of the logits (alpha_attn-softmax).
+        dropout: the fraction of attention weights that are dropped.
 
     Returns:
         Like query.
@@ -189,7 +189,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_ind
     Args:
         logits: (..., classes), floating; computed in float32 at least.
         targets: (...), int64.
-        mult: of the logits (alpha_loss-softmax).
+        mult: the multiplier of the logits (alpha_loss-softmax).
         ignore_index: the value of targets that do not count.
 
     Returns:

@@ -102,7 +102,7 @@ class Attention(nn.Module):
         dim: elements of an input.
         heads: the number of heads, of ``dim / heads`` elements each.
         causal: whether a position attends to no later position.
-        mult: of the logits (alpha_attn-softmax).
+        mult: the multiplier of the logits (alpha_attn-softmax).
         fp8: whether linear layers multiply in FP8.
 
     Raises:
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (Linear(dim, dim, fp8=fp8) for _ in range(4))
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """x: (batch, positions, dim); rotate turns queries and keys, (batch, heads, positions, dim / heads)."""
+        """x: (batch, positions, dim); rotate: its rotary embedding, of (batch, heads, positions, dim / heads)."""
         batch, positions, dim = x.shape
         factor = multipliers.query(dim // self.heads, self.mult)
         matched = scale_bwd(x, 1 / factor)
