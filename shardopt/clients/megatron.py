@@ -76,7 +76,7 @@ def _parts(optimizer: Any) -> list[Any]:
     return parts
 
 
-def _check(wrapper: Any) -> None:
+def _check(wrapper: Any) -> None:  # raises unless Megatron's optimizer is of a kind whose Adam can be replaced
     if not isinstance(wrapper, _theirs.DistributedOptimizer):
         raise TypeError(
             f"got Megatron's {type(wrapper).__name__}, expected DistributedOptimizer; set "
@@ -139,6 +139,8 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         self.optimizer = optimizer_class(groups, **options)
         self._check_rule(is_alone)
 
+    # Raises ValueError if the new optimizer needs whole matrices or sums over all parameters, but this process group
+    # has only some of the parameters or parts of them.
     def _check_rule(self, is_alone: bool) -> None:
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
         name = type(self.optimizer).__name__
@@ -173,6 +175,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     save_parameter_state = _by_adam("save_parameter_state")
     load_parameter_state = _by_adam("load_parameter_state", loads=True)
 
+    # Megatron's sharded checkpoints read and write the float32 weight and the moments by the next two methods.
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         (tensor,) = (held[model_param] for held in self._held if model_param in held)
         return {"param": tensor, **{name: self.optimizer.state[tensor][name] for name in _MOMENTS}}
@@ -336,6 +339,7 @@ def _wrappers(model: Module) -> list[Any]:
     return [wrapper for reference in _optimizers.get(model, ()) if (wrapper := reference()) is not None]
 
 
+# Whether an optimizer given to shardopt.checkpoint, Megatron's or shardopt's inside of it, is one of the model's.
 def _has_optimizer(model: Module, optimizer: Optimizer) -> bool:
     return any(part in (known, known.optimizer) for part in _parts(optimizer) for known in _wrappers(model))
 
@@ -350,6 +354,8 @@ def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
         yield bare, wrapper.optimizer
 
 
+# The DistributedOptimizer of a model for shardopt.checkpoint; raises ValueError if there are several, or several model
+# chunks, or parallelism other than data parallelism.
 def _only_wrapper(model: Module) -> Any:
     wrappers = _wrappers(model)
     if len(wrappers) != 1 or len(wrappers[0].model_chunks) != 1:
@@ -375,6 +381,7 @@ def _refresh(model: Module) -> None:
     wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
+# Registers Megatron models with shardopt.checkpoint: how to find their optimizers, and to open and refresh them.
 class _Megatron(Kind):
     def engines_of(self, model: Module) -> Engines | None:
         return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None

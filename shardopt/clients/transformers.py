@@ -136,7 +136,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
 
 
-def _by_deepspeed() -> bool:
+def _by_deepspeed() -> bool:  # whether Trainer trains by DeepSpeed
     return getattr(AcceleratorState(), "deepspeed_plugin", None) is not None
 
 
@@ -160,6 +160,7 @@ def _folder(args: TrainingArguments, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
+# The objects besides model and optimizer whose state dicts are saved: the schedule, and the loss scaler if any.
 def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
     scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
     return {"lr_scheduler": lr_scheduler} | ({} if scaler is None else {"scaler": scaler})

@@ -26,7 +26,7 @@ class Counter:
         self.next = begin
         self.sums: list[tuple[int, Tensor | None]] = []
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # to the state before the step's first micro-batch
         self.next, self.sums = 0, []
 
     @property
@@ -67,7 +67,7 @@ class Counter:
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
-    """Adds two sums in place, into the earlier one; returns the other one if one is None, which stands for zeros."""
+    """Adds ``later`` to ``earlier`` in place. None stands for zeros: then returns the other sum itself."""
     if earlier is None or later is None:
         return later if earlier is None else earlier
     if later.is_cuda or later.dtype == earlier.dtype:

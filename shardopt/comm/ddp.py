@@ -20,7 +20,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.release.ddp_buckets import reduced_parameters
 from shardopt.release.released import Hook
 
-#: Bytes of gradients that one message between ranks is filled up to, with those of several parameters.
+#: Gradients of several parameters are combined into messages of about this many bytes.
 _MESSAGE_BYTES = 1 << 25
 
 
@@ -88,7 +88,7 @@ class DdpReducer(GradientReducer):
             param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
-        if not self._seen:
+        if not self._seen:  # DDP has reduced no bucket in this pass, as in no_sync()
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
                 "call DistributedDataParallel, not its module, outside of no_sync()"

@@ -76,7 +76,7 @@ class FsdpReducer:
             )
         self._sums.push(chunks, output_tensor)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> None:  # checks that FSDP2's options are unchanged, and drops leftovers of failed passes
         if torch._C._current_graph_task_id() != -1:  # within a backward pass: activation checkpointing recomputes
             return
         _check_reduction(self._name, self._group, 1.0)

@@ -97,7 +97,7 @@ class Progress:
         self._callback = weakref.ref(end)
         _queue(end)
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # the end of a backward pass: reducers add its gradients, and the pass is counted
         if self._written() != self._seen:  # torch.autograd.grad writes no .grad: such a pass does not count
             for end in self.at_end:
                 end()
@@ -134,7 +134,7 @@ class Progress:
         pairs = ((now[param], seen) for param, seen in self._seen.items() if param in now)
         return any(here[0] == seen[0] and here != seen for here, seen in pairs)
 
-    def _is_thrown_away(self) -> bool:
+    def _is_thrown_away(self) -> bool:  # whether zero_grad(set_to_none=True) has discarded the passes so far
         return all(param.grad is None for param in self._params.values())
 
     def is_behind(self, counter: Counter) -> bool:
@@ -153,7 +153,7 @@ class Progress:
             )
 
 
-def _queue(callback: Any) -> None:
+def _queue(callback: Any) -> None:  # to be called at the end of the running backward pass
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

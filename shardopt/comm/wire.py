@@ -19,7 +19,7 @@ BLOCK = 128
 
 
 class Wire:
-    """Encodes and decodes chunks of gradients. A chunk is one rank's rows of several parameters, one after another.
+    """Encodes and decodes chunks of gradients. A chunk has the rows that one rank owns of several parameters, in turn.
 
     An element's rounding depends on its row alone, so it is the same on any number of ranks. With ``"e4m3"``, rows
     shorter than 128 elements are sent in float32.
@@ -81,7 +81,7 @@ def _encoded(x: Tensor) -> Tensor:
     return torch.cat([codes.flatten(1), scale.to(torch.uint8).flatten(1)], 1)
 
 
-def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:
+def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:  # inverse of _encoded, for one rank's message
     if row_numel < BLOCK:
         return message.clone().view(torch.float32)  # the clone's address is a multiple of 4
     codes, scales = message.split_with_sizes([rows * row_numel, rows * -(-row_numel // BLOCK)])

@@ -94,7 +94,7 @@ class BucketHook:
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced
 
-    def _step(self) -> None:
+    def _step(self) -> None:  # at the end of the backward pass, when all buckets are reduced
         for param, step in self._steps.items():
             if param.grad is not None:
                 step(param)

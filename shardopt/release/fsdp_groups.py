@@ -54,12 +54,12 @@ class FsdpGroup:
         self._coming = 0  # reduce-scatters to come: one per use of a module with an input that needs a gradient
         self._used = self._comes_last = False  # whether such uses, and uses without (reduced at the pass's end), were
 
-    def _gather(self, async_op: bool = False) -> None:
+    def _gather(self, async_op: bool = False) -> None:  # replaces unshard(), which starts the all-gather
         for call in self.before_gather:
             call(self.params)
         self._unshard(async_op)
 
-    def _use(self, args: Any, kwargs: Any) -> Any:
+    def _use(self, args: Any, kwargs: Any) -> Any:  # called in the forward pass, once per use of a module
         result = self._register(args, kwargs)
         if torch.is_grad_enabled():
             if result[0] is args and result[1] is kwargs:  # no input has a gradient
@@ -68,7 +68,7 @@ class FsdpGroup:
                 self._coming, self._used = self._coming + 1, True
         return result
 
-    def _reduce(self, *unused: Any) -> None:
+    def _reduce(self, *unused: Any) -> None:  # replaces post_backward(), which reduces gradients
         self._coming = max(self._coming - 1, 0)
         self._post_backward(*unused)
 

@@ -255,7 +255,7 @@ class HeldParameters(ReleasedParameters):
         super().next_step()
         self._throw_away()
 
-    def _throw_away(self) -> None:
+    def _throw_away(self) -> None:  # discards the gradients on the host; their memory is reused
         self._found = {}
         for held in self._gradients.values():
             held.count = 0

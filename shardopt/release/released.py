@@ -290,7 +290,7 @@ def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> N
         )
 
 
-def demand_no_raise(group: dict[str, Any]) -> None:
+def demand_no_raise(group: dict[str, Any]) -> None:  # ValueError if it promises a step for all parameters or none
     if group["nonfinite"] == "raise":
         raise ValueError(
             "got a param group with nonfinite='raise' while gradients are released, expected 'skip' or 'propagate': "

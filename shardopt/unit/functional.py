@@ -61,7 +61,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float
     return result + scale_fwd(scale_bwd(bias, factors[2]), factors[0]).to(result.dtype)
 
 
-def _tokens(x: Tensor, share: float) -> float:
+def _tokens(x: Tensor, share: float) -> float:  # rows of x, times accumulation steps / ranks
     return math.prod(x.shape[:-1]) * share
 
 
@@ -89,7 +89,7 @@ def swiglu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     return scale_fwd(scale_bwd(x, factor) * _silu(scale_bwd(gate, factor), mult), factor)
 
 
-def _silu(x: Tensor, mult: float) -> Tensor:
+def _silu(x: Tensor, mult: float) -> Tensor:  # x sigmoid(mult x), without a unit-scaling factor
     return F.silu(x) if mult == 1.0 else x * torch.sigmoid(x * mult)
 
 

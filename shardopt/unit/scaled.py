@@ -126,7 +126,7 @@ def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> T
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
 
 
-def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:
+def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:  # whether the GPU can multiply these FP8 matrices
     if left.device.type != "cuda" or torch.cuda.get_device_capability(left.device) < (8, 9):
         return False
     return all(size % 16 == 0 and size > 0 for size in (*left.shape, *right.shape))
