@@ -1,4 +1,4 @@
-"""8-bit optimizers for sharded training: exact on every shard, at the speed of memory."""
+"""8-bit optimizers for sharded training: a step gives the same bits however parameters are sharded."""
 
 import importlib as _importlib
 import sys as _sys
@@ -6,7 +6,7 @@ import typing as _typing
 
 try:
     _importlib.import_module("shardopt._C")
-except ModuleNotFoundError as _error:  # an extension that is there and cannot be loaded raises a plain ImportError
+except ModuleNotFoundError as _error:  # not built; an extension that is built but fails to load raises ImportError
     if _error.name != "shardopt._C":
         raise
     raise ImportError(
@@ -52,10 +52,10 @@ __all__ += _optim.__all__
 
 
 def __getattr__(name: str) -> object:
-    """Imports these packages when first used: torch.distributed.checkpoint takes half a second."""
+    """Imports checkpoint, comm and unit on first use, as they are slow to import; explains names that were removed."""
     if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
-    # "from shardopt import ..." would replace an AttributeError, and its text.
+    # "from shardopt import NAME" would replace an AttributeError's text by Python's own, but not an ImportError's.
     is_from = name in _removed.NAMES and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_from else AttributeError)(
         f"module 'shardopt' has no attribute {name!r}{_removed.explained([name])}"

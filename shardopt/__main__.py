@@ -14,13 +14,13 @@ from shardopt.removed import explained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Parses a command line, and runs the subcommand that it names.
 
     Args:
-        arguments: those of the command line, by default the process's.
+        arguments: the command line without the program's name; by default ``sys.argv[1:]``.
 
     Returns:
-        The exit status; 141, as a shell reports SIGPIPE, where standard output was closed early, as by `head`.
+        The exit status; 141 (a shell's status for SIGPIPE) if the reader of standard output, such as `head`, is gone.
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         if args.run is program.run_program:
-            raise  # the program's own
+            raise  # an error of the user's program, not of this command
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
         return 141
     return status

@@ -1,4 +1,4 @@
-"""The command ``shardopt doctor``: the build, the machine, versions, and a remedy for each fault."""
+"""The command ``shardopt doctor``: checks the installation on this machine, and proposes a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
 from shardopt.sharding.deepspeed.hooks import is_known
 from shardopt.sharding.hooks import PACKAGES, hooked_packages
 
-#: Versions of PyTorch that were tried: [first, end).
+#: Versions of PyTorch that shardopt was tested with: from the first, to before the second.
 TORCH = ((2, 6), (2, 16))
-#: Packages whose versions belong into a bug report.
+#: Packages whose installed versions the report lists, as a bug report needs them.
 CLIENTS = (
     "deepspeed", "transformers", "accelerate", "peft", "trl", "lightning", "torchtitan", "megatron-core", "verl",
     "axolotl", "llamafactory", "ms-swift", "nemo-automodel",
 )  # fmt: skip
-#: The oldest compute capability that the kernels know.
+#: The oldest compute capability that the CUDA kernels can be compiled for.
 OLDEST_GPU = (7, 5)
 
 
 class Finding(NamedTuple):
-    """A line of the report: an observation, advice if something can be done, and whether something does not work."""
+    """A line of the report: what was observed, what the user can do about it (or ""), and whether it is a fault."""
 
     text: str
     remedy: str = ""
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU that PyTorch sees; ``failure`` says what was wrong with a trial step."""
+    """A GPU that PyTorch sees; ``failure`` describes how a trial step on it went wrong, "" if it did not."""
 
     name: str
     capability: tuple[int, int]
@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    """Adds the subcommand ``doctor`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "doctor",
         help="the build, the machine, versions, and a remedy for each fault",
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text: a line per finding, and one per remedy."""
+    """Formats findings as text: a line per finding, a line per remedy, and at last the number of faults."""
     lines = []
     for text, remedy, is_fault in findings:
         lines.append(f"{'FAULT' if is_fault else 'note' if remedy else 'ok':7}{text}")
@@ -77,7 +77,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def observe() -> list[Finding]:
-    """Observes this machine, and steps a small parameter on each of its devices."""
+    """Inspects this machine, and compares trial steps by each CPU instruction set and on each GPU bit for bit."""
     expected = _stepped("cpu")
     differing = []
     for target in _C.cpu_targets():
@@ -96,7 +96,7 @@ def observe() -> list[Finding]:
 
 
 def of_torch(version: str, cuda: str | None) -> list[Finding]:
-    """About PyTorch."""
+    """Reports the versions of PyTorch, CUDA and NumPy; a PyTorch too old is a fault, an untested newer one a note."""
     text = f"PyTorch {version}, CUDA {cuda or 'not in it'}; NumPy {np.__version__}"
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
     if _numbers(version) < TORCH[0]:
@@ -106,7 +106,13 @@ def of_torch(version: str, cuda: str | None) -> list[Finding]:
 
 
 def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
-    """About the instruction sets of the CPU kernels: the best first, the one in use, those with other bits."""
+    """Reports the CPU kernels' instruction sets.
+
+    Args:
+        targets: the instruction sets that this CPU can run, the best first.
+        target: the instruction set in use.
+        differing: instruction sets by which a trial step had other bits than by ``target``, which is a fault.
+    """
     slow = "steps are several times slower than with AVX2 or NEON" if list(targets) == ["portable"] else ""
     findings = [Finding(f"CPU kernels: {target} in use, available are {', '.join(targets)}", slow)]
     if differing:
@@ -117,7 +123,7 @@ def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> lis
 
 
 def of_gpus(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
-    """About the GPUs that PyTorch sees, and the CUDA kernels of this build."""
+    """Reports whether this build has CUDA kernels, and for each GPU whether a trial step worked on it."""
     kernels = Finding("CUDA kernels are in this build")
     if not with_cuda:
         remedy = "to get them, put nvcc on PATH and run SHARDOPT_CUDA=1 pip install --force-reinstall ."
@@ -139,7 +145,7 @@ def of_gpus(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
 
 
 def of_packages(packages: Mapping[str, str]) -> list[Finding]:
-    """About the versions of packages, by name."""
+    """Reports installed packages by name and version, with a remedy for versions that shardopt does not support."""
     findings = []
     for name, version in packages.items():
         remedy = ""
@@ -153,14 +159,14 @@ def of_packages(packages: Mapping[str, str]) -> list[Finding]:
 
 
 def of_hooks(hooked: Sequence[str]) -> Finding:
-    """About the packages that hooks are installed into."""
+    """Reports which packages ``import shardopt`` has hooked into; the variable SHARDOPT_HOOKS can leave some out."""
     is_whole = set(hooked) == set(PACKAGES)
     text = f"hooks into {', '.join(hooked) or 'no other package'}"
     return Finding(text, "" if is_whole else "unset SHARDOPT_HOOKS for all hooks")
 
 
 def _stepped(device: str) -> Tensor:
-    """A parameter after two steps: float32, (64, 200), on the CPU."""
+    """Takes two trial steps of AdamW8bit on a device, always with the same numbers; returns the weight, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(64, 200, generator=generator, device="cpu").to(device))
     optimizer = shardopt.AdamW8bit([weight], lr=1e-2)
@@ -171,13 +177,13 @@ def _stepped(device: str) -> Tensor:
 
 
 def _gpu(index: int, expected: Tensor) -> Gpu:
-    """A GPU, and whether a step there has the expected bits."""
+    """Describes a GPU, and compares a trial step on it with the CPU's, if this build has CUDA kernels."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     return Gpu(name, capability, _tried(f"cuda:{index}", expected) if _C.with_cuda else "")
 
 
 def _tried(device: str, expected: Tensor) -> str:
-    """Takes a step on a device. Returns a description of the fault; "" if the bits are the expected ones."""
+    """Takes trial steps on a device. Returns how they failed, or "" if the weight has exactly the expected bits."""
     try:
         return "" if torch.equal(_stepped(device), expected) else "a trial step has other bits than on the CPU"
     except RuntimeError as error:
@@ -192,7 +198,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first numbers of a version, at most three."""
+    """Parses a version: "2.9.1+cu128" gives (2, 9, 1), so that versions can be compared."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 

@@ -1,4 +1,4 @@
-"""The command ``shardopt run``: a program in which shardopt's classes stand in others' places."""
+"""The command ``shardopt run``: runs an unchanged Python program with its optimizer classes replaced by shardopt's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardopt import optim
 from shardopt.optim import ShardedOptimizer
 from shardopt.sharding.deepspeed.hooks import TYPES
 
-#: The content of ``--replace``: a module, a class in it, and the optimizer for its place.
+#: A parsed ``--replace``: a module's name, the name of a class in it, and shardopt's class to put in its place.
 Replacement = tuple[str, str, type[ShardedOptimizer]]
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to the result of ``argparse.ArgumentParser.add_subparsers``."""
+    """Adds the subcommand ``run`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "run",
         help="a Python program, after import shardopt, with its optimizers in others' places",
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run_program(args: argparse.Namespace) -> int:
-    """Replaces classes and runs the program as ``__main__``. Returns 0 unless the program exits by itself."""
+    """Replaces optimizer classes as ``--replace`` says, then runs the program as ``__main__``. Returns 0."""
     program, *arguments = args.program[1:] if args.program[0] == "--" else args.program
     path = program if args.module or os.path.exists(program) else shutil.which(program)
     if path is None:
@@ -63,7 +63,7 @@ def run_program(args: argparse.Namespace) -> int:
 
 
 def _replacement(text: str) -> Replacement:
-    """Reads ``AdamW=AdamW8bit`` or ``package.module.Class=AdamW8bit``."""
+    """Parses the argument of ``--replace``: ``AdamW=AdamW8bit`` or ``package.module.Class=AdamW8bit``."""
     old, _, new = text.partition("=")
     kind = getattr(optim, new, None) if new in optim.__all__ else None
     if kind is None or kind is ShardedOptimizer:
@@ -73,7 +73,7 @@ def _replacement(text: str) -> Replacement:
 
 
 def _replace(module: str, name: str, kind: type[ShardedOptimizer]) -> None:
-    """Puts an optimizer in the place of a class, whose module is imported for it."""
+    """Imports a module and sets one of its classes to an optimizer of shardopt; torch.optim's for DeepSpeed, too."""
     try:
         old = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Names and options that earlier versions had, each with what to use in its place."""
+"""Functions and options that earlier versions had and this one lacks, each with its replacement, for error messages."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ OF_QUANTIZE_STATE = {
 
 
 def explained(names: Iterable[str]) -> str:
-    """For each of these names and options that was removed, what to use instead: the end of an error's message."""
+    """Text to append to an error message: for each given name that an earlier version had, what to use instead."""
     table = {**NAMES, **OPTIONS, **OF_QUANTIZE_STATE}
     return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

@@ -1,6 +1,6 @@
-"""Small parts for frameworks that train with shardopt's optimizers; each imports its framework, and only that.
+"""Adapters for training frameworks: a module per framework, which imports that framework.
 
-``import shardopt`` hooks ``names`` into transformers; ``names`` itself imports no framework.
+The exception is ``names``, which imports none: ``import shardopt`` hooks it into transformers when that is imported.
 
-docs/clients.md lists what works without these parts.
+docs/clients.md lists what works without an adapter.
 """

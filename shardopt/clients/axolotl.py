@@ -8,7 +8,7 @@ from shardopt import register
 
 
 class Names(BasePlugin):  # type: ignore[misc]
-    """Makes the names of shardopt's optimizers known, in each process that axolotl starts."""
+    """A plugin that registers shardopt's optimizers for ``optimizer:``, in each process that axolotl starts."""
 
     def __init__(self) -> None:
         super().__init__()

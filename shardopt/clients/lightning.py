@@ -1,4 +1,4 @@
-"""``PortableFSDPStrategy`` was here."""
+"""Raises an ImportError that explains how to replace ``PortableFSDPStrategy``, which earlier versions had here."""
 
 raise ImportError(
     "got an import of shardopt.clients.lightning, expected none: PortableFSDPStrategy was removed; take Lightning's "

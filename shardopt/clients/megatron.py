@@ -1,13 +1,13 @@
-"""Megatron-Core and Megatron-Bridge: shardopt's kernels on the ranges that Megatron's DistributedOptimizer steps.
+"""Megatron-Core and Megatron-Bridge: shardopt's optimizers inside of Megatron's DistributedOptimizer.
 
 Megatron's DistributedOptimizer takes no optimizer but Adam, so Megatron makes its Adam, and :func:`replace_adam`
-replaces that before any state exists. Gradient scaling, clipping, the schedule and the exchange of gradients and
-parameters stay Megatron's.
+replaces that Adam before it has state. Megatron still does gradient scaling, clipping, the schedule, the reduce-scatter
+of gradients and the all-gather of parameters.
 
-Each data-parallel rank steps one range of every bucket of parameters. The shards are made of the buffers' attributes
-and compared with Megatron's own account of this rank's ranges. A rank's optimizer of Megatron's has no tensor for a
-parameter of which the rank steps nothing. Ranks that share blocks must list the same parameters in the same order, so
-such a parameter gets an empty tensor here.
+Each data-parallel rank steps one contiguous range of every bucket of parameters. Ranges are computed from Megatron's
+buffers, and checked against Megatron's own tables. In Megatron a rank's Adam has no tensor for a parameter outside of
+the rank's ranges. Here the parameter gets an empty tensor, as quantization blocks may span ranks, and these must list
+the same parameters in the same order to exchange scales.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardopt.sharding.rank_group import rank_group_of
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The options that Megatron's Adam and shardopt's have in common.
 _COMMON = ("lr", "weight_decay", "betas", "eps")
-#: By model chunk, and by the models in Megatron's wrappers of it: the DistributedOptimizers, for checkpoints.
+#: The DistributedOptimizers of each model chunk, and of the modules that it wraps: shardopt.checkpoint looks them up.
 _optimizers: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
 
 
@@ -71,12 +71,12 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers in a chain of Megatron's, or the optimizer itself."""
+    """The optimizers inside of Megatron's ChainedOptimizer; a list of the optimizer itself if it is not chained."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts
 
 
-def _check(wrapper: Any) -> None:
+def _check(wrapper: Any) -> None:  # raises unless Megatron's optimizer is of a kind whose Adam can be replaced
     if not isinstance(wrapper, _theirs.DistributedOptimizer):
         raise TypeError(
             f"got Megatron's {type(wrapper).__name__}, expected DistributedOptimizer; set "
@@ -99,7 +99,7 @@ def _check(wrapper: Any) -> None:
 
 
 def _by_adam(name: str, *, loads: bool = False) -> Any:
-    """Megatron's method of that name, which sees Adam's float32 moments."""
+    """Wraps a checkpoint method of Megatron's, so that it sees an Adam with float32 moments; see ``_as_adam``."""
 
     def method(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         with self._as_adam(loads=loads):
@@ -111,12 +111,12 @@ def _by_adam(name: str, *, loads: bool = False) -> Any:
 class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     """Megatron's DistributedOptimizer around one of shardopt's optimizers; :func:`replace_adam` makes it.
 
-    Megatron's checkpoints hold float32 moments, decoded to save and encoded again to load, which may change scales and
-    so the last bits of moments. Checkpoints of Megatron's Adam load here and the other way round. Costs 8 bytes per
-    element of this rank's ranges while a checkpoint is saved or loaded.
+    Megatron's checkpoints hold float32 moments: quantized state is decoded to save, and encoded again to load. This may
+    change scales and so the last bits of moments. Checkpoints of Megatron's Adam load here and vice versa. Saving or
+    loading temporarily takes 8 bytes per element of this rank's ranges.
 
     Attributes:
-        stepped: per param group, the tensors that the optimizer has, by the model's parameters.
+        stepped: per param group, a dict from the model's parameters to the tensors that the optimizer steps.
     """
 
     optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _DecodedState
@@ -139,6 +139,8 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         self.optimizer = optimizer_class(groups, **options)
         self._check_rule(is_alone)
 
+    # Raises ValueError if the new optimizer needs whole matrices or sums over all parameters, but this process group
+    # has only some of the parameters or parts of them.
     def _check_rule(self, is_alone: bool) -> None:
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
         name = type(self.optimizer).__name__
@@ -156,7 +158,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
             )
 
     def get_parameters(self) -> list[Tensor]:
-        """The tensors with elements on this rank, of whose gradients Megatron takes norms."""
+        """The tensors with elements on this rank, whose gradients Megatron clips: without empty tensors."""
         return [tensor for held in self._held for tensor in held.values()]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
@@ -164,7 +166,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
-        """The moments in Megatron's checkpoints."""
+        """The names of the moments, as keys in Megatron's checkpoints."""
         return _MOMENTS
 
     state_dict = _by_adam("state_dict")
@@ -173,6 +175,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
     save_parameter_state = _by_adam("save_parameter_state")
     load_parameter_state = _by_adam("load_parameter_state", loads=True)
 
+    # Megatron's sharded checkpoints read and write the float32 weight and the moments by the next two methods.
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         (tensor,) = (held[model_param] for held in self._held if model_param in held)
         return {"param": tensor, **{name: self.optimizer.state[tensor][name] for name in _MOMENTS}}
@@ -183,7 +186,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _as_adam(self, *, loads: bool = False) -> Iterator[None]:
-        """Inside, Megatron's methods see this rank's ranges and float32 moments, which are encoded after a load."""
+        """Temporarily replaces the optimizer by an Adam with decoded float32 moments; encodes them if ``loads``."""
         ours = self.optimizer
         if isinstance(ours, _DecodedState):  # inside of another of these methods
             yield
@@ -203,7 +206,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
 
 class _DecodedState(Optimizer):
-    """Megatron's Adam as its checkpoints know it: this rank's ranges, with the moments of shardopt's optimizer."""
+    """An imitation of Megatron's Adam, for its checkpoint methods, with the decoded moments of shardopt's optimizer."""
 
     def __init__(self, ours: AdamW, held: list[dict[Tensor, Tensor]], dropped: list[dict[str, Any]]) -> None:
         params = [param for group in ours.param_groups for param in group["params"]]
@@ -227,7 +230,7 @@ class _DecodedState(Optimizer):
             self.state[param] = moments
 
     def encode(self, ours: AdamW) -> None:
-        """Has shardopt's optimizer load the moments, steps and options. All ranks must call this."""
+        """Loads the float32 moments, steps and options into shardopt's optimizer. All ranks must call this."""
         indices = {
             param: index for index, param in enumerate(p for group in ours.param_groups for p in group["params"])
         }
@@ -242,18 +245,18 @@ class _DecodedState(Optimizer):
 
 
 def _common(ours: AdamW, group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a param group that Megatron's Adam has too, and what Megatron keeps there."""
+    """The entries of a param group for Megatron's Adam: options that it knows, and Megatron's own entries."""
     theirs = (key for key in group if key != "params" and (key in _COMMON or key not in ours.defaults))
     return {key: group[key] for key in theirs}
 
 
 def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
-    """This rank's range of each parameter that a DistributedOptimizer steps on any rank, in the order of the model.
+    """Computes this rank's range (may be empty) of each parameter in a DistributedOptimizer's buffers, in model order.
 
-    Blocks follow a parameter's shape on this rank: under tensor parallelism, that of its tensor-parallel part.
+    Quantization blocks are laid out in the parameter's shape on this rank: its shard under tensor parallelism.
 
     Raises:
-        UnknownShardError: Megatron's account of this rank's ranges differs from the buckets'.
+        UnknownShardError: Megatron's tables of this rank's ranges differ from the ranges computed from the buckets.
     """
     group = wrapper.data_parallel_group
     ranks = rank_group_of(group)
@@ -279,9 +282,9 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
 
 
 def held_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
-    """Per param group, the float32 tensors that this rank steps, by the model's parameters.
+    """Per param group, a dict from the model's parameters to the float32 tensors that this rank steps.
 
-    The tensors become leaves of autograd, as torch.optim demands: views of float32 parameters are none in Megatron.
+    Detaches views of float32 parameters, as torch.optim accepts only leaves of autograd.
     """
     groups = []
     for models, views, halves, masters in zip(
@@ -301,10 +304,10 @@ def held_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
 def stepped_by_group(
     shards: Mapping[Tensor, FlatShard], held: Sequence[Mapping[Tensor, Tensor]], group: dist.ProcessGroup
 ) -> list[dict[Tensor, Tensor]]:
-    """Per param group, the tensors that an optimizer on this rank has, by the model's parameters; assigns their shards.
+    """Adds empty tensors to ``held``, so that all ranks have the same parameters, and assigns all tensors their shards.
 
-    All ranks of ``group`` must call this, with ``shards`` of the same parameters in the same order. ``held`` are the
-    tensors with elements on this rank.
+    All ranks of ``group`` must call this, with ``shards`` of the same parameters in the same order. ``held`` and the
+    result have a dict per param group, from the model's parameters to tensors.
     """
     numbers = {param: number for number, param in enumerate(shards)}
     known = {numbers[param]: index for index, params in enumerate(held) for param in params}
@@ -324,7 +327,7 @@ def stepped_by_group(
 
 
 def _unwrapped(model: Module) -> Iterator[Module]:
-    """A model, and the models in its wrappers: DistributedDataParallel, Float16Module."""
+    """Gives a model, then the modules inside of its wrappers (DistributedDataParallel, Float16Module) one by one."""
     yield model
     while isinstance(inner := getattr(model, "module", None), Module):
         model = inner
@@ -332,17 +335,18 @@ def _unwrapped(model: Module) -> Iterator[Module]:
 
 
 def _wrappers(model: Module) -> list[Any]:
-    """The DistributedOptimizers of a model."""
+    """The DistributedOptimizers that :func:`replace_adam` has set up for a model, if they still exist."""
     return [wrapper for reference in _optimizers.get(model, ()) if (wrapper := reference()) is not None]
 
 
+# Whether an optimizer given to shardopt.checkpoint, Megatron's or shardopt's inside of it, is one of the model's.
 def _has_optimizer(model: Module, optimizer: Optimizer) -> bool:
     return any(part in (known, known.optimizer) for part in _parts(optimizer) for known in _wrappers(model))
 
 
 @contextmanager
 def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
-    """The bare model with the tensors that the optimizer steps in place of the parameters, and the optimizer."""
+    """For checkpoints: the unwrapped model with the tensors that are stepped as its parameters, and the optimizer."""
     wrapper = _only_wrapper(model)
     *_, bare = _unwrapped(model)
     tensors = {param: tensor for group in wrapper.stepped for param, tensor in group.items()}
@@ -350,6 +354,8 @@ def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
         yield bare, wrapper.optimizer
 
 
+# The DistributedOptimizer of a model for shardopt.checkpoint; raises ValueError if there are several, or several model
+# chunks, or parallelism other than data parallelism.
 def _only_wrapper(model: Module) -> Any:
     wrappers = _wrappers(model)
     if len(wrappers) != 1 or len(wrappers[0].model_chunks) != 1:
@@ -369,12 +375,13 @@ def _only_wrapper(model: Module) -> Any:
 
 
 def _refresh(model: Module) -> None:
-    """Makes the model's parameters from the tensors that the optimizer steps, after these were loaded."""
+    """After a load: copies the loaded float32 tensors into the model's parameters, and all-gathers the parameters."""
     wrapper = _only_wrapper(model)
     wrapper._copy_main_params_to_model_params()
     wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
+# Registers Megatron models with shardopt.checkpoint: how to find their optimizers, and to open and refresh them.
 class _Megatron(Kind):
     def engines_of(self, model: Module) -> Engines | None:
         return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None

@@ -1,7 +1,7 @@
-"""Names of the optimizers for Hugging Face's ``TrainingArguments(optim="shardopt_adamw_8bit")``, and its options.
+"""Selecting shardopt's optimizers by name in Hugging Face's ``TrainingArguments(optim="shardopt_adamw_8bit")``.
 
-``transformers.training_args.OptimizerNames`` gets a member per name, and ``Trainer.get_optimizer_cls_and_kwargs``, a
-public static method, knows the class of each. ``import shardopt`` does both by :mod:`shardopt.sharding.hooks`.
+Two patches of transformers: the enumeration ``training_args.OptimizerNames`` gets a member per optimizer, and
+``Trainer.get_optimizer_cls_and_kwargs`` returns its class. ``import shardopt`` installs them as import hooks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shardopt.sharding.hooks import hooked_packages, install_hooks
 NAMES: dict[str, type[ShardedOptimizer]] = {
     re.sub(r"(\dbit)$", r"_\1", f"shardopt_{name}"): kind for name, kind in OPTIMIZERS.items()
 }
-#: The versions of transformers whose enumeration and method are known: [first, end).
+#: The versions of transformers that can be patched: from the first, to before the second.
 VERSIONS = ((4, 57), (6, 0))
 
-#: Defaults of TrainingArguments, for which optimizers keep their own defaults.
+#: Defaults of TrainingArguments' adam_beta1, adam_beta2, adam_epsilon: left so, the optimizer's own defaults apply.
 _BETAS, _EPS = (0.9, 0.999), 1e-8
 _OF_GROUPS = inspect.signature(muon_groups).parameters.keys() - {"model", "lr"}
 
 
 def register() -> None:
-    """Makes the names known to transformers: now if transformers is imported, else once it is.
+    """Patches transformers to accept shardopt's optimizers by name: now if it is imported, else when it will be.
 
     ``import shardopt`` does so already, unless the environment variable ``SHARDOPT_HOOKS`` leaves transformers out.
 
@@ -62,12 +62,12 @@ def installed_version() -> str | None:
 
 
 def is_known(version: str) -> bool:
-    """Whether the names can be added to a version of transformers."""
+    """Whether this version of transformers can be patched."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < VERSIONS[1]
 
 
 def add_names(training_args: ModuleType) -> None:
-    """Adds our names to the enumeration of ``transformers.training_args``; does nothing in an unknown version."""
+    """Adds shardopt's names to the enumeration ``OptimizerNames``; does nothing in an unknown transformers version."""
     if not is_known(installed_version() or ""):
         return
     names = training_args.OptimizerNames
@@ -83,7 +83,7 @@ def add_names(training_args: ModuleType) -> None:
 
 
 def find_by_name(trainer: ModuleType) -> None:
-    """Makes the Trainer of ``transformers.trainer`` find our classes by their names, in a known version."""
+    """Patches Trainer to return shardopt's class for its name; does nothing in an unknown transformers version."""
     if not is_known(installed_version() or ""):
         return
     of_others = trainer.Trainer.get_optimizer_cls_and_kwargs
@@ -97,9 +97,9 @@ def find_by_name(trainer: ModuleType) -> None:
 
 
 def parse_options(text: str | None) -> dict[str, Any]:
-    """Reads ``optim_args``: ``"codec=log8, block_size=128, betas=(0.9, 0.95)"``.
+    """Parses ``TrainingArguments.optim_args``: ``"codec=log8, block_size=128, betas=(0.9, 0.95)"``.
 
-    Values that are no Python literals stay text.
+    Values that are not Python literals, such as ``log8``, become strings.
 
     Raises:
         ValueError: a part is not of the form ``name=value``, or no comma separates two options.
@@ -121,7 +121,7 @@ def parse_options(text: str | None) -> dict[str, Any]:
 
 
 def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str, Any]:
-    """The arguments of an optimizer by TrainingArguments; options in ``optim_args`` have priority."""
+    """Translates TrainingArguments into an optimizer's arguments; options in ``optim_args`` have priority."""
     given = parse_options(args.optim_args)
     if "weight_decay" in given:
         raise ValueError(
@@ -146,7 +146,7 @@ def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str,
 
 
 def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
-    """``betas`` and ``eps`` for a rule with betas, if they differ from TrainingArguments' defaults."""
+    """``betas`` and ``eps`` of TrainingArguments, if changed from its defaults and if the optimizer has them."""
     if "betas" not in (parameters := inspect.signature(kind).parameters):
         return {}
     changed: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
 
 
 def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGroups:
-    """Param groups in which vectors do not decay, as in Trainer's; Muon takes no frozen matrices."""
+    """Makes Muon's param groups: vectors without weight decay, as Trainer does, and frozen parameters under AdamW."""
     parameters = param_groups(model).parameters
     frozen = {escape(p.names[0]): {"algorithm": "adamw"} for p in parameters if "frozen" in p.notes}
     vectors = [escape(parameter.names[0]) for parameter in parameters if len(parameter.shape) < 2]

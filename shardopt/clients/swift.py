@@ -1,6 +1,6 @@
-"""ms-swift's plugin: a file with ``import shardopt.clients.swift``, by ``--external_plugins``, for ``--optimizer``.
+"""ms-swift's plugin: ``--external_plugins`` and a file with ``import shardopt.clients.swift``, ``--optimizer``.
 
-ms-swift reads its command line before it imports plugins, so that ``--optim`` does not know the names yet.
+ms-swift parses its command line before it imports plugins, so ``--optim`` cannot know shardopt's names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardopt.clients.names import NAMES, register
 
 
 class Named(OptimizerCallback):  # type: ignore[misc]
-    """Makes the optimizer that ``--optimizer`` names; ``--optim_args`` has its options."""
+    """Makes the optimizer of shardopt that ``--optimizer`` names, with the options in ``--optim_args``."""
 
     def create_optimizer(self, model: Any = None) -> Any:
         self.args.optim = OptimizerNames(self.args.optimizer)

@@ -1,4 +1,4 @@
-"""torchtitan: configs of its ``OptimizersContainer`` that name shardopt's optimizers, and clipping by the exact norm.
+"""torchtitan: configs that select shardopt's optimizers by name, and a replacement of its gradient clipping.
 
 torchtitan 0.3 selects an optimizer by its name in a ``ParamGroupConfig``.
 """
@@ -28,14 +28,14 @@ def _optimizer_class(name: str) -> type[ShardedOptimizer]:
 
 
 class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's container, which knows the names of shardopt's optimizers as well.
+    """torchtitan's container of optimizers, extended to find shardopt's optimizers by name.
 
-    A name that both have (``AdamW``) is torchtitan's: write ``shardopt.AdamW``.
+    A name that both packages have (``AdamW``) means torchtitan's: write ``shardopt.AdamW`` for the other.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_theirs.OptimizersContainer.Config):  # type: ignore[misc]
-        """The fields of torchtitan's config."""
+        """The fields of torchtitan's config, unchanged, in a class that belongs to this container."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -47,12 +47,12 @@ class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
 
 
 def param_group(pattern: str, name: str, **options: Any) -> Any:
-    """The config of the parameters whose names match a pattern, for :func:`container_config`: a ``ParamGroupConfig``.
+    """Makes a ``ParamGroupConfig``, for :func:`container_config`: an optimizer for parameters whose names match.
 
     Args:
-        pattern: a regular expression, searched in the parameters' names; the first group that matches takes it.
-        name: an optimizer of shardopt: ``"AdamW8bit"``.
-        **options: its arguments.
+        pattern: a regular expression, searched in parameters' names; a parameter is in the first group that matches.
+        name: the name of an optimizer of shardopt, such as ``"AdamW8bit"``.
+        **options: arguments of the optimizer, such as ``lr``.
 
     Raises:
         ValueError: shardopt has no such optimizer.
@@ -62,17 +62,17 @@ def param_group(pattern: str, name: str, **options: Any) -> Any:
 
 
 def container_config(*groups: Any) -> Any:
-    """``OptimizersContainer.Config`` of these groups.
+    """Makes the ``OptimizersContainer.Config`` of param groups, to be torchtitan's optimizer config.
 
     Args:
-        *groups: of :func:`param_group`, and torchtitan's own. State dicts are flat, by the parameters' names, and load
-            on any number of ranks.
+        *groups: results of :func:`param_group`, or torchtitan's own. State dicts are flat, keyed by parameters' names,
+            and load on any number of ranks.
     """
     return OptimizersContainer.Config(param_groups=list(groups))
 
 
 def adamw8bit(lr: float = 8e-4, **options: Any) -> Any:
-    """A config in which AdamW8bit has all parameters, with the defaults of torchtitan's AdamW.
+    """Makes a config by which AdamW8bit steps all parameters, with the default options of torchtitan's AdamW.
 
     Args:
         lr: the learning rate.
@@ -94,7 +94,7 @@ def clip_grad_norm_(
     """:func:`shardopt.clip_grad_norm_` for torchtitan's trainer, in place of torchtitan's own function.
 
     Usage, before training: ``torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_``. ``foreach`` is ignored,
-    and so is ``ep_enabled``: experts are counted by their meshes.
+    and so is ``ep_enabled``, as the device meshes of experts' parameters tell how they are sharded.
 
     Raises:
         ValueError: ``pp_mesh`` is not None: the stages of a pipeline have other parameters on each rank.

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer: the portable checkpoint in place of the optimizer file, and clipping by the exact norm.
+"""Callbacks for Hugging Face's Trainer: checkpoints that load on any number of ranks, and reproducible clipping.
 
-Trainer can write and read its own optimizer files, too, on one process, under DistributedDataParallel, FSDP1, FSDP2 and
-DeepSpeed. FSDP1's are four times as large, and DeepSpeed's load on an unchanged number of ranks only. Importing this
-module replaces ``transformers.trainer.deepspeed_load_checkpoint``.
+Trainer's own optimizer files work, too, on one process and under DistributedDataParallel, FSDP1, FSDP2 and DeepSpeed;
+but FSDP1's are four times as large, and DeepSpeed's load only on the same number of ranks. Importing this module
+replaces ``transformers.trainer.deepspeed_load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = "shardopt"
 
 
 class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Saves and loads :mod:`shardopt.checkpoint` in place of Trainer's optimizer file, for any number of ranks.
+    """Saves and loads by :mod:`shardopt.checkpoint`, in place of Trainer's optimizer file, on any number of ranks.
 
     For one process, DistributedDataParallel, FSDP1, FSDP2 and DeepSpeed, with ``save_only_model=True``, so that Trainer
     does not write its own optimizer file. In addition to the model and the optimizer this saves the state of the
@@ -57,7 +57,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saves. All ranks call this.
+        """Saves model, optimizer, schedule, loss scaler and random states, when Trainer saves. All ranks call this.
 
         Raises:
             CheckpointError: see :func:`shardopt.checkpoint.save`.
@@ -74,7 +74,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         _trainer.Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # which Trainer reads by itself, too
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Loads if the training is resumed. All ranks call this.
+        """Loads the checkpoint if training is resumed, except with DeepSpeed. All ranks call this.
 
         Raises:
             ValueError: this is a run of a hyper-parameter search.
@@ -128,7 +128,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, *, model: Module, optimizer: Optimizer, **kwargs: Any
     ) -> None:
-        """Clips. All ranks call this."""
+        """Unscales gradients if there is a loss scaler, and clips them by their norm. All ranks call this."""
         scaler, inner = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
         if scaler is not None:
             scaler.unscale_(inner)
@@ -136,7 +136,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
 
 
-def _by_deepspeed() -> bool:
+def _by_deepspeed() -> bool:  # whether Trainer trains by DeepSpeed
     return getattr(AcceleratorState(), "deepspeed_plugin", None) is not None
 
 
@@ -144,7 +144,7 @@ _load_by_deepspeed = _trainer.deepspeed_load_checkpoint
 
 
 def _load_deepspeed(engine: Any, path: str, **kwargs: Any) -> None:
-    """Loads the portable checkpoint into an engine where Trainer would load DeepSpeed's, if the folder has one."""
+    """Replaces Trainer's loading of DeepSpeed checkpoints: loads shardopt's checkpoint if the folder contains one."""
     if not (Path(path) / FOLDER).is_dir():
         _load_by_deepspeed(engine, path, **kwargs)
         return
@@ -160,11 +160,12 @@ def _folder(args: TrainingArguments, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
+# The objects besides model and optimizer whose state dicts are saved: the schedule, and the loss scaler if any.
 def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
     scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
     return {"lr_scheduler": lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
 
 
 def _saved(stateful: Any) -> dict[str, Any]:
-    """The state without MultiStepLR's milestones, whose keys are numbers, and which its constructor makes."""
+    """The state dict to save: without MultiStepLR's milestones, which have integer keys and come from its arguments."""
     return {key: value for key, value in stateful.state_dict().items() if key != "milestones"}

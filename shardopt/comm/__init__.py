@@ -1,7 +1,7 @@
-"""Gradients summed in the order of micro-batches: the same bits on any number of ranks.
+"""Gradient reduction that sums micro-batches in a fixed order: the same bits on any number of ranks.
 
-One call after the model is wrapped: ``shardopt.comm.ordered_gradients(model, micro_batches=...)``.
-``docs/gradients.md`` has the definition, and what each wire format costs.
+Call ``shardopt.comm.ordered_gradients(model, micro_batches=...)`` once, after wrapping the model.
+``docs/gradients.md`` defines the order of the sum, and says what each wire format costs.
 """
 
 from shardopt.comm.ordered import ordered_gradients

@@ -1,4 +1,4 @@
-"""A binary counter of sums: numbered terms are added pairwise, in a tree that depends on how many there are alone."""
+"""Pairwise summation of numbered terms, in a binary tree that depends only on the number of terms."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Elements that are converted at a time, which stay in a processor's cache.
+#: Elements that are converted to float32 and added at a time, so that they stay in the CPU's cache.
 _SLICE = 1 << 16
 
 
 class Counter:
-    """Partial sums of terms that arrive in the order of their numbers.
+    """Pending partial sums of the tree, for terms (micro-batches' gradients) that arrive in the order of their numbers.
 
-    Two sums of 2^k terms, the first of which begins at a multiple of 2^(k+1), become one of 2^(k+1). None stands for
-    zeros, which take no memory.
+    Like a binary counter's carry: two adjacent sums of 2^k terms are added to one of 2^(k+1) terms as soon as both are
+    there, if the first one's first term has a number divisible by 2^(k+1). None stands for a sum of zeros.
 
     Attributes:
         next: the number of the next term.
-        sums: (k, sum of 2^k terms in float32), the latest terms last.
+        sums: pairs (k, sum of 2^k terms in float32), the latest terms last.
     """
 
     def __init__(self, begin: int = 0) -> None:
         self.next = begin
         self.sums: list[tuple[int, Tensor | None]] = []
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # to the state before the step's first micro-batch
         self.next, self.sums = 0, []
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The sums of terms that are not all zeros."""
+        """The partial sums that take up memory: all but the ones that are known to be zeros."""
         return [x for _, x in self.sums if x is not None]
 
     def push(self, terms: Iterable[Tensor | None], level: int = 0) -> None:
-        """Adds terms, each itself a sum of 2^level terms. Their memory is not kept."""
+        """Appends inputs, each a sum of 2^level terms already, and adds up pairs. Keeps no reference to the inputs."""
         for term in terms:
             total, reached = term, level
             while self.sums and self.sums[-1][0] == reached and self.next >> reached & 1:
@@ -47,13 +47,13 @@ class Counter:
             self.next += 1 << level
 
     def skip_to(self, number: int) -> None:
-        """Adds zeros for the terms before a number that have not arrived."""
+        """Appends zeros in place of the missing terms, up to but without the term of this number."""
         self.push([None] * (number - self.next))
 
     def finish(self, mean: Tensor, divisor: int) -> None:
-        """Writes the sum of all terms, from the latest to the oldest, over the divisor, rounded once.
+        """Adds the partial sums, latest first, divides by ``divisor``, and rounds the result once, to ``mean``.
 
-        ``mean`` may have fewer elements than sums: it gets the first ones.
+        If ``mean`` has fewer elements than the sums, as without padding, it gets the first ones.
         """
         total = None
         while self.sums:
@@ -61,13 +61,13 @@ class Counter:
         if total is None:
             mean.zero_()
             return
-        # A number as divisor would be multiplied by its reciprocal on a GPU. -0 becomes +0.
+        # Divides by a tensor: PyTorch on a GPU would multiply by a Python number's reciprocal. add_ turns -0 into +0.
         over = torch.full((), divisor, dtype=torch.float32, device=total.device)
         mean.copy_(total.div_(over).add_(0.0)[: len(mean)])
 
 
 def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
-    """In the memory of the earlier sum, where that has some."""
+    """Adds ``later`` to ``earlier`` in place. None stands for zeros: then returns the other sum itself."""
     if earlier is None or later is None:
         return later if earlier is None else earlier
     if later.is_cuda or later.dtype == earlier.dtype:
@@ -78,7 +78,7 @@ def _sum(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
 
 
 def levels_of(begin: int, terms: int) -> list[int]:
-    """Levels of the partial sums left after ``terms`` terms, the first of which has the number ``begin``."""
+    """Levels k of the partial sums, of 2^k terms each, into which ``terms`` terms from number ``begin`` on go."""
     counter = Counter(begin)
     counter.skip_to(begin + terms)
     return [level for level, _ in counter.sums]

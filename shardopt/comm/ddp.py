@@ -1,4 +1,4 @@
-"""Ordered sums under DistributedDataParallel, and in one process: taken from ``param.grad`` when a pass is over."""
+"""Ordered gradient sums under DDP and in one process: at the end of each backward pass ``param.grad`` is added up."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.release.ddp_buckets import reduced_parameters
 from shardopt.release.released import Hook
 
-#: Bytes of the gradients of several parameters that travel in one message.
+#: Gradients of several parameters are combined into messages of about this many bytes.
 _MESSAGE_BYTES = 1 << 25
 
 
 class GradientReducer:
-    """Sums of the gradients of some parameters: each rank owns some rows of each.
+    """Reduces gradients to ordered sums, of which each rank owns some rows of every parameter.
 
     Args:
-        messages: the parameters, by the message in which their gradients travel.
-        progress: tells when a pass is over.
-        wire: the format of messages.
-        mesh: the group of ranks; none for one process.
+        messages: a list of parameters per message: the gradients of a list are exchanged together.
+        progress: calls this object at the end of each backward pass.
+        wire: the number format of gradients in messages.
+        mesh: a list of the process group of all ranks; empty for one process.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GradientReducer:
 
     @without_autograd
     def _end(self) -> None:
-        """Adds this micro-batch's gradients to their sums, and zeroes them; the last one's become the mean."""
+        """Adds ``.grad`` to the sums, then sets it to zeros, or after the step's last pass to the all-gathered mean."""
         for params, sums in self._sums:
             if all(param.grad is None for param in params):
                 continue
@@ -60,35 +60,35 @@ class GradientReducer:
 
 
 class PlainReducer(GradientReducer):
-    """Sums of the gradients of a module in one process."""
+    """Ordered sums of the gradients of a module that is trained in one process, without DDP or FSDP2."""
 
     def __init__(self, model: Module, progress: Progress, wire: WireFormat) -> None:
         params = [x for x in model.parameters() if x.numel() and (x.is_floating_point() or x.is_complex())]
         super().__init__([[param] for param in params], progress, wire, ())
         for param in params:
             is_trained = param.requires_grad
-            param.requires_grad_(True)  # PyTorch takes no hook of a frozen parameter, which may be trained later
+            param.requires_grad_(True)  # a frozen parameter may be trained later, and PyTorch refuses its hook now
             param.register_hook(progress.begin)  # type: ignore[no-untyped-call]
             param.requires_grad_(is_trained)
 
 
 class DdpReducer(GradientReducer):
-    """Sums of the gradients of a DistributedDataParallel. A parameter that no rank has used keeps the gradient None."""
+    """Ordered sums of the gradients of a DDP module. Parameters that no rank has used keep the gradient None."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         trained = [param for param in reduced_parameters(replica) if param.requires_grad]
         params = [param for param in trained if param.numel()]
         numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
         super().__init__([[params[n] for n in each] for each in numbers], progress, wire, [replica.process_group])
-        self._seen: list[int] = []  # the buckets that DDP has seen in this pass
+        self._seen: list[int] = []  # indices of the buckets whose reduction DDP has asked for in this backward pass
         replica.register_comm_hook(self._seen, lambda seen, bucket: _leave(seen, bucket))
-        # DDP's reducer, which reaches hooks of parameters, would keep this for good. So a hook of the module keeps it.
+        # This hook keeps self alive: a reference from a parameter's hook would be a cycle that is never collected.
         replica.register_forward_pre_hook(lambda *_: self._seen.clear())
-        for param in trained:  # DDP may reduce first those without elements
+        for param in trained:  # parameters without elements, too: DDP may reduce their bucket first
             param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
-        if not self._seen:
+        if not self._seen:  # DDP has reduced no bucket in this pass, as in no_sync()
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
                 "call DistributedDataParallel, not its module, outside of no_sync()"
@@ -98,7 +98,7 @@ class DdpReducer(GradientReducer):
 
 
 def _leave(seen: list[int], bucket: GradBucket) -> Future[Tensor]:
-    """A communication hook that leaves this rank's gradients as they are: DDP only finds out which any rank has."""
+    """A DDP communication hook that does not reduce: DDP only finds out which parameters any rank has used."""
     seen.append(bucket.index())
     buffer = bucket.buffer()
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)

@@ -1,4 +1,4 @@
-"""Ordered sums under FSDP2: its reduce-scatter is replaced (PyTorch >= 2.9)."""
+"""Ordered gradient sums under FSDP2, in a custom reduce-scatter that replaces FSDP2's own (PyTorch >= 2.9)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def _mesh_of(group: Any) -> list[ProcessGroup]:
-    """The ranks that own a shard each, and HSDP's ranks that hold copies of one shard."""
+    """The process group over which a parameter group is sharded, and with HSDP that of the replicas of a shard."""
     groups = group.mesh_info.shard_process_group, getattr(group.mesh_info, "replicate_process_group", None)
     return [each for each in groups if each is not None]
 
 
 class FsdpReducer:
-    """The reduce-scatter of a module of fully_shard, which adds gradients up in the order of micro-batches."""
+    """The custom reduce-scatter of one FSDP2 module, which sums gradients in the order of micro-batches."""
 
     def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
         self._name, self._progress, self._format = name, progress, wire
@@ -35,25 +35,25 @@ class FsdpReducer:
         assert isinstance(module, Module)
         self._mesh = _mesh_of(self._group)
         self._sums: Reduction | None = None
-        self._summed: list[Any] = []  # the parameters in the sums
+        self._summed: list[Any] = []  # the trained parameters of this step's first pass, and so of all its passes
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
         if self._mesh[0].size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(lambda gradient: self(gradient, gradient, self._mesh[0], None))
-        module.set_gradient_divide_factor(1.0)  # the mean is taken here
+        module.set_gradient_divide_factor(1.0)  # Reduction divides, once, after the last micro-batch
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda *_: self._begin_forward())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the reduction's input or output: from PyTorch's allocator, as without this object."""
+        """Allocates the reduce-scatter's input or output when FSDP2 asks for it: an ordinary tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Adds a micro-batch of each rank, in the current stream, as FSDP2 would call its own reduce-scatter.
+        """Adds the gradients of one micro-batch of each rank; FSDP2 calls this in place of its reduce-scatter.
 
-        The output becomes the mean over the step's micro-batches in its last backward pass, zeros before.
+        In the step's last backward pass the output becomes the mean over all micro-batches; before, it is zeros.
         """
         self._progress.begin()
         chunks = input_tensor.view(group.size(), -1)
@@ -76,8 +76,8 @@ class FsdpReducer:
             )
         self._sums.push(chunks, output_tensor)
 
-    def _begin_forward(self) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint that computes again
+    def _begin_forward(self) -> None:  # checks that FSDP2's options are unchanged, and drops leftovers of failed passes
+        if torch._C._current_graph_task_id() != -1:  # within a backward pass: activation checkpointing recomputes
             return
         _check_reduction(self._name, self._group, 1.0)
         for param in self._group.fsdp_params:  # a pass that raised leaves gradients, to which FSDP2 adds the next ones
@@ -86,7 +86,7 @@ class FsdpReducer:
 
 
 def _check_reduction(name: str, group: Any, factor: float | None) -> None:
-    """Checks that FSDP2 reduces each pass's gradients, and does not divide them."""
+    """Checks that FSDP2 reduces gradients in each backward pass, and divides by ``factor`` (None: its default)."""
     if group.gradient_divide_factor != factor or not (group.reduce_grads and group.all_reduce_grads):
         raise RuntimeError(
             f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), set_requires_gradient_sync("
@@ -96,7 +96,7 @@ def _check_reduction(name: str, group: Any, factor: float | None) -> None:
 
 
 def checked_mesh(model: Module, sharded: dict[str, FSDPModule], wire: WireFormat) -> list[ProcessGroup]:
-    """The mesh of a model's modules; raises if FSDP2 does not reduce all of its gradients, or not in its own way."""
+    """The mesh of all FSDP2 modules; raises if meshes differ, reductions are customized, or parameters unsharded."""
     meshes, managed = dict[str, list[ProcessGroup]](), set[int]()
     for name, module in sharded.items():
         groups = groups_of(module)

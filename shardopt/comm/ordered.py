@@ -1,4 +1,4 @@
-"""One call that has a model's gradients summed in the order of micro-batches, on any number of ranks."""
+"""The function ``ordered_gradients``: makes a model's gradients independent of the number of ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from shardopt.sharding.rank_group import TorchRankGroup, device_of
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-#: Classes that reduce gradients, of which the last two let their reduction be replaced.
+#: Names of wrapper classes that reduce gradients; only the last two let their reduction be replaced.
 _WRAPPERS = {"DeepSpeedEngine", "FullyShardedDataParallel", "ReplicateModule", "DistributedDataParallel", "FSDPModule"}
 
 
 @without_autograd
 def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "fp32") -> None:
-    """Has a model's gradients summed in an order that does not depend on the number of ranks.
+    """Makes a model's gradients sums over micro-batches in an order that does not depend on the number of ranks.
 
-    To be called once, after ``fully_shard(model)`` or ``DistributedDataParallel(model)``, on all ranks. Then a step has
-    ``micro_batches / ranks`` backward passes, each of a micro-batch's mean loss, undivided. Pass j of rank r has
-    micro-batch ``j * ranks + r``, as ``DistributedSampler`` deals them out. Gradients are zeros until the
-    step's last pass, then the mean over its micro-batches, with the same bits on any number of ranks that divides
-    ``micro_batches``.
+    Call it once, after ``fully_shard(model)`` or ``DistributedDataParallel(model)``, on all ranks. Each rank then has
+    ``micro_batches / ranks`` backward passes per step, each of one micro-batch's mean loss, which must not be divided
+    by the number of micro-batches. Pass j of rank r is micro-batch ``j * ranks + r``, as ``DistributedSampler`` deals
+    them out. Gradients are zeros until the step's last pass, which sets them to the mean over all micro-batches, with
+    the same bits on any number of ranks that divides ``micro_batches``.
 
     Args:
-        model: FSDP2's (PyTorch >= 2.9), on 1-D meshes and HSDP, also within other modules;
-            DistributedDataParallel; or, in one process, any module.
-        micro_batches: of a step, over all ranks.
-        wire: the format that a micro-batch's gradient is rounded to before anything is added: ``"fp32"``, ``"bf16"``
-            or ``"e4m3"`` with a scale per 128 elements of a row.
+        model: a model of FSDP2 (PyTorch >= 2.9) on a 1-D or HSDP mesh, also within other modules; a
+            DistributedDataParallel module; or, in one process, any module.
+        micro_batches: the number of micro-batches in a step, over all ranks.
+        wire: the format to which each micro-batch's gradient is rounded before the sum: ``"fp32"``, ``"bf16"``, or
+            ``"e4m3"`` with a scale per 128 elements of a row.
 
     Raises:
         ValueError: the number of ranks does not divide ``micro_batches``; the wire is unknown; ranks passed different
@@ -89,7 +89,7 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
 
 
 def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], DistributedDataParallel | None]:
-    """The modules of FSDP2 that have parameters, by name, or that of DDP."""
+    """Finds the FSDP2 modules with parameters, by name, or the DDP module; raises for any other way of training."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Where a model is in the micro-batches of a step, and what must not happen there."""
+"""Counts a step's backward passes for ordered gradient sums, and raises when the training loop breaks the protocol."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shardopt.release.released import Hook
 
 
 class Progress:
-    """Counts the backward passes of a step.
+    """Counts the backward passes of a step, and checks that gradients are not written or stepped between them.
 
     Args:
-        micro_batches: per step, over all ranks.
-        ranks: how many share them.
+        micro_batches: the number of micro-batches per step, over all ranks.
+        ranks: the number of ranks, which take equally many micro-batches.
 
     Attributes:
-        counters: the sums of all gradients, which their reducers keep alive.
-        at_end: called when a backward pass is over, and PyTorch has done with it.
+        counters: the partial sums of all gradients; weak references, as the reducers own them.
+        at_end: functions to call at the end of each backward pass, after the callbacks of DDP and FSDP2.
     """
 
     def __init__(self, model: Module, micro_batches: int, ranks: int) -> None:
@@ -36,9 +36,9 @@ class Progress:
         self.counters: weakref.WeakSet[Counter] = weakref.WeakSet()
         self.at_end: list[Callable[[], object]] = []
         self.done = 0  # passes of this step that are over
-        # PyTorch holds its referent until the running pass ends or raises. None once a pass has ended without an error.
+        # Weak reference to the end callback: alive during a pass, dead if the pass raised; None after a complete pass.
         self._callback: weakref.ref[Callable[[], object]] | None = None
-        # By _written, before the running pass or after the last one.
+        # The result of _written() when the running pass began, or after the last pass.
         self._seen: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
         handle = register_optimizer_step_pre_hook(Hook(self._check_step))
@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def first(self) -> int:
-        """The number of the running backward pass's first micro-batch."""
+        """The index, over all ranks, of the first micro-batch in the running backward pass: rank 0's."""
         return self.done * self.ranks
 
     @property
@@ -58,7 +58,7 @@ class Progress:
         """Starts a backward pass; further calls in the same pass return at once. Reducers and gradient hooks call it.
 
         Raises:
-            RuntimeError: the step has had all its passes, or one that raised, or its gradients were written between.
+            RuntimeError: the step has had all its passes, or one raised, or gradients were modified between passes.
         """
         if self._callback is not None and self._callback() is not None:
             return  # the running pass, or one within it
@@ -93,12 +93,12 @@ class Progress:
                         "are in them; remove the hook"
                     )
         self._seen = self._written()
-        end = partial(_queue, self._end)  # behind those of DDP and FSDP2
+        end = partial(_queue, self._end)  # queued again when called, so that it runs after those of DDP and FSDP2
         self._callback = weakref.ref(end)
         _queue(end)
 
-    def _end(self) -> None:
-        if self._written() != self._seen:  # not in a pass of torch.autograd.grad
+    def _end(self) -> None:  # the end of a backward pass: reducers add its gradients, and the pass is counted
+        if self._written() != self._seen:  # torch.autograd.grad writes no .grad: such a pass does not count
             for end in self.at_end:
                 end()
             self._seen = self._written()
@@ -117,7 +117,7 @@ class Progress:
         self._callback = None
 
     def _written(self) -> dict[Parameter, tuple[int, int]]:
-        """The parameters that have a gradient, with its address and PyTorch's count of writes to it."""
+        """Maps each parameter with a gradient to the gradient's address and PyTorch's version counter of it."""
         found = {}
         for param in self._params.values():
             if (grad := param.grad) is not None:
@@ -126,23 +126,23 @@ class Progress:
         return found
 
     def _was_written(self) -> bool:
-        """Whether somebody wrote to gradients since the last pass.
+        """Whether other code modified gradients in place since the last pass.
 
-        DDP moves views of its buckets without writing: a gradient at another address says nothing.
+        Compares gradients at the same address only, as DDP may replace ``.grad`` by another view of its buckets.
         """
         now = self._written()
         pairs = ((now[param], seen) for param, seen in self._seen.items() if param in now)
         return any(here[0] == seen[0] and here != seen for here, seen in pairs)
 
-    def _is_thrown_away(self) -> bool:
+    def _is_thrown_away(self) -> bool:  # whether zero_grad(set_to_none=True) has discarded the passes so far
         return all(param.grad is None for param in self._params.values())
 
     def is_behind(self, counter: Counter) -> bool:
-        """Whether sums have nothing of the running pass."""
+        """Whether no gradient of the running backward pass has been added to the counter yet."""
         return counter.next <= self.first
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raises RuntimeError if an optimizer is about to step the parameters in the middle of a step."""
+        """Raises RuntimeError if an optimizer is about to step these parameters before the last backward pass."""
         if self.done in (0, self.passes) and self._callback is None:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -153,7 +153,7 @@ class Progress:
             )
 
 
-def _queue(callback: Any) -> None:
+def _queue(callback: Any) -> None:  # to be called at the end of the running backward pass
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -161,6 +161,6 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:
-    """Finds the objects that count passes of one of the parameters."""
+    """The :class:`Progress` objects of all models that have one of these parameters."""
     ids = set(map(id, params))
     return (progress for progress in _all if not ids.isdisjoint(map(id, progress._params.values())))

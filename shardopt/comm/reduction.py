@@ -1,4 +1,4 @@
-"""A reduce-scatter of gradients that adds micro-batches in a fixed order: each rank owns a chunk of the sum."""
+"""A reduce-scatter that sums micro-batches in a fixed order: an all-to-all, then each rank sums its own chunk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shardopt.kernels.autograd import without_autograd
 
 
 class Reduction:
-    """The sum of a step's micro-batches in this rank's chunk: some rows of each of several parameters.
+    """This rank's chunk (some rows of each of several parameters) of the gradient sum over a step's micro-batches.
 
     Args:
-        progress: tells the number of the running micro-batch.
-        wire: the format of messages.
-        shapes: of the parameters.
-        mesh: the group whose ranks own a chunk each, and under HSDP the group of the replicas, which divide that chunk;
-            empty for one process.
+        progress: counts backward passes, which gives the index of the running micro-batch.
+        wire: the number format of gradients in messages.
+        shapes: the shapes of the parameters.
+        mesh: the process group whose ranks own a chunk each; under HSDP also the group of the chunk's replicas, each of
+            which sums a part of it; empty for one process.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Reduction:
 
     @without_autograd
     def push(self, chunks: Tensor, out: Tensor) -> None:
-        """Adds a micro-batch of each rank.
+        """Exchanges chunks of one micro-batch's gradient per rank, and adds the received ones to this rank's sum.
 
         Args:
-            chunks: this rank's gradient, (ranks that own a chunk, elements).
-            out: this rank's chunk. Gets the mean over the step's micro-batches in its last pass, rounded once to the
-                dtype (under HSDP this replica's part, and zeros elsewhere), and zeros before. May be in ``chunks``.
+            chunks: this rank's gradient, a row per rank that owns a chunk.
+            out: this rank's chunk, may be a row of ``chunks``. Set to zeros, and in the step's last pass to the mean
+                over all micro-batches, rounded once to its dtype (under HSDP in this replica's part, else zeros).
         """
         self.counter.skip_to(self._progress.first)
         message = self.wire.encode(chunks)
@@ -60,13 +60,13 @@ class Reduction:
         if not self._progress.is_last:
             out.zero_()
             return
-        if self._replicas is not None:  # the others have zeros in the part that this one owns
+        if self._replicas is not None:  # FSDP2 all-reduces next: other replicas have zeros where this one has the mean
             size = -(-self.wire.numel // self._replicas.size())
             out = out.zero_()[self._replicas.rank() * size :][:size]
         self.counter.finish(out, self._progress.micro_batches)
 
     def _push_replicas(self, pieces: Tensor, group: ProcessGroup) -> None:
-        """Adds up this replica's micro-batches, exchanges parts of the sums with the other replicas, adds those."""
+        """Under HSDP: sums this replica's micro-batches, exchanges partial sums by all-to-all, and adds all of them."""
         replicas, first = group.size(), self._progress.first
         inner = Counter(first + group.rank() * len(pieces))
         inner.push(map(self.wire.decode, pieces))

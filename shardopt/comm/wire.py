@@ -1,4 +1,4 @@
-"""How a micro-batch's gradient travels: as float32, bfloat16, or E4M3 with a scale per 128 elements of a row."""
+"""Encodes gradients for messages between ranks: float32, bfloat16, or E4M3 with a scale per 128 elements of a row."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BLOCK = 128
 
 
 class Wire:
-    """The messages of chunks, one for or from each rank, which hold rows of several parameters one after another.
+    """Encodes and decodes chunks of gradients. A chunk has the rows that one rank owns of several parameters, in turn.
 
     An element's rounding depends on its row alone, so it is the same on any number of ranks. With ``"e4m3"``, rows
-    shorter than 128 elements travel in float32.
+    shorter than 128 elements are sent in float32.
 
     Args:
-        wire: the format.
-        shapes: of the parameters. A scalar is one row.
-        ranks: the number of chunks that the rows of each parameter are divided into.
+        wire: the number format.
+        shapes: the shapes of the parameters. A scalar is one row.
+        ranks: the number of chunks into which the rows of each parameter are divided.
 
     Attributes:
-        numel: elements of a chunk.
-        places: of the parameters in a chunk.
+        numel: the number of elements in a chunk.
+        places: for each parameter, its slice of a chunk.
     """
 
     def __init__(self, wire: WireFormat, shapes: Iterable[Sequence[int]], ranks: int = 1) -> None:
@@ -46,7 +46,7 @@ class Wire:
         ]
 
     def encode(self, chunks: Tensor) -> Tensor:
-        """The message of chunks of floats, (ranks, elements). For ``"fp32"`` these are ``chunks`` themselves."""
+        """Encodes chunks, (ranks, elements), as one message per rank; with ``"fp32"`` returns ``chunks`` itself."""
         if chunks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"got a gradient of {chunks.dtype}, expected float32, bfloat16 or float16; set "
@@ -58,7 +58,7 @@ class Wire:
         return torch.cat([_encoded(chunks[:, x].float().reshape(len(chunks), *part)) for x, part in pieces], 1)
 
     def decode(self, term: Tensor) -> Tensor:
-        """A chunk's floats, from its part of a message."""
+        """Decodes the message of one chunk to a 1-D tensor of floats."""
         if self._wire != "e4m3":
             return term
         pieces = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
@@ -66,7 +66,7 @@ class Wire:
 
 
 def _encoded(x: Tensor) -> Tensor:
-    """Bytes of rows of float32, (ranks, rows, elements): all codes, then all scales."""
+    """Encodes float32 of shape (ranks, rows, elements) as bytes, (ranks, bytes): E4M3 codes, then a scale per block."""
     row_numel = x.shape[2]
     if row_numel < BLOCK:
         return x.flatten(1).view(torch.uint8)
@@ -81,7 +81,7 @@ def _encoded(x: Tensor) -> Tensor:
     return torch.cat([codes.flatten(1), scale.to(torch.uint8).flatten(1)], 1)
 
 
-def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:
+def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:  # inverse of _encoded, for one rank's message
     if row_numel < BLOCK:
         return message.clone().view(torch.float32)  # the clone's address is a multiple of 4
     codes, scales = message.split_with_sizes([rows * row_numel, rows * -(-row_numel // BLOCK)])
@@ -90,10 +90,10 @@ def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Rows in blocks, the last of which is filled with zeros."""
+    """Splits each row into blocks of 128 elements, the last of which is padded with zeros."""
     return pad(x, (0, -x.shape[-1] % BLOCK)).view(*x.shape[:-1], -(-x.shape[-1] // BLOCK), BLOCK)
 
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
-    """Exactly, which torch.exp2 does not promise."""
+    """The float32 with this exponent field and mantissa 0: an exact power of two, which torch.exp2 does not promise."""
     return (biased_exponent << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Memory that a model and its optimizer will take up: ``shardopt estimate``."""
+"""Estimates the memory of a model's weights, gradients and optimizer state before training: ``shardopt estimate``."""
 
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model, ParameterShape

@@ -1,4 +1,4 @@
-"""The command ``shardopt estimate``: the estimate as a table."""
+"""The command ``shardopt estimate``: prints a table of estimated memory, a row per way of training the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ float32 to 8-bit state with all that saves memory, and a row for options. Needs 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OPTIONS = ("codec", "block_size", "master_weight_bits", "offload")
 _SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients", "zero_offload")
-#: The kinds of memory, as columns: fields of :class:`shardopt.report.MemoryUse` and headings.
+#: Columns of the table: fields of :class:`shardopt.report.MemoryUse`, with their headings.
 _COLUMNS = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -29,7 +29,7 @@ _COLUMNS = {
 
 
 def ladder() -> dict[str, Setup]:
-    """Rows of the table: AdamW on one GPU, from float32 throughout to all that shardopt has."""
+    """The table's default rows: AdamW on one GPU, from float32 state to all of shardopt's memory savings."""
     masters = {"master_weight_bits": 24}
     return {
         "fp32 throughout": Setup("adamw", "float32"),
@@ -41,7 +41,7 @@ def ladder() -> dict[str, Setup]:
 
 
 def table(model: Model, rows: Mapping[str, Setup]) -> str:
-    """Rows as text, with notes on their meaning and limits."""
+    """Estimates each row's memory, and formats the table as text, with notes on what the numbers include."""
     cells = [["", *_COLUMNS.values(), "total", "GiB per GPU", "GiB per host"]]
     for name, setup in rows.items():
         report = estimate(model, setup)
@@ -78,7 +78,7 @@ def _notes(model: Model, setups: Collection[Setup]) -> list[str]:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to what ``argparse.ArgumentParser.add_subparsers`` made."""
+    """Adds the subcommand ``estimate`` to the result of ``argparse.ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "estimate",
         help="bytes per parameter and GiB per GPU and host",
@@ -123,7 +123,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _name(given: dict[str, Any]) -> str:
-    """The options in the row's name: adamw8bit bfloat16 fsdp2 x 8 offload=state."""
+    """Names the row that the user's options add: ``adamw8bit bfloat16 fsdp2 x 8 offload=state``."""
     words = [given.pop("optimizer", "adamw8bit"), given.pop("dtype", "bfloat16"), given.pop("backend", "single")]
     words += [f"x {size}"] if (size := given.pop("world_size", 1)) > 1 else []
     return " ".join([*words, *(key if value is True else f"{key}={value}" for key, value in given.items())])

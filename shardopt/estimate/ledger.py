@@ -1,7 +1,7 @@
-"""Bytes that :func:`shardopt.memory_report` will find on the rank that holds most, within 1%, without a model.
+"""Predicts, without allocating the model, what :func:`shardopt.memory_report` finds on the fullest rank, within 1%.
 
-State is what the optimizers themselves make, on the meta device. FSDP2 cuts the first dimension. Elsewhere a rank
-holds an equal share of the elements, and padding is left out.
+The optimizers make their state on the meta device, whose bytes are counted. FSDP2 shards along the first dimension;
+with other backends a rank is taken to hold an equal share of all elements. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardopt.report.memory import kind_of
 from shardopt.state.residency import CHUNK_BYTES
 from shardopt.state.slice_spec import SliceSpec
 
-#: Optimizers by name, each with the moments that training uses.
+#: Optimizers by name; SGD with momentum, as it has no state without.
 OPTIMIZERS: Mapping[str, Callable[..., ShardedOptimizer]] = {
     name: partial(kind, momentum=0.9) if issubclass(kind, SGD) else kind for name, kind in optim.OPTIMIZERS.items()
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("single", "ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
-#: Parts that DeepSpeed itself keeps in the host's memory: nothing, ``offload_optimizer``, ``offload_param`` too.
+#: DeepSpeed's own offloading to the host: none, ``offload_optimizer``, or ``offload_param`` in addition.
 ZERO_OFFLOADS = ("none", "optimizer", "all")
 
 _KNOWN = {"optimizer": OPTIMIZERS, "dtype": DTYPES, "backend": BACKENDS, "zero_offload": ZERO_OFFLOADS}
@@ -42,21 +42,21 @@ _SUB_GROUP = 10**9  # elements: DeepSpeed's default of sub_group_size
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained.
+    """The way in which a model is trained, as far as memory depends on it.
 
     Attributes:
-        optimizer: a name of ``OPTIMIZERS``.
-        dtype: of weights and gradients, a name of ``DTYPES``.
-        backend: a name of ``BACKENDS``.
-        world_size: ranks, one GPU each.
-        gpus_per_node: of those ranks, on one host.
-        release_gradients: whether each parameter is stepped as soon as its gradient is there.
-        zero_offload: what DeepSpeed moves to the host's memory, one of ``ZERO_OFFLOADS``.
-        options: the optimizer's; with DeepSpeed bf16 has ``master_weight_bits`` of 24 or 32 without float32 masters,
-            which it has otherwise; see :class:`shardopt.state.options.Options`.
+        optimizer: a key of ``OPTIMIZERS``.
+        dtype: the dtype of weights and gradients, a key of ``DTYPES``.
+        backend: how the model is sharded, one of ``BACKENDS``.
+        world_size: the number of ranks, with one GPU each.
+        gpus_per_node: the largest number of ranks on one host.
+        release_gradients: whether each parameter is stepped in the backward pass, as soon as its gradient is complete.
+        zero_offload: what DeepSpeed offloads to the host, one of ``ZERO_OFFLOADS``.
+        options: the optimizer's options, see :class:`shardopt.state.options.Options`. DeepSpeed in bf16 keeps float32
+            master weights, unless ``master_weight_bits`` of 24 or 32 has the optimizer's state hold them.
 
     Raises:
-        ValueError: some of it is not possible, alone or together.
+        ValueError: a field has an unknown value, or the fields contradict one another.
     """
 
     optimizer: str = "adamw8bit"
@@ -95,17 +95,17 @@ class Setup:
 
     @property
     def stage(self) -> int:
-        """Of DeepSpeed's ZeRO; 0 without."""
+        """The stage of DeepSpeed's ZeRO, 1 to 3; 0 with other backends."""
         return int(self.backend[-1]) if self.backend.startswith("zero") else 0
 
     @property
     def stepped_dtype(self) -> torch.dtype:
-        """Of what the optimizer steps: DeepSpeed gives it float32 masters, unless master bits stand in its state."""
+        """The dtype that the optimizer steps: float32 master weights with DeepSpeed, unless its state holds masters."""
         has_masters = self.stage > 0 and self.options.get("master_weight_bits") is None
         return torch.float32 if has_masters else DTYPES[self.dtype]
 
     def group(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
-        """An optimizer with these options, and its param group.
+        """Makes an optimizer of an empty parameter, which validates the options; returns it with its param group.
 
         Raises:
             ValueError: an option is out of range.
@@ -116,7 +116,7 @@ class Setup:
 
 
 def estimate(model: Model, setup: Setup) -> MemoryReport:
-    """Memory that a model's weights, gradients and optimizer state take up on the rank that holds most."""
+    """Estimates the bytes of a model's weights, gradients and optimizer state on the rank that holds most."""
     units: dict[int | str, int] = defaultdict(int)
     shards: Counter[Shard] = Counter()
     for parameter in model.parameters:
@@ -141,7 +141,7 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
 
 
 def _shard(parameter: ParameterShape, setup: Setup) -> Shard:
-    """The first rank's part of a parameter under FSDP2; elsewhere the whole, of which a rank may hold a share."""
+    """Rank 0's shard of a parameter under FSDP2; otherwise the whole parameter, of which callers take a share."""
     ways = setup.world_size if setup.backend == "fsdp2" else 1
     shard = Shard(parameter.shape, GridPartition((Cut(0, ways, 1),)) if ways > 1 else UNCUT)
     return shard.with_float32_state() if parameter.float32_state else shard
@@ -150,7 +150,7 @@ def _shard(parameter: ParameterShape, setup: Setup) -> Shard:
 def _add_state(
     use: MemoryUse, shards: Mapping[Shard, int], share: int, setup: Setup, embeddings: Collection[Shape]
 ) -> None:
-    """Adds the optimizer's state of shards, each so many times, over ``share`` ranks."""
+    """Adds the bytes of the optimizer's state for ``shards`` (how often each occurs), divided by ``share`` ranks."""
     optimizer, group = setup.group()
     totals: Counter[str] = Counter()
     for shard, count in shards.items():

@@ -1,4 +1,4 @@
-"""The parameters of a model: their shapes and what is sharded together."""
+"""Descriptions of models for the estimate: each parameter's shape, and which parameters FSDP gathers together."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _IN_LAYER = re.compile(r"((?:.*?\.)?\d+)\.")
 
 
 class ParameterShape(NamedTuple):
-    """One parameter.
+    """The facts about one parameter on which memory depends.
 
     Attributes:
-        shape: its global shape.
-        unit: the FSDP unit that it belongs to: usually its layer.
-        float32_state: whether its moments stay float32, as those of a StableEmbedding.
+        shape: its shape before sharding.
+        unit: the FSDP unit in which it is gathered: usually its layer.
+        float32_state: whether its moments stay in float32, as for the weight of a StableEmbedding.
     """
 
     shape: Shape
@@ -41,12 +41,12 @@ class ParameterShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its optimizer sees it.
+    """A model's parameters, without their values.
 
     Attributes:
-        name: what the user calls it.
-        parameters: its parameters, shared ones once.
-        note: what had to be assumed.
+        name: the name in the table's heading: a size such as "7B", or transformers' type of model.
+        parameters: its parameters; one that several modules share is listed once.
+        note: assumptions about the model that the user should know.
         embeddings: the shapes of its input and output embeddings.
     """
 
@@ -57,12 +57,12 @@ class Model:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """The total number of elements of all parameters."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
     @classmethod
     def of(cls, name: str, module: Module) -> Model:
-        """The parameters of a module, which may be on the meta device. Layers are units, and the rest is one."""
+        """Describes a module, also one on the meta device. Each numbered layer is an FSDP unit, the rest is another."""
         parameters = []
         for key, param in module.named_parameters():
             layer = _IN_LAYER.match(key)
@@ -73,12 +73,12 @@ class Model:
 
     @classmethod
     def of_config(cls, path: str | Path) -> Model:
-        """The model that transformers makes of a config.json, on the meta device.
+        """Describes the model that transformers builds from a config.json, on the meta device.
 
         Raises:
             ModuleNotFoundError: transformers is not installed.
             OSError: there is no such file.
-            ValueError: it is not the config of a causal language model that transformers knows.
+            ValueError: the file is not the config of a causal language model that transformers knows.
         """
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,13 +95,13 @@ class Model:
 
     @classmethod
     def of_size(cls, text: str) -> Model:
-        """A model of which only the number of parameters is known: large matrices whose rows are whole blocks.
+        """Describes a model of which only the size is known: as large matrices, without rows shorter than a block.
 
         Args:
-            text: such as "125M", "7B", "1.3e9".
+            text: the number of parameters, such as "125M", "7B", "1.3e9".
 
         Raises:
-            ValueError: it is no such number.
+            ValueError: the text is not a number, or not one of a model's size.
         """
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
         size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0

@@ -1,1 +1,1 @@
-"""Gradient release: parameters stepped one by one during the backward pass, and steps beside the next forward pass."""
+"""Gradient release: steps each parameter during the backward pass, or overlaps the steps with the next forward pass."""

@@ -1,7 +1,7 @@
-"""Gradient release under DistributedDataParallel: no gradients beside its buckets, steps at the end of backward passes.
+"""Gradient release under DistributedDataParallel: parameters are stepped at the end of each backward pass.
 
-DDP's buckets hold all gradients for good. Where ``gradient_as_bucket_view`` is not set, each gradient lies beside them,
-too: a communication hook frees it as soon as its bucket is complete, if the parameter is contiguous.
+DDP's buckets hold a copy of all gradients and are never freed. Without ``gradient_as_bucket_view``, ``.grad`` is a
+second copy: a communication hook frees it as soon as its bucket is complete, if the parameter is contiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reduced_parameters(replica: DistributedDataParallel) -> list[Tensor]:
 
 
 def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
-    """The communication hook of a DDP module, which is registered if there is none.
+    """Returns the :class:`BucketHook` of a DDP module; registers a new one if the module has none.
 
     Raises:
         RuntimeError: the DDP module has another communication hook, and can have no second.
@@ -61,45 +61,44 @@ def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
 
 
 class BucketHook:
-    """The communication hook of one DDP module, for good: a hook without steps reduces as DDP does alone.
+    """A DDP communication hook that all-reduces buckets, and steps parameters at the end of the backward pass.
 
-    Args:
-        replica: the DDP module.
+    DDP cannot remove a hook: after the release has ended this one only all-reduces, as DDP itself would.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._group, self._has_views = replica.process_group, replica.gradient_as_bucket_view
         self._steps: dict[Tensor, Step] = {}
-        self._moved: set[Tensor] = set()  # whose gradient is its place in a bucket in this pass
+        self._moved: set[Tensor] = set()  # parameters whose .grad was made a view of the bucket in this backward pass
 
     def add(self, param: Tensor, step: Step) -> Callable[[], object]:
-        """Has a parameter stepped at the end of each backward pass that it is used in; returns how to end that."""
+        """Has ``step(param)`` called at the end of each backward pass that gives a gradient; returns how to undo it."""
         self._steps[param] = step
         return lambda: self._steps.pop(param)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Begins to reduce a bucket."""
+        """Starts the all-reduce of a bucket's mean; frees gradients beside it; queues the steps at the last bucket."""
         if self._steps or self._moved:  # the release may end within a pass
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                # A bucket does not say how the gradient of a strided parameter lies in it: that one stays beside it.
+                # A bucket does not tell the strides of a gradient in it: non-contiguous parameters keep their .grad.
                 if param in self._steps and param.grad is not None and param.is_contiguous():
-                    param.grad = gradient  # its place in the bucket, where it was copied to: frees the other one
+                    param.grad = gradient  # a view of the bucket, into which DDP copied .grad: frees the old .grad
                     self._moved.add(param)
             if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
-                # DDP waits for buckets, and finds out what was used on any rank, in a callback that it queues later.
+                # DDP queues a callback later that waits for the all-reduces: queued twice, the steps come after it.
                 queue = Variable._execution_engine.queue_callback
                 queue(partial(queue, self._step))
-        # As DDP divides: by a multiplication, before the sum.
+        # DDP, too, multiplies by the reciprocal before the all-reduce: the same bits.
         buffer = bucket.buffer().mul_(1.0 / self._group.size())
         reducing = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced
 
-    def _step(self) -> None:
+    def _step(self) -> None:  # at the end of the backward pass, when all buckets are reduced
         for param, step in self._steps.items():
             if param.grad is not None:
                 step(param)
         for param in self._moved:
             if param.grad is not None and not self._has_views:
-                param.grad = param.grad.clone()  # more micro-batches follow, and DDP needs it outside of its bucket
+                param.grad = param.grad.clone()  # accumulated by later micro-batches; DDP expects no view of a bucket
         self._moved.clear()

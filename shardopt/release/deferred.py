@@ -1,4 +1,4 @@
-"""Steps in a thread of their own: they wait for copies while the backward pass, or the next forward pass, goes on."""
+"""A worker thread that takes optimizer steps while the backward pass, or the next forward pass, goes on."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from weakref import WeakSet
 
 import torch
 
-#: Steps that may be under way, unless asked for more: each keeps its gradient.
+#: Default limit of steps in flight: each keeps its gradient in memory until it is done.
 MOST_WAITING = 4
 
 _all: WeakSet[DeferredSteps] = WeakSet()
 
 
 def _before_fork() -> None:
-    """Waits until no step is in flight: a forked child gets the parameters, and not the thread that steps them."""
+    """Waits until no step is in flight: a forked child process has the parameters, but not the worker thread."""
     for steps in tuple(_all):
         for step in steps.unfinished:  # submit() and wait() replace the list
             step.wait()
-            step.taken.done()  # once the thread has let go of the future's lock
+            step.taken.done()  # acquires the future's lock: the worker thread has released it, no copy stays locked
 
 
 def _after_fork() -> None:
-    """Has the next step in a forked child start a thread."""
+    """Makes the next step in a forked child start a new worker thread; fails steps that can no longer be taken."""
     for steps in tuple(_all):
         steps.restart()
         for step in steps.unfinished:
-            if not step.taken.done():  # another thread has submitted it since
+            if not step.taken.done():  # submitted by another thread of the parent between _before_fork() and the fork
                 error = "got a fork while a step was in flight, expected none; call optimizer.synchronize() before it"
                 step.taken.set_exception(RuntimeError(error))
 
@@ -38,12 +38,12 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class DeferredStep:
-    """A step on its way.
+    """One step, or one copy of a gradient to the host, that the worker thread takes; its submitter can wait for it.
 
     Args:
-        work: takes the step.
-        keeps: objects that are kept alive until the step has run.
-        stream: its copies run in it; None on the CPU.
+        work: the function that takes the step.
+        keeps: objects whose memory the step reads or writes: referenced until this object is dropped.
+        stream: the CUDA stream in which the step's copies are queued; None for parameters on the CPU.
     """
 
     def __init__(self, work: Callable[[], None], keeps: object, stream: torch.cuda.Stream | None) -> None:
@@ -53,7 +53,7 @@ class DeferredStep:
         self._back: torch.cuda.Event | None = None
 
     def take(self) -> None:
-        """Runs the step, on a GPU behind the work queued when it was made. An error is left in :attr:`taken`."""
+        """Runs the step; on a GPU after the work queued when this was made. Stores an exception in :attr:`taken`."""
         try:
             if self._stream is None or self._ready is None:
                 self._work()
@@ -61,7 +61,7 @@ class DeferredStep:
                 with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._ready)
                     self._work()
-                back = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the core has other work
+                back = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no busy wait
                 self._back = self._stream.record_event(back)
         except BaseException as error:
             self.taken.set_exception(error)
@@ -76,12 +76,12 @@ class DeferredStep:
 
 
 class DeferredSteps:
-    """A thread that carries out steps, and arrivals of gradients, one at a time.
+    """A worker thread that takes steps, and copies gradients to the host, one at a time in the order of submission.
 
-    Where the system refuses the thread, the caller carries them out.
+    If the thread cannot be started, the submitting thread does the work itself.
 
     Args:
-        most_waiting: how many may be under way, at least 1.
+        most_waiting: the largest number of unfinished tasks before :meth:`submit` waits, at least 1.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -92,7 +92,7 @@ class DeferredSteps:
         _all.add(self)
 
     def restart(self) -> None:
-        """Has the next step start a thread."""
+        """Forgets the worker thread, which a forked child lacks: the next step starts one."""
         self._lock = RLock()  # the backward pass has a thread per device
         self._thread: ThreadPoolExecutor | None = None
 
@@ -104,17 +104,17 @@ class DeferredSteps:
         keeps: object,
         keeps_gradient: bool,
     ) -> DeferredStep:
-        """Has a step taken.
+        """Queues a step for the worker thread.
 
         Args:
-            device: of what is stepped.
-            number: the parameter's, or -1 for a copy of a gradient to the host; its parity chooses one of two streams.
-            work: takes the step, in the other thread where there is one.
-            keeps: objects that are kept alive until the step has run.
-            keeps_gradient: whether a gradient on the device is among them: waits, first, while too many are under way.
+            device: the parameter's device.
+            number: the parameter's index, -1 for a copy of a gradient to the host; odd and even ones use two streams.
+            work: the function that takes the step.
+            keeps: objects whose memory the step uses, kept alive until it has run.
+            keeps_gradient: whether ``keeps`` has a gradient on the device: if so, first waits while too many do.
 
         Raises:
-            Exception: an earlier step raised the exception, and ``keeps_gradient``; the new step is not taken.
+            Exception: with ``keeps_gradient``, what an earlier step raised; the new step is not taken.
         """
         with self._lock:
             if keeps_gradient:
@@ -126,7 +126,7 @@ class DeferredSteps:
                 self.check()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "shardopt", torch.set_num_threads, (torch.get_num_threads(),))
-            # A step waits in its stream for its copies back, which the next one in the other stream need not wait for.
+            # Two streams per device: the next step need not wait until the copies back of this one are done.
             place = device, number % 2
             if device.type == "cuda" and place not in self._streams:
                 self._streams[place] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -140,14 +140,14 @@ class DeferredSteps:
             return step
 
     def wait(self) -> None:
-        """Waits until all are done; what is computed next sees them. :meth:`check` raises what they raised."""
+        """Waits for all steps; current streams wait for their copies. :meth:`check` raises the steps' exceptions."""
         with self._lock:
             wait([step.taken for step in self.unfinished])
             for (device, _), stream in self._streams.items():
                 torch.cuda.current_stream(device).wait_stream(stream)
 
     def check(self) -> None:
-        """Forgets steps that are done, and raises what one of them raised."""
+        """Drops finished steps, with the gradients that they keep; raises the exception of the first that failed."""
         with self._lock:
             done = [step for step in self.unfinished if step.taken.done()]
             self.unfinished = [step for step in self.unfinished if step not in done]

@@ -1,9 +1,9 @@
-"""Steps that go on during the next forward pass: what reads parameters waits for their own steps only.
+"""Hooks by which the next forward pass, overlapped with steps, waits for a parameter's step before reading it.
 
-fully_shard reads them where it gathers them. Elsewhere each layer waits when it is called: the elements of the
-outermost nn.ModuleList, nn.ModuleDict and nn.Sequential. Modules around wait for parameters in no layer: for their own,
-and for those of modules inside, unless these were called by the last forward pass of training and so will wait
-themselves. An output layer's parameters, which are stepped last, are then not waited for before the first layer.
+With fully_shard the wait is before the all-gather. Elsewhere each layer waits when it is called; layers are elements of
+the outermost nn.ModuleList, nn.ModuleDict or nn.Sequential. A module that contains layers waits for the parameters
+outside of them, its own and its submodules', except submodules that the last training forward pass called: these will
+wait when called. So the first layer does not wait for the output layer, whose parameters are stepped last.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselv
 
 
 class ForwardOverlap:
-    """Has whatever reads a model's parameters wait for their steps.
+    """Registers hooks in a model, so that whatever reads a parameter first waits until its pending step is done.
 
     Args:
         model: the wrapped model. Copies of it do not wait.
-        released: takes the steps.
-        undo: removes the hooks when it is closed.
+        released: the parameters with their pending steps.
+        undo: gets callbacks that remove the hooks when it is closed.
     """
 
     def __init__(self, model: Module, released: HeldParameters, undo: ExitStack) -> None:
         _let_compiled_code_see_hooks()
         self._model, self._released = model, released
-        self._called: set[Module] = set()  # readers, by the last forward pass of training
-        self._calling: set[Module] = set()  # the same of this forward pass, so far
+        self._called: set[Module] = set()  # modules with a hook that the last training forward pass called
+        self._calling: set[Module] = set()  # modules with a hook that the running forward pass has called so far
         gathered: set[Tensor] = set()
         wait_for, begin = Hook(released.wait_for), Hook(self._begin)
         for group in fsdp_groups(model):
@@ -48,7 +48,7 @@ class ForwardOverlap:
             undo.callback(group.before_gather.remove, wait_for)
             gathered.update(group.params)
         self._readers, self._layers = waiting_modules(model, set(released.params) - gathered)
-        self._owners: dict[Tensor, list[Module]] = {}  # the readers that have a parameter themselves
+        self._owners: dict[Tensor, list[Module]] = {}  # modules with a hook that have the parameter directly
         for module in self._readers:
             for param in module.parameters(recurse=False):
                 self._owners.setdefault(param, []).append(module)
@@ -56,18 +56,18 @@ class ForwardOverlap:
         undo.callback(model.register_forward_hook(Hook(self._end)).remove)
 
     def _begin(self, module: Module, args: Any) -> None:
-        """A forward pre-hook of what reads parameters."""
+        """Waits for the steps of the parameters that a module may read: a forward pre-hook of layers and others."""
         if module is self._model:
             self._calling = set()
         self._calling.add(module)
         params, owners, called = self._readers.get(module, []), self._owners, self._called
-        # In evaluation nothing would notice a module's parameters read without a call.
+        # In evaluation all are waited for: no backward pass would notice a parameter read without a module's call.
         if torch.is_grad_enabled() and module not in self._layers:
             params = [p for p in params if module in owners[p] or not called.issuperset(owners[p])]
         self._released.wait_for(params)
 
     def _end(self, module: Module, args: Any, output: Any) -> None:
-        """A forward hook of the model, which its shallow copies have, too."""
+        """Waits for all remaining steps at the end of the model's forward pass; ignores calls by shallow copies."""
         if module is not self._model:
             return
         self._released.end_forward()
@@ -76,9 +76,9 @@ class ForwardOverlap:
 
 
 def _let_compiled_code_see_hooks() -> None:
-    """Has Dynamo compile again where hooks differ: by default it guards on no module hooks.
+    """Makes Dynamo recompile when a module's hooks change: by default it does not guard on them.
 
-    Code that it has compiled for the model before, or for another instance of its class, would not wait for steps.
+    Otherwise code compiled before, for the model or another instance of its class, would not wait for steps.
     """
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -86,15 +86,15 @@ def _let_compiled_code_see_hooks() -> None:
 
 
 def waiting_modules(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
-    """The modules that wait when they are called, with the parameters that they wait for; and which modules are layers.
+    """Decides which modules must wait when called, and for which of ``params``; returns also the set of layers.
 
-    Several modules may wait for one parameter.
+    A layer waits for all parameters inside, other modules for those outside of layers: several may wait for one.
     """
     params_by_reader: dict[Module, list[Tensor]] = {}
     layers: set[Module] = set()
 
     def collect(module: Module) -> list[Tensor]:
-        """Adds the modules within one. Returns its parameters in no layer, which outer modules may read, too."""
+        """Adds a module and its submodules. Returns its parameters outside of layers; parents wait for them, too."""
         outside_layers: list[Tensor] = [param for param in module.parameters(recurse=False) if param in params]
         for child in module.children():
             if isinstance(module, _CONTAINERS) and not isinstance(child, _NO_LAYERS):

@@ -1,6 +1,6 @@
-"""Hooks of a release in fully_shard's parameter groups: a group says when it gathers, and whether more gradients come.
+"""Hooks in fully_shard's parameter groups: called before an all-gather, and telling whether more gradients will come.
 
-Both stay for good, as DDP's communication hook does: several releases may share a group, and end in any order.
+Hooks are never removed, like DDP's communication hook: several releases may share a group, and end in any order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ BeforeGather = Callable[[Iterable[Tensor]], None]
 
 
 class FsdpGroup:
-    """A group of parameters that fully_shard gathers and reduces together.
+    """Wraps methods of an ``FSDPParamGroup``: parameters that fully_shard all-gathers and reduce-scatters together.
 
-    A module that is used several times in a forward pass has its gradient reduced, and its parameters' hooks called,
-    once per use.
+    If a forward pass uses a module several times, fully_shard reduces gradients, and calls post-accumulate hooks, once
+    per use. The wrapped methods count the uses, for :attr:`expects_more`.
 
     Args:
         group: torch's ``FSDPParamGroup``.
 
     Attributes:
-        before_gather: called with the sharded parameters before they are gathered.
+        before_gather: functions to call with the sharded parameters before each all-gather.
     """
 
     def __init__(self, group: Any) -> None:
@@ -41,25 +41,25 @@ class FsdpGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The sharded parameters."""
+        """The group's parameters as DTensors, which are what the optimizer steps."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     @property
     def expects_more(self) -> bool:
-        """Whether the gradient that was reduced last may be a part of what this backward pass gives."""
+        """Whether this backward pass may reduce another gradient of these parameters, to be added to the last one."""
         return self._coming > 0 or (self._comes_last and self._used)
 
     def restart(self) -> None:
-        """Forgets forward passes that no backward pass has followed."""
-        self._coming = 0  # reductions to come, one per use of a module whose inputs need a gradient
-        self._used = self._comes_last = False  # whether there were such uses; others, at the end of the pass
+        """Resets the counts of uses, as forward passes without a backward pass leave some behind."""
+        self._coming = 0  # reduce-scatters to come: one per use of a module with an input that needs a gradient
+        self._used = self._comes_last = False  # whether such uses, and uses without (reduced at the pass's end), were
 
-    def _gather(self, async_op: bool = False) -> None:
+    def _gather(self, async_op: bool = False) -> None:  # replaces unshard(), which starts the all-gather
         for call in self.before_gather:
             call(self.params)
         self._unshard(async_op)
 
-    def _use(self, args: Any, kwargs: Any) -> Any:
+    def _use(self, args: Any, kwargs: Any) -> Any:  # called in the forward pass, once per use of a module
         result = self._register(args, kwargs)
         if torch.is_grad_enabled():
             if result[0] is args and result[1] is kwargs:  # no input has a gradient
@@ -68,20 +68,20 @@ class FsdpGroup:
                 self._coming, self._used = self._coming + 1, True
         return result
 
-    def _reduce(self, *unused: Any) -> None:
+    def _reduce(self, *unused: Any) -> None:  # replaces post_backward(), which reduces gradients
         self._coming = max(self._coming - 1, 0)
         self._post_backward(*unused)
 
 
 def groups_of(module: Any) -> list[Any]:
-    """The groups of parameters of a module of fully_shard. PyTorch before 2.13 has one at most."""
+    """The ``FSDPParamGroup`` objects of one module that fully_shard was called on; at most one before PyTorch 2.13."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def fsdp_groups(model: Module) -> Iterator[FsdpGroup]:
-    """The groups of a model; none where fully_shard was not called."""
+    """Gives the :class:`FsdpGroup` of each parameter group in a model, made at the first call; none without FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is one of fully_shard
     if fsdp is None:
         return

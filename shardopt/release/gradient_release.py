@@ -1,7 +1,7 @@
 """Gradient release: each parameter is stepped during the backward pass, and its gradient freed.
 
-A parameter's post-accumulate hook does it, which FSDP2 runs after its reduction. DDP reduces gradients only after that
-hook: see :mod:`shardopt.release.ddp_buckets`.
+A post-accumulate hook of the parameter takes the step; FSDP2 calls it after the reduce-scatter. DDP calls it before its
+all-reduce, so a communication hook takes the steps there: see :mod:`shardopt.release.ddp_buckets`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardopt.state.options import is_whole
 
 
 class GradientRelease:
-    """A release of gradients, made by :func:`release_gradients`; ends by :meth:`remove`, or as a context manager.
+    """Handle returned by :func:`release_gradients`: :meth:`remove`, or leaving it as a context manager, ends release.
 
     Args:
-        undo: ends it when it is closed.
+        undo: a stack whose callbacks remove all hooks when it is closed.
     """
 
     def __init__(self, undo: ExitStack) -> None:
@@ -60,39 +60,39 @@ def release_gradients(
 ) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
 
-    So few gradients live at once: one parameter's; one unit's with FSDP2 (HSDP holds what it has all-reduced until the
-    pass ends). DDP keeps its buckets, which hold all gradients: with it parameters are stepped at the end of the
-    backward pass, and what is saved is the gradients beside the buckets, if they are contiguous.
-    Parameters and state are those of ordinary steps, bit for bit, and the loop stays as it is::
+    So few gradients are in memory at once: one parameter's, or with FSDP2 one unit's (with HSDP all-reduced gradients
+    stay until the pass ends). DDP's buckets always hold all gradients: there parameters are stepped at the end of the
+    backward pass, and only the second copies in ``.grad`` are saved, of contiguous parameters.
+    Parameters and state have the same bits as after ordinary steps, and the training loop stays as it is::
 
         shardopt.release_gradients(model, optimizer)
         for batch in batches:
             model(batch).mean().backward()  # takes the step
-            optimizer.step()  # ends it; steps what the backward pass has not: parameters that are not the model's
+            optimizer.step()  # waits for the steps; takes those of parameters that are not the model's
             schedule.step()
-            optimizer.zero_grad()  # finds nothing
+            optimizer.zero_grad()  # has nothing to do
 
-    With ``offload="step"`` the CPU takes the steps in a thread of its own, beside the backward pass, and
+    With ``offload="step"`` the CPU takes the steps in a worker thread while the backward pass goes on, and
     ``optimizer.step()`` waits for the last ones.
 
     With ``overlap_forward`` nothing is stepped in the backward pass, so that gradients may be clipped by their norm, or
-    thrown away. With ``offload="step"`` each gradient goes to the host's memory as soon as it is complete, the CPU adds
-    up those of several micro-batches there, in float32, and ``optimizer.step()`` has the steps taken in the other
-    thread, without waiting. The next forward pass waits for the steps of the parameters that it reads: FSDP2 where it
-    gathers them, the layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
-    they are called (a head by itself, if the last pass of training has called it). So do ``state_dict``,
-    ``load_state_dict`` and :mod:`shardopt.checkpoint`::
+    discarded. With ``offload="step"`` each gradient is copied to the host as soon as it is complete, where the CPU sums
+    the gradients of several micro-batches in float32, and ``optimizer.step()`` hands the steps to the worker thread
+    without waiting. The next forward pass waits for the steps of the parameters that it reads: FSDP2 before each
+    all-gather, layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
+    called (an output layer waits itself, if the last training pass has called it). ``state_dict``, ``load_state_dict``
+    and :mod:`shardopt.checkpoint` wait, too::
 
         shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
         for batches in steps:
             for batch in batches:  # two
-                (model(batch).mean() / 2).backward()  # gradients go to the host
+                (model(batch).mean() / 2).backward()  # copies gradients to the host
             shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
-            optimizer.step()  # the steps begin
+            optimizer.step()  # starts the steps
 
-    Whoever else reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
-    ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) has to call
-    ``optimizer.synchronize()`` first; a backward pass through an early read raises, as far as it can be told.
+    Other code that reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
+    ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) must call
+    ``optimizer.synchronize()`` first; a backward pass through a value read too early raises where it is detected.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
     first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
     before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
@@ -102,25 +102,25 @@ def release_gradients(
     Parameters of the model that the optimizer does not have are left alone.
 
     Several backward passes per step need ``micro_batches``. A parameter that got fewer gradients is stepped by
-    ``optimizer.step()``; one more raises. Passes that are not reduced (``no_sync`` of DDP,
-    ``set_requires_gradient_sync(False)`` of FSDP2) bring none.
+    ``optimizer.step()``; a gradient more than that raises. Backward passes without a reduction (``no_sync`` of DDP,
+    ``set_requires_gradient_sync(False)`` of FSDP2) are not counted.
 
-    ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or taken to the host: it returns 0 and *does
-    nothing*, which cannot be noticed from here. Hooks on single gradients (``Tensor.register_hook``) work. Without
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or copied to the host: it returns 0 and *does
+    nothing*, which shardopt cannot detect. Hooks on single gradients (``Tensor.register_hook``) work. Without
     ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
     ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed could
     not be kept, rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
     :func:`shardopt.comm.ordered_gradients`.
 
-    Every backward pass that reaches a parameter counts: detach what is not to be trained. After an exception in a
-    backward pass those parameters are stepped whose gradients were complete. ``optimizer.zero_grad()`` discards
-    such a pass, so that training can go on (``model.zero_grad()`` cannot be noticed): those parameters stay stepped,
-    which it warns of; with ``overlap_forward`` none is. Loading a state dict or checkpoint of the optimizer does so as
-    well. FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
+    Every backward pass that reaches a parameter counts: detach what is not to be trained. If a backward pass raises,
+    parameters whose gradients were complete are stepped already. ``optimizer.zero_grad()`` discards the rest of the
+    pass, so that training can go on (``model.zero_grad()`` does not), and warns that these parameters stay stepped;
+    with ``overlap_forward`` none are. Loading a state dict or checkpoint of the optimizer discards the pass as well.
+    FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
 
-    Where FSDP2 gives a gradient in parts, one per use of a module, the parameter is stepped once all are there.
-    Reentrant checkpoints give a part each, too, which count as gradients of several passes: a parameter that is used in
-    two of them raises, as one gradient too many. ``use_reentrant=False`` gives whole gradients.
+    Where FSDP2 reduces a gradient in parts, one per use of a module, the parameter is stepped after the last part.
+    Reentrant activation checkpoints give parts, too, each of which counts as a backward pass's gradient: a parameter
+    used in two of them raises, as it gets one gradient too many. ``use_reentrant=False`` gives whole gradients.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -130,12 +130,12 @@ def release_gradients(
         overlap_forward: whether gradients are held until ``optimizer.step()``, and with ``offload="step"`` the steps go
             on during the next forward pass.
         waiting_gradients: with ``offload="step"``, how many gradients may wait on the device for their steps, or with
-            ``overlap_forward`` for their way to the host: at least 1. More of them hide more.
+            ``overlap_forward`` for their copies to the host: at least 1. More take more memory and overlap more.
         micro_batches: how many gradients each parameter gets per ``optimizer.step()``. With ``overlap_forward`` and
             ``offload="step"`` more than 1 takes 4 bytes of the host's memory per element, else the gradient's dtype.
 
     Returns:
-        The release, to remove. DDP keeps its communication hook, which from then on does what DDP does without one.
+        A handle to end the release. DDP's communication hook stays, and then reduces as DDP does without a hook.
 
     Raises:
         TypeError: the optimizer is none of shardopt's.
@@ -217,7 +217,7 @@ def _check(model: Module, params: list[Tensor]) -> None:
 
 
 def _begin_within_replica(check: Hook, model: Module, args: Any) -> None:
-    """A forward pre-hook of the model, which must not run within a DDP that was not there, or not seen."""
+    """A forward pre-hook: raises if the model runs inside of a DDP module that release_gradients() was not given."""
     replica = DistributedDataParallel._active_ddp_module
     if replica is not None:  # compiled code does not see more of this
         check(replica)

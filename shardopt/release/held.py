@@ -1,4 +1,4 @@
-"""Parameters whose gradients are held until the optimizer's ``step()``, and which the next forward pass finds stepped.
+"""Gradient release with ``overlap_forward``: gradients are held until ``step()``, whose work the next forward overlaps.
 
 So the norm of all gradients, and whether all are finite, is known before the first step is taken.
 """
@@ -32,12 +32,12 @@ from shardopt.step.over_all import OverAll
 
 
 class HeldParameters(ReleasedParameters):
-    """The parameters of an optimizer that are stepped by themselves, during the next forward pass.
+    """Holds gradients until ``step()``, which then steps each parameter by itself while the next forward pass runs.
 
-    Gradients of parameters with ``offload="step"`` are held in the host's memory, where the CPU adds them up and steps
-    the parameters. Others stay where they are, and the optimizer's ``step()`` steps these parameters at once.
+    With ``offload="step"`` gradients are copied to the host, where the CPU sums them over micro-batches and steps the
+    parameters. Other gradients stay in ``.grad``, and the optimizer's ``step()`` steps these parameters at once.
 
-    Arguments are those of the base class: ``waiting_gradients`` is how many may be on their way to the host.
+    Takes the base class's arguments, but ``waiting_gradients`` limits how many copies to the host are in flight.
 
     Raises:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
@@ -64,29 +64,29 @@ class HeldParameters(ReleasedParameters):
         self._gradients: dict[Tensor, HostGradient] = {}
         self._make_room(held, likes)
         self._staging = Staging(pin=self._pin is not None)
-        self._wants_norm, self._has_norm = True, False  # whether the norm will be asked for; was, in this step
-        self.overlap: object = None  # whose hooks do not keep it
-        self._found: Mapping[Any, Tensor] = {}  # by a loss scaler: flags of this step's gradients that are not finite
-        self.is_unscaling = False  # whether a loss scaler looks at gradients right now
+        self._wants_norm, self._has_norm = True, False  # whether the last step, this step has asked for the norm
+        self.overlap: object = None  # keeps the ForwardOverlap alive, as its hooks hold weak references
+        self._found: Mapping[Any, Tensor] = {}  # the loss scaler's found_inf of this step, by device
+        self.is_unscaling = False  # whether GradScaler._unscale_grads_ is running
 
     def _like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor without memory for the sum of gradients of a dtype: several are added up in float32."""
+        """A meta tensor with the shape and dtype of a gradient's sum: float32 if there are several micro-batches."""
         return torch.empty(part.shape, dtype=torch.float32 if self._micro_batches > 1 else dtype, device="meta")
 
     def _make_room(self, params: Iterable[Tensor], likes: Sequence[Tensor]) -> None:
-        """Makes memory for the gradients of parameters, of these shapes and dtypes, in one piece."""
+        """Allocates a piece of host memory (pinned for GPUs) for gradients with the shapes and dtypes of ``likes``."""
         homes = make_homes(likes, pin=self._pin, what="the gradients")
         for param, home in zip(params, homes, strict=True):
             self._gradients[param] = HostGradient(self._parameters[param].name, home, shard_of(param).counted())
 
     @without_autograd
     def step(self, param: Tensor) -> None:
-        """Takes a gradient that is complete to the host's memory; the optimizer's ``step()`` has it stepped.
+        """Starts the copy of a complete gradient to the host; the optimizer's ``step()`` will step the parameter.
 
         Raises:
-            RuntimeError: it is one too many since the optimizer's last ``step()``; or the forward pass has not waited
-                for the parameter's last step; or ranks hold other parts of the gradient than of the parameter, and it
-                cannot be redistributed.
+            RuntimeError: the parameter got more gradients than micro-batches since the last ``step()``; or the forward
+                pass did not wait for its last step; or the gradient is sharded otherwise than the parameter, and cannot
+                be redistributed.
         """
         parameter = self._parameters[param]
         if parameter.read_early or parameter.pending is not None:
@@ -96,17 +96,17 @@ class HeldParameters(ReleasedParameters):
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
             )
-        if any(self._found.values()):  # the loss scaler has left the step out
+        if any(self._found.values()):  # the loss scaler found an inf and has skipped the step: discard its gradients
             self._throw_away()
         if not self._has_gradients:
             self._has_gradients = True
             follow_loss_scalers()  # the loss has been scaled by now
         is_part, held = self._more_may_come(param), self._gradients.get(param)
-        if not is_part or (held is not None and held.count):  # parts go where the step's first gradient is
+        if not is_part or (held is not None and held.count):  # a part waits in .grad, unless the host has a sum
             self._take_to_host(param, is_part=is_part)
 
     def _take_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
-        """Copies a gradient to the host and clears ``.grad``; leaves sparse ones and other dtypes to ``step()``."""
+        """Copies a gradient to the host and clears ``.grad``; leaves sparse gradients and other dtypes in ``.grad``."""
         held, gradient = self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
             return
@@ -137,7 +137,7 @@ class HeldParameters(ReleasedParameters):
         param.grad = None
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Waits until pending steps of these parameters are complete; ignores parameters that are not released."""
+        """Waits for the pending steps of these parameters, and raises their exceptions; ignores other parameters."""
         for param in params:
             parameter = self._parameters.get(param)
             if parameter is not None:
@@ -148,7 +148,7 @@ class HeldParameters(ReleasedParameters):
                     step.taken.result()
 
     def end_forward(self) -> None:
-        """Waits for all steps; notes for which of them nobody has waited until now."""
+        """Waits for all steps; marks parameters whose steps no hook waited for: maybe they were read too early."""
         early = [p for p in self._parameters.values() if p.pending is not None and torch.is_grad_enabled()]
         self.wait()
         for parameter in early:
@@ -156,17 +156,17 @@ class HeldParameters(ReleasedParameters):
 
     @without_autograd
     def take_rest(self) -> None:
-        """Takes to the host what ``.grad`` has of gradients that are partly there; RuntimeError if it is too many."""
+        """Adds what is in ``.grad`` to gradients that are on the host; RuntimeError if that is a gradient too many."""
         for param in self.held:
             if param.grad is not None:  # set by hand, or accumulated while no hook was called
                 self._take_to_host(param)
 
     def norm_shares(self, *, largest: bool) -> Shares:
-        """The shares of the norm of the gradients that are held in the host's memory.
+        """This rank's contribution to the norm of the gradients on the host, by the ranks that share the parameters.
 
         Args:
-            largest: of the largest magnitude, which takes a pass over the gradients; otherwise of the root of the sum
-                of squares, which were taken as the gradients came.
+            largest: whether to take the largest magnitude, which reads the gradients; otherwise the sum of squares,
+                usually computed already as the gradients arrived.
         """
         self.wait()
         shares: dict[Counted | None, list[Tensor]] = {held.holders: [no_share()] for held in self._gradients.values()}
@@ -180,18 +180,18 @@ class HeldParameters(ReleasedParameters):
 
     @property
     def held(self) -> Mapping[Tensor, HostGradient]:
-        """The gradients that are held in the host's memory now, by their parameters."""
+        """The gradients of this step that are on the host, or being copied there, by their parameters."""
         return {param: held for param, held in self._gradients.items() if held.count}
 
     @without_autograd
     def unscale(self, factor: Tensor, found: dict[Any, Tensor], found_inf: Tensor, *, allow_fp16: bool) -> None:
-        """Multiplies the gradients in the host's memory, as torch.amp.GradScaler does others.
+        """Unscales the gradients on the host, which torch.amp.GradScaler does not find, and checks for inf and NaN.
 
         Args:
-            factor: of one element.
-            found: by devices of parameters, 1 if a gradient is not finite, on any rank that has parts of held ones.
-            found_inf: 0, as ``found`` has it.
-            allow_fp16: whether float16 gradients may be rounded once more; otherwise they raise ValueError.
+            factor: the inverse loss scale, one element.
+            found: GradScaler's flags by device, set to 1 here if a gradient on the host is not finite on any rank.
+            found_inf: GradScaler's initial flag, from which new flags are made.
+            allow_fp16: whether float16 gradients may be multiplied, and so rounded again; otherwise ValueError.
         """
         if not allow_fp16 and any(held.sum.dtype == torch.float16 for held in self.held.values()):
             raise ValueError(
@@ -212,15 +212,15 @@ class HeldParameters(ReleasedParameters):
         self._found = found
 
     def begin_replica(self, replica: Any, args: Any) -> None:
-        """Waits, too, until gradients have left DDP's buckets; exceptions are left to whoever needs the gradients."""
+        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then see the base."""
         wait([held.arrival for held in self._gradients.values() if held.arrival is not None])
         super().begin_replica(replica, args)
 
     def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
-        """Prepares the steps of the parameters whose gradients are in the host's memory.
+        """Prepares the steps of all parameters whose gradients are on the host.
 
         Returns:
-            A function that has them taken: in the other thread, or here if they take collectives.
+            A function that starts them: in the worker thread, or at once in this thread if a step needs collectives.
 
         Raises:
             RuntimeError, ValueError: see :meth:`Stepper.prepare`. Nothing was changed.
@@ -228,7 +228,7 @@ class HeldParameters(ReleasedParameters):
         self.take_rest()
         steps: dict[Tensor, Callable[[], None]] = {}
         gradients = self.held
-        if gradients:  # read from the device once
+        if gradients:  # read the scalars from the device once, not per parameter
             scaling = LossScaling(*(None if scalar is None else scalar.cpu() for scalar in scaling))
         for param, held in gradients.items():
             if held.is_lost:
@@ -249,19 +249,19 @@ class HeldParameters(ReleasedParameters):
         return take
 
     def next_step(self) -> None:
-        """Lets each parameter be stepped once more, and throws gradients away."""
+        """Starts a new step: resets counts, discards gradients on the host, notes whether the norm was asked for."""
         if self._has_gradients:
             self._wants_norm, self._has_norm = self._has_norm, False
         super().next_step()
         self._throw_away()
 
-    def _throw_away(self) -> None:
+    def _throw_away(self) -> None:  # discards the gradients on the host; their memory is reused
         self._found = {}
         for held in self._gradients.values():
             held.count = 0
 
     def end(self) -> None:
-        """Ends the release; warns of gradients that are thrown away."""
+        """Waits for steps in flight, and warns if gradients on the host are lost, as step() has not used them."""
         super().end()
         if left := len(self.held):
             warn_user(
@@ -272,5 +272,5 @@ class HeldParameters(ReleasedParameters):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory for gradients, held now or not."""
+        """Bytes of host memory that are allocated for gradients and for staging their copies."""
         return sum(held.sum.nbytes for held in self._gradients.values()) + self._staging.nbytes

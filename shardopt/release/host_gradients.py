@@ -1,4 +1,4 @@
-"""A gradient in the host's memory: copied from the device piece by piece, added up, and its squares summed."""
+"""Gradients on the host: copied from the device in pieces, summed over micro-batches, and their squares summed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardopt.state import residency
 
 
 class HostGradient:
-    """One parameter's gradient of a step, or the sum of several.
+    """The sum, on the host, of one parameter's gradients over the micro-batches of a step.
 
     Args:
-        name: the parameter's, in errors.
-        place: memory for this rank's part.
-        holders: the ranks that hold the parts of the parameter.
+        name: the parameter's name, for error messages.
+        place: host memory for the gradient of this rank's shard.
+        holders: the ranks that hold the parameter's shards, over which the norm is summed.
 
     Attributes:
-        sum: the gradients so far, contiguous.
-        count: how many gradients are on their way to the sum or in it.
-        squares: the exact sum of the sum's squares, once it is taken; None before, and after a change.
-        is_lost: whether a gradient did not arrive, as an exception was raised.
-        arrival: done once the last gradient's memory on the device is not read any more.
+        sum: the sum of the gradients so far, contiguous.
+        count: how many gradients were added to the sum, or are in flight to it.
+        squares: the exact sum of the squares of ``sum``'s elements; None if it is not computed, or out of date.
+        is_lost: whether a copy raised an exception, so that ``sum`` is incomplete.
+        arrival: a future that is done once the last copy has read its gradient, whose memory may then be reused.
     """
 
     def __init__(self, name: str, place: Tensor, holders: Counted | None) -> None:
@@ -38,13 +38,13 @@ class HostGradient:
         self.arrival: Future[None] | None = None
 
     def take(self, gradient: Tensor, staging: Staging, *, first: bool, squares: Tensor | None) -> None:
-        """Adds a gradient.
+        """Copies a gradient to the host and adds it to the sum; runs in the worker thread.
 
         Args:
             gradient: contiguous, on the parameter's device.
-            staging: copies it.
-            first: whether it is the step's first one, in whose place the sum begins.
-            squares: gets the exact sum of the sum's squares; None: they are not wanted.
+            staging: copies the gradient in pieces.
+            first: whether this is the step's first gradient, which overwrites the sum.
+            squares: zeros, to which the squares of the new sum are added exactly; None to leave them out.
         """
         try:
             total = self.sum.view(-1)
@@ -60,7 +60,7 @@ class HostGradient:
             raise
 
     def share(self, *, largest: bool) -> Tensor:
-        """The exact sum of squares, or the bits of the largest magnitude. The other thread must be done with it."""
+        """The exact sum of squares, or the bits of the largest magnitude. No copy to the sum may be in flight."""
         if not largest and self.squares is not None:
             return self.squares
         share = no_share()
@@ -70,15 +70,15 @@ class HostGradient:
         return share
 
     def step(self, take: Callable[[], None]) -> None:
-        """Takes a step with the gradient, once it has arrived."""
+        """Calls ``take``, which steps the parameter, unless a copy to the sum has failed; runs in the worker thread."""
         self.demand_arrival()
         take()
 
     def demand_arrival(self) -> None:
-        """Checks that no gradient was lost, of those that are not on their way any more.
+        """Checks that no copy that has ended so far has failed.
 
         Raises:
-            RuntimeError: one was.
+            RuntimeError: a copy raised an exception, so that the sum is incomplete.
         """
         if self.is_lost:
             raise RuntimeError(
@@ -88,10 +88,10 @@ class HostGradient:
 
 
 class Staging:
-    """Copies gradients to the host, one at a time, through page-locked memory where they do not go to the sum itself.
+    """Copies gradients to the host, one at a time: into the sum's memory, or through two buffers to be added to it.
 
     Args:
-        pin: whether the memory is page-locked.
+        pin: whether the buffers are pinned memory, as for gradients on a GPU.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -99,12 +99,12 @@ class Staging:
         self._slots: list[Tensor] = []
 
     def arriving(self, gradient: Tensor, total: Tensor, *, is_direct: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gives each piece of the sum with the piece of the gradient, once it has arrived, while the next is copied.
+        """Gives each piece of the sum with the gradient's piece on the host, while the next piece is being copied.
 
         Args:
             gradient: 1-D, on any device.
-            total: the sum.
-            is_direct: whether the gradient is copied to the sum; else to memory that is used again.
+            total: the sum, 1-D, of the same number of elements.
+            is_direct: whether to copy straight into the sum; otherwise into one of two buffers, which are reused.
         """
         numel = residency.CHUNK_BYTES // total.itemsize
         pieces = zip(torch.split(total, numel), torch.split(gradient, numel), strict=True)
@@ -126,16 +126,16 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory so far."""
+        """Bytes of the two buffers; 0 before they are first used."""
         return sum(slot.nbytes for slot in self._slots)
 
 
 def begin_copy(to: Tensor, source: Tensor) -> torch.cuda.Event | None:
-    """Begins a copy to the host's memory in the current stream; gives the event of its end, or None if it is made."""
+    """Starts a copy to the host in the current stream; returns an event of its end, None if it is already done."""
     to.copy_(source, non_blocking=True)
     if source.device.type != "cuda":
         return None
-    waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # leaves the core to others
+    waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no busy wait
     waits_asleep.record(torch.cuda.current_stream(source.device))
     return waits_asleep
 
@@ -147,5 +147,5 @@ def _arrived(place: Tensor, piece: Tensor, copied: torch.cuda.Event | None) -> t
 
 
 def no_share() -> Tensor:
-    """The exact sum of no squares."""
+    """A new exact accumulator of squares, set to zero: a rank without gradients contributes this to the norm."""
     return torch.zeros(_C.sum_words, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""Has torch.amp.GradScaler, which looks for gradients in ``.grad`` only, find those in the host's memory, too."""
+"""Patches torch.amp.GradScaler, which unscales and checks ``.grad`` only, to include gradients held on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardopt.optim import ShardedOptimizer
 
 
 def follow_loss_scalers() -> None:
-    """Has all classes of loss scalers that are defined by now unscale, and check, held gradients, too."""
+    """Patches GradScaler and all its subclasses defined so far to unscale and check gradients held on the host, too."""
     classes: list[type[GradScaler]] = [GradScaler]
     for scaler in classes:
         classes += scaler.__subclasses__()

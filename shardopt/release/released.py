@@ -1,4 +1,4 @@
-"""Parameters that are stepped one by one, each as soon as its gradient is complete."""
+"""Gradient release without ``overlap_forward``: each parameter is stepped as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from shardopt.step.stepper import Stepper
 
 @dataclass
 class _Parameter:
-    """A parameter that is stepped by itself.
+    """The record of one released parameter: its place in the optimizer, and its progress within the current step.
 
     Attributes:
-        name: how errors name it.
+        name: the parameter's name in error messages.
         group: the index of its param group.
-        position: its index in the group.
-        index: its index among all.
-        stepper: steps it.
-        gradients: how many it got since the optimizer's last ``step()``.
-        stepped: whether it was, since then.
-        pending: its last step, if that is taken in another thread and nobody has waited for it.
-        read_early: whether a forward pass ended without having waited.
+        position: its index within the group.
+        index: its index among all parameters of the optimizer.
+        stepper: prepares and takes its steps.
+        gradients: how many gradients it got since the optimizer's last ``step()``.
+        stepped: whether it was stepped since the optimizer's last ``step()``.
+        pending: its last step, if the worker thread takes it and nothing has waited for it yet.
+        read_early: whether a forward pass may have read the parameter before its pending step was done.
     """
 
     name: str
@@ -51,16 +51,16 @@ class _Parameter:
 
 
 class ReleasedParameters:
-    """The parameters of an optimizer that are stepped by themselves, during the backward pass.
+    """Steps each parameter by itself during the backward pass, as soon as its gradient is complete.
 
-    The order among them does not matter: each has its own step count, and the noise of stochastic rounding depends on
-    its index among all.
+    The order of the steps does not change results: each parameter has its own step count, and the noise of stochastic
+    rounding depends on the parameter's index in the optimizer.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer that has the parameters.
         model: the wrapped model.
         params: the parameters to step.
-        waiting_gradients: how many steps may be under way in another thread.
+        waiting_gradients: how many steps may be in flight in the worker thread.
         micro_batches: how many gradients each parameter gets before it is stepped.
 
     Raises:
@@ -96,14 +96,14 @@ class ReleasedParameters:
 
     @without_autograd
     def step(self, param: Tensor) -> None:
-        """Takes the step of a parameter whose gradient is complete, and frees the gradient.
+        """Takes the step of a parameter whose gradient is complete, and frees the gradient: a post-accumulate hook.
 
-        With ``offload="step"`` it is taken in another thread, beside the backward pass; but one that takes collectives
-        here, as their order among those of the backward pass must be the same on all ranks. A gradient of which more
-        parts may come stays: the last part, or the optimizer's ``step()``, has it stepped.
+        With ``offload="step"`` the worker thread takes the step, unless the step needs collectives: these must come in
+        the same order on all ranks, so this thread calls them. If more parts of the gradient may come in this backward
+        pass, does nothing: the call after the last part, or the optimizer's ``step()``, takes the step.
 
         Raises:
-            RuntimeError: it was stepped since the optimizer's last ``step()``; or see :meth:`Stepper.prepare`.
+            RuntimeError: the parameter was stepped since the last ``step()``; or see :meth:`Stepper.prepare`.
         """
         parameter = self._parameters[param]
         if parameter.stepped:
@@ -133,12 +133,12 @@ class ReleasedParameters:
         )
 
     def _more_may_come(self, param: Tensor) -> bool:
-        """Whether a gradient may be a part of what this pass gives: fully_shard reduces one per use of a module."""
+        """Whether this backward pass may add to the gradient: fully_shard reduces one part per use of a module."""
         group = self._groups.get(param)
         return group is not None and group.expects_more
 
     def _prepare(self, param: Tensor, scaling: LossScaling, on_host: Tensor | None) -> Callable[[], None]:
-        """See :meth:`Stepper.prepare`."""
+        """Checks and prepares a parameter's step, which the returned function takes; see :meth:`Stepper.prepare`."""
         optimizer, parameter = self._optimizer, self._parameters[param]
         group = self._group_of(param)
         demand_no_raise(group)
@@ -163,15 +163,15 @@ class ReleasedParameters:
         )
 
     def _defer(self, param: Tensor, step: Callable[[], None], *, keeps_gradient: bool) -> None:
-        """Has a step taken in the other thread, after those that it was given before."""
+        """Queues a step for the worker thread, and records it as the parameter's pending step."""
         parameter = self._parameters[param]
         number = 0 if keeps_gradient else parameter.index
-        keeps = (param.detach(), list(self._optimizer.state[param].values()))  # their memory, should they be replaced
+        keeps = (param.detach(), list(self._optimizer.state[param].values()))  # memory that the step writes
         parameter.pending = self._deferred.submit(param.device, number, step, keeps, keeps_gradient=keeps_gradient)
         increment_version(param)  # now, too: a backward pass that goes on may still need the old value
 
     def wait(self, *_: Any) -> None:
-        """Waits for all steps that are taken in another thread; also as a hook of reading and loading state dicts."""
+        """Waits for all steps in the worker thread and raises their exceptions; also a hook of state dicts' methods."""
         pending = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
         self._deferred.wait()
         for parameter in pending:
@@ -179,7 +179,7 @@ class ReleasedParameters:
         self._deferred.check()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
-        """Raises RuntimeError if the optimizer's ``step()`` was asked for what it cannot do any more."""
+        """Raises RuntimeError if ``step()`` got a closure or a loss scale: parameters are stepped before ``step()``."""
         if closure is not None:
             raise RuntimeError(
                 "got a closure while gradients are released, expected step() without a closure, whose backward pass "
@@ -193,7 +193,7 @@ class ReleasedParameters:
             )
 
     def begin_replica(self, replica: Any, args: Any) -> None:
-        """A forward pre-hook of DDP, which decides there what the backward pass does."""
+        """Raises RuntimeError within DDP's ``join()``: a forward pre-hook of DDP, before it prepares its reductions."""
         if replica._join_config.enable:
             raise RuntimeError(
                 "got join() of DistributedDataParallel while gradients are released, expected the same number of "
@@ -210,7 +210,7 @@ class ReleasedParameters:
             )
 
     def next_step(self) -> None:
-        """Lets each parameter be stepped once more."""
+        """Starts a new step: resets counts of gradients, so that each parameter can be stepped again."""
         for group in set(self._groups.values()):
             group.restart()
         self._has_gradients = False
@@ -219,7 +219,7 @@ class ReleasedParameters:
             parameter.gradients = 0
 
     def discard(self) -> None:
-        """Lets each parameter be stepped once more, without ``step()``: warns if some were, which cannot be undone."""
+        """Discards the current step, for ``zero_grad()``: warns if some parameters were stepped, which stays so."""
         had_gradients = self._has_gradients
         stepped = sum(parameter.stepped for parameter in self._parameters.values()) if had_gradients else 0
         self.next_step()
@@ -234,16 +234,16 @@ class ReleasedParameters:
             self.wait()
 
     def end(self) -> None:
-        """Ends the release."""
+        """Waits for steps in flight, as the release ends."""
         self.wait()
 
     @property
     def params(self) -> Collection[Tensor]:
-        """The parameters."""
+        """The parameters that the release steps."""
         return self._parameters.keys()
 
     def forget(self, *, anew: bool) -> None:
-        """Has everything looked up anew by the next steps; ``anew``: lets each parameter be stepped once more."""
+        """Drops what steppers cached about parameters and state; with ``anew`` also starts a new step."""
         if anew:
             self.next_step()
         self.wait()
@@ -252,9 +252,9 @@ class ReleasedParameters:
 
 
 class Hook:
-    """Calls a method of an object that it does not keep alive: the garbage collector does not see all hooks.
+    """A hook that calls a method through a weak reference, as hooks in PyTorch's C++ would never be garbage-collected.
 
-    Does nothing once the object is gone. Copies and pickled hooks do nothing, as copies of a model are not released.
+    Does nothing once the object is gone. Copied and unpickled hooks do nothing: a copy of a model has no release.
     """
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:
@@ -290,7 +290,7 @@ def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> N
         )
 
 
-def demand_no_raise(group: dict[str, Any]) -> None:
+def demand_no_raise(group: dict[str, Any]) -> None:  # ValueError if it promises a step for all parameters or none
     if group["nonfinite"] == "raise":
         raise ValueError(
             "got a param group with nonfinite='raise' while gradients are released, expected 'skip' or 'propagate': "

@@ -1,4 +1,4 @@
-"""The report of memory in use."""
+"""Reports how much memory an optimizer's parameters, gradients and state take up on this rank."""
 
 from shardopt.report.memory import MemoryReport, MemoryUse, memory_report, owner_of
 

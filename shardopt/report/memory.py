@@ -1,4 +1,4 @@
-"""Allocated memory of an optimizer and its parameters."""
+"""``memory_report``: sums the bytes of an optimizer's parameters, gradients and state, by kind, on device and host."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardopt.state.slice_spec import LOW_BITS
 
 @dataclass
 class MemoryUse:
-    """Bytes allocated in one kind of memory."""
+    """Bytes allocated on accelerators, or in the host's memory, by what they are used for."""
 
     parameters: int = 0
     gradients: int = 0
-    gradient_sums: int = 0  # of the micro-batches so far (shardopt.comm.ordered_gradients)
+    gradient_sums: int = 0  # partial sums over a step's micro-batches (shardopt.comm.ordered_gradients)
     state: int = 0  # codes, unquantized moments, step counts
     scales: int = 0
-    master_weights: int = 0  # the low bits
+    master_weights: int = 0  # the bits of master weights that the parameters themselves do not have
     offload_buffers: int = 0
 
     @property
@@ -112,7 +112,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state.
+    """The optimizer inside of wrappers, whose ``state`` has the moments.
 
     Unwraps ZeroRedundancyOptimizer, and Accelerate's wrapper, which Trainer passes to callbacks.
     """
@@ -124,7 +124,7 @@ def owner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor in this rank's memory."""
+    """This rank's shard of a tensor, as an ordinary tensor; the tensor itself if it is not sharded."""
     try:
         return shard_of(tensor).local(tensor)
     except UnknownShardError:  # without attach(), such tensors are themselves this rank's part
@@ -132,7 +132,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def kind_of(entry: str) -> str:
-    """The field of :class:`MemoryUse` in which a state entry counts."""
+    """The field of :class:`MemoryUse` to which the bytes of a state entry of this name are added."""
     if entry == LOW_BITS:
         return "master_weights"
     return "scales" if entry.endswith("_scales") else "state"

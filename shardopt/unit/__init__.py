@@ -1,8 +1,8 @@
 """Unit scaling (arXiv 2303.11257) with the parametrization u-muP (arXiv 2407.17465): std 1 at initialisation.
 
-Weights, activations and all gradients have std of about 1 at initialisation by factors that follow from shapes alone,
-so that FP16 needs no loss scale and FP8 no scales at all. ``docs/unit_scaling.md`` has the table of operations.
-``shardopt.param_groups(model, rule="u-mup", lr=...)`` has the learning rates.
+Operations multiply by constant factors computed from shapes, so that weights, activations and gradients have a std of
+about 1 at initialisation. So FP16 needs no loss scale, and FP8 no scales at all. ``docs/unit_scaling.md`` lists the
+operations. ``shardopt.param_groups(model, rule="u-mup", lr=...)`` sets the learning rates that u-muP needs.
 """
 
 from shardopt.unit.functional import add as add

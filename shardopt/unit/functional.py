@@ -1,12 +1,12 @@
-"""Unit-scaled operations: inputs and output gradients of std 1 give outputs and gradients of std about 1.
+"""Unit-scaled operations: given inputs and output gradients of std 1, outputs and input gradients have std about 1.
 
-Factors are those of :mod:`shardopt.unit.multipliers`. ``constrained=False`` gives the input's gradient a factor of its
-own: right only if the gradient reaches the input over one path, or if the factors' product on the way back equals that
-on the way forward, as in :class:`shardopt.unit.SwiGLU`.
+:mod:`shardopt.unit.multipliers` computes the factors. With ``constrained=True`` the input's gradient is multiplied by
+the output's factor, with False by a better one of its own: correct only if the input has no other path to the loss, or
+if the factors' products forward and backward are equal over several layers, as in :class:`shardopt.unit.SwiGLU`.
 
-``share`` is 1 if a step has one backward pass of one rank. Else the gradient is a sum over accumulation steps and a
-mean over ranks, and ``share`` is accumulation steps / ranks: parameters' gradients then have std 1 in the end, however
-a batch is split. :func:`shardopt.unit.set_split` sets ``share`` in modules.
+``share`` (accumulation steps / ranks) is 1 if a step has one backward pass on one rank. Otherwise the gradient is a sum
+over accumulation steps and a mean over ranks: with ``share`` the parameters' gradients have std 1 in the end, however a
+batch is split. :func:`shardopt.unit.set_split` sets ``share`` in modules.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float
     return result + scale_fwd(scale_bwd(bias, factors[2]), factors[0]).to(result.dtype)
 
 
-def _tokens(x: Tensor, share: float) -> float:
+def _tokens(x: Tensor, share: float) -> float:  # rows of x, times accumulation steps / ranks
     return math.prod(x.shape[:-1]) * share
 
 
@@ -89,12 +89,12 @@ def swiglu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     return scale_fwd(scale_bwd(x, factor) * _silu(scale_bwd(gate, factor), mult), factor)
 
 
-def _silu(x: Tensor, mult: float) -> Tensor:
+def _silu(x: Tensor, mult: float) -> Tensor:  # x sigmoid(mult x), without a unit-scaling factor
     return F.silu(x) if mult == 1.0 else x * torch.sigmoid(x * mult)
 
 
 def softmax(x: Tensor, dim: int, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
-    """``softmax(mult x)`` along ``dim``, scaled: its sum is not 1 but between the root of the size and the size."""
+    """``softmax(mult x)`` along ``dim``, scaled: entries sum not to 1 but to between the dim's size and its root."""
     output, of_input = multipliers.softmax(x.shape[dim], mult, constrained)
     return scale_fwd(F.softmax(scale_bwd(x, of_input) * mult, dim=dim), output)
 
@@ -109,8 +109,8 @@ def attention(
         key: like query.
         value: like query.
         causal: whether a position attends to no later position.
-        mult: of the logits (alpha_attn-softmax).
-        dropout: share of attention weights that are dropped.
+        mult: the multiplier of the logits (alpha_attn-softmax).
+        dropout: the fraction of attention weights that are dropped.
 
     Returns:
         Like query.
@@ -149,7 +149,7 @@ def _for_norm(
 
 
 def embedding(tokens: Tensor, weight: Tensor, *, share: float = 1.0) -> Tensor:
-    """Rows of ``weight``, (entries, width), by ``tokens``, int64 of any shape: (..., width)."""
+    """Looks up rows of ``weight``, (entries, width), by the int64 indices ``tokens``: (..., width)."""
     return F.embedding(tokens, scale_bwd(weight, multipliers.embedding(weight.shape[0], tokens.numel() * share)))
 
 
@@ -167,30 +167,30 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 def residual_split(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """The inputs of a residual branch and of its skip connection: their gradients are weighted here.
+    """Returns x twice, as input of a residual branch and of its skip connection, each with its weight on the gradient.
 
-    Together with :func:`residual_add`: ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
+    With :func:`residual_add`, computes ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
     """
     branch, skip = multipliers.residual(tau)
     return scale_bwd(x, branch), scale_bwd(x, skip)
 
 
 def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
-    """The sum of a residual branch's output and its skip connection, weighted in the forward pass alone."""
+    """The weighted sum of a residual branch and its skip connection; :func:`residual_split` weights their gradients."""
     of_branch, of_skip = multipliers.residual(tau)
     return scale_fwd(branch, of_branch) + scale_fwd(skip, of_skip)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
-    """The mean cross entropy in nats, with the gradient of the sum, which depends on neither batch nor sequence length.
+    """The mean cross entropy in nats, but with the scaled gradient of the sum: independent of the number of tokens.
 
     Do not divide the loss by the number of accumulation steps.
 
     Args:
         logits: (..., classes), floating; computed in float32 at least.
         targets: (...), int64.
-        mult: of the logits (alpha_loss-softmax).
-        ignore_index: targets that do not count.
+        mult: the multiplier of the logits (alpha_loss-softmax).
+        ignore_index: the value of targets that do not count.
 
     Returns:
         A scalar, float32 or float64.
@@ -202,7 +202,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_ind
 
 
 def mse_loss(x: Tensor, target: Tensor) -> Tensor:
-    """The mean squared error of tensors of one shape, with the gradient of the sum.
+    """The mean squared error of tensors of one shape, but with the scaled gradient of the sum of squared errors.
 
     Raises:
         ValueError: the shapes differ.

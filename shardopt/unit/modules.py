@@ -1,4 +1,4 @@
-"""Unit-scaled modules: weights of std 1, no bias and no gain unless asked for.
+"""Unit-scaled modules: weights of std 1; biases and gains only on request.
 
 For ``shardopt.param_groups(rule="u-mup")``, a module's ``mup_types`` names the kinds of its parameters, and a stack's
 ``mup_depth`` is its number of residual blocks: attributes of modules, because sharding replaces parameters.
@@ -18,7 +18,7 @@ from shardopt.unit.scaled import scale_bwd
 
 
 class _Split(nn.Module):
-    """A module with parameters, whose gradients are sums or means over parts of a batch; see :func:`set_split`."""
+    """Base class of modules with parameters: :func:`set_split` sets ``share``, accumulation steps / ranks."""
 
     share = 1.0
 
@@ -100,9 +100,9 @@ class Attention(nn.Module):
 
     Args:
         dim: elements of an input.
-        heads: heads, which share them evenly.
+        heads: the number of heads, of ``dim / heads`` elements each.
         causal: whether a position attends to no later position.
-        mult: of the logits (alpha_attn-softmax).
+        mult: the multiplier of the logits (alpha_attn-softmax).
         fp8: whether linear layers multiply in FP8.
 
     Raises:
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (Linear(dim, dim, fp8=fp8) for _ in range(4))
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """x: (batch, positions, dim); rotate turns queries and keys, (batch, heads, positions, dim / heads)."""
+        """x: (batch, positions, dim); rotate: its rotary embedding, of (batch, heads, positions, dim / heads)."""
         batch, positions, dim = x.shape
         factor = multipliers.query(dim // self.heads, self.mult)
         matched = scale_bwd(x, 1 / factor)
@@ -135,8 +135,8 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) up(x))``: ``gate``, ``up`` and ``down`` are :class:`Linear`.
 
-    The layers are not constrained: ``down`` has backward the forward factor of ``up`` and ``gate``, and the other way
-    round, so that the module's factors forward and backward are equal.
+    The layers have ``constrained=False``: the factor of ``down`` in the backward pass is that of ``up`` and ``gate`` in
+    the forward pass, and vice versa, so that the module's factors forward and backward are equal.
     """
 
     def __init__(self, dim: int, hidden: int, *, mult: float = 1.0, fp8: bool = False) -> None:
@@ -153,9 +153,9 @@ class SwiGLU(nn.Module):
 
 
 class Stack(nn.ModuleList):
-    """A list of residual blocks; learning rates within are divided by the root of the number of blocks.
+    """A list of residual blocks, whose number u-muP needs: learning rates inside are divided by its square root.
 
-    Blocks are counted once, so that wrapping them or removing some for a pipeline does not change the number.
+    The number is fixed here: wrapping blocks, or removing some for a pipeline stage, does not change learning rates.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -164,15 +164,15 @@ class Stack(nn.ModuleList):
 
 
 def set_split(model: nn.Module, ranks: int, accumulation: int = 1) -> None:
-    """Says how many parts each batch has, so that parameters' gradients have std 1 however the batch is split.
+    """Tells modules into how many parts a batch is split, so that parameters' gradients have std 1 for any split.
 
     Without this call gradients have std ``sqrt(accumulation / ranks)``, and Adam's moments are of another scale after a
     run resumes on another number of ranks.
 
     Args:
-        model: with modules of this package, before or after sharding.
-        ranks: number of ranks that average gradients.
-        accumulation: backward passes of a step, whose gradients add up; their losses are not divided.
+        model: a model that contains modules of this package, before or after sharding.
+        ranks: the number of data-parallel ranks, over which gradients are averaged.
+        accumulation: the number of backward passes per step, whose gradients are summed and losses not divided.
     """
     for module in model.modules():
         if isinstance(module, _Split):

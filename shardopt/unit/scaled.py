@@ -1,4 +1,4 @@
-"""Autograd functions with a factor for each pass, forward and backward: scaling, and the products of a linear layer."""
+"""Autograd functions with different factors forward and backward: scaling, and the matrix product of a linear layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Forward operands have more bits of mantissa, gradients more range (arXiv 2209.05433).
+#: FP8 formats: E4M3 for weights and activations, E5M2, with more range, for gradients (arXiv 2209.05433).
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _FORMATS = (_FORWARD, _GRADIENT)
 
@@ -117,7 +117,7 @@ def product(
 
 
 def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """``factor left right``, (m, k) by (k, n), in ``dtype``."""
+    """Computes ``factor * (left @ right)``, (m, k) by (k, n), rounded to ``dtype``; in FP8 where the GPU can."""
     if left.dtype in _FORMATS:
         if _multiplies_fp8(left, right):
             return _scaled_matmul(left, right, factor, dtype)
@@ -126,14 +126,14 @@ def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> T
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
 
 
-def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:
+def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:  # whether the GPU can multiply these FP8 matrices
     if left.device.type != "cuda" or torch.cuda.get_device_capability(left.device) < (8, 9):
         return False
     return all(size % 16 == 0 and size > 0 for size in (*left.shape, *right.shape))
 
 
 def _scaled_matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """The product by ``torch._scaled_mm``, which takes rows of the left and columns of the right operand."""
+    """Computes the product by ``torch._scaled_mm``, which needs ``left`` row-major and ``right`` column-major."""
     by_row, by_column = left.contiguous(), right.t().contiguous().t()
     scale, one = (torch.full((), value, device=left.device) for value in (factor, 1.0))
     return torch._scaled_mm(by_row, by_column, scale_a=scale, scale_b=one, out_dtype=dtype)

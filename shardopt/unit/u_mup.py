@@ -1,4 +1,4 @@
-"""Learning rates of u-muP (Blake et al. 2024, arXiv 2407.17465, table 2) by the kinds and shapes of parameters."""
+"""u-muP's learning rate of each parameter (arXiv 2407.17465, table 2), computed from its kind, shape and depth."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch.nn import Module
 
 from shardopt.layout.names import canonical_modules
 
-#: Matrices and embeddings; biases; gains of norms; the readout.
+#: Kinds of parameters: "weight" for matrices and embeddings, "norm" for gains of norms, "output" for the readout.
 KINDS = ("weight", "bias", "norm", "output")
 
-#: A kind, or a kind and the number of residual blocks in the stack around the parameter.
+#: By name patterns: a kind, or a kind and the depth (number of residual blocks in the stack around the parameter).
 KindPatterns = Mapping[str, str | tuple[str, int | None]]
 
 
 class UMup:
-    """Learning rates of a model's parameters.
+    """Computes the learning rate of each parameter of a model by u-muP, for ``param_groups(rule="u-mup")``.
 
     The kind of a parameter comes from patterns, or else from the attribute ``mup_types`` of its module. The depth comes
     from patterns, too, or else from the innermost module around the parameter with an attribute ``mup_depth``.
 
     Args:
-        model: bare, wrapped or sharded.
-        lr: the global learning rate at its peak.
-        weight_decay: the share of a weight that a step at the peak subtracts.
-        patterns: kinds by patterns of :mod:`fnmatch`, the last one that matches wins.
+        model: the model, may be wrapped or sharded.
+        lr: the peak of the global learning rate, from which each parameter's is computed.
+        weight_decay: the fraction of a weight that a step at the peak learning rate subtracts.
+        patterns: kinds by :mod:`fnmatch` patterns of parameters' names; the last pattern that matches wins.
 
     Raises:
         ValueError: ``lr``, ``weight_decay``, or the kind or depth that a pattern gives, is not allowed.
@@ -43,7 +43,7 @@ class UMup:
         self._lr, self.weight_decay = lr, weight_decay
         self._patterns = {pattern: _checked(pattern, value) for pattern, value in patterns.items()}
         self._kinds: dict[str, str] = {}
-        self._depths: dict[str, int] = {}  # by prefix
+        self._depths: dict[str, int] = {}  # number of blocks of each stack, by the prefix of its parameters' names
         for prefix, module in canonical_modules(model, all_names=True):
             kinds: Mapping[str, str] = getattr(module, "mup_types", {})
             self._kinds.update((prefix + name, kind) for name, kind in kinds.items())
@@ -52,11 +52,11 @@ class UMup:
                 self._depths[prefix] = depth
 
     def lr(self, names: Sequence[str], shape: tuple[int, ...]) -> float:
-        """The learning rate of a parameter.
+        """Computes the learning rate of a parameter.
 
         Args:
-            names: all names of the parameter.
-            shape: the parameter's global shape.
+            names: the names of the parameter, several if modules share it.
+            shape: the parameter's shape before sharding.
 
         Raises:
             ValueError: the kind is unknown, or the names have different kinds.
@@ -79,7 +79,7 @@ class UMup:
         return self._lr * (of_stack * fan_in**-0.5 if kind == "weight" else of_stack)
 
     def _known(self, name: str) -> tuple[str | None, int | None]:
-        """Kind of a parameter, None if unknown, and residual blocks in the stack around it, None without a stack."""
+        """Looks up a parameter's kind (None if unknown) and depth (None outside of a stack) by its name."""
         inside = [prefix for prefix in self._depths if name.startswith(prefix)]
         depth = self._depths[max(inside, key=len)] if inside else None
         kind = self._kinds.get(name)
