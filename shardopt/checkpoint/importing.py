@@ -20,7 +20,7 @@ from shardopt.checkpoint.wording import few, kind_of, line, named, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups
+from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups, reading
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
@@ -139,18 +139,12 @@ def import_state(
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Inside, errors other than lack of memory become a ValueError of one line: damaged values may fail anywhere."""
+    """Turns errors inside the block, except lack of memory, into a ValueError of one line."""
     try:
-        yield
+        with reading("the state dict"):
+            yield
     except ValueError as error:
         raise ValueError(line(error, _MOST_CHARACTERS)) from error
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"got a state dict that cannot be read ({type(error).__name__}: {line(error)}), expected one with values "
-            "as state_dict() gives them; save the state dict again"
-        ) from error
 
 
 @_in_one_line()
