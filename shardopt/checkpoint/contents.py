@@ -248,7 +248,7 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
             check_storage(item.name, f"state {key}", value, CheckpointError)
         if not shard.is_here:
             continue
-        is_empty = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
+        is_empty = isinstance(shard, FlatShard) and shard.placed_partition is not None and shard.numel == 0
         if spec is not None and is_empty and not state:
             state = spec.new(_CPU)
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)

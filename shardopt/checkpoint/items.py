@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
+from shardopt.layout import WHOLE, BlockGrid, FlatRange, PlacedPartition, RangePartition, Shard
 from shardopt.layout.partition import rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
@@ -39,12 +39,12 @@ class Chunks:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: dict[tuple[int, ...], Tensor]
-    placed: Placed | None
+    placed: PlacedPartition | None
 
     @classmethod
-    def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
+    def whole(cls, tensor: Tensor, placed: PlacedPartition = WHOLE) -> Chunks:
         """Chunks of a tensor that each rank holds in full; ``placed`` says which rank saves it, by default any one."""
-        is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
+        is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.rank_offset)
         parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
         return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
 
@@ -138,13 +138,13 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
     of = shard if grid is None else shard.scales(grid)
     local = local.detach()
     shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
-    if not isinstance(of, FlatShard):
+    if not isinstance(of, FlatRange):
         behind = (0,) * (local.dim() - len(of.indices))
         parts = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
-        return Chunks(shape, local.dtype, parts, of.partition)
+        return Chunks(shape, local.dtype, parts, of.placed_partition)
     start = of.saved_from if to_save else of.start
     return Chunks(
-        shape, local.dtype, _rectangles(of.global_shape, start, of.end, local[start - of.start :]), of.partition
+        shape, local.dtype, _rectangles(of.global_shape, start, of.end, local[start - of.start :]), of.placed_partition
     )
 
 
@@ -177,12 +177,12 @@ def model_key(name: str) -> str:
     return f"model.{name}"
 
 
-def _of_first_element(shard: Shard) -> Placed:
+def _of_first_element(shard: Shard) -> PlacedPartition:
     """The partition of ``step`` and other entries that are not sharded, when saved: which rank writes them.
 
     Under flat sharding the rank with the parameter's first element does, as ranks without elements have no state.
     """
-    placed = shard.partition
+    placed = shard.placed_partition
     if placed is None or not isinstance(placed.partition, RangePartition):
         return WHOLE
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))

@@ -57,7 +57,7 @@ class Ranks:
         outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
         with _lost_ranks():
             # Nothing is sent for "done" without a message: ranks that all say so need one collective, not two.
-            received = list(self._group.gathered(bytes([outcome]) + message if outcome or message else b"").values())
+            received = list(self._group.all_gather(bytes([outcome]) + message if outcome or message else b"").values())
         outcomes, messages = [each[0] if each else _DONE for each in received], [each[1:] for each in received]
         if any(outcomes):
             kind = CheckpointError if _FAILED in outcomes else ReplacedError

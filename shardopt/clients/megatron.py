@@ -311,7 +311,7 @@ def stepped_by_group(
     """
     numbers = {param: number for number, param in enumerate(shards)}
     known = {numbers[param]: index for index, params in enumerate(held) for param in params}
-    of_ranks = rank_group_of(group).gathered(json.dumps(list(known.items())).encode()).values()
+    of_ranks = rank_group_of(group).all_gather(json.dumps(list(known.items())).encode()).values()
     index_of = {number: index for of_rank in of_ranks for number, index in json.loads(of_rank)}
     stepped: list[dict[Tensor, Tensor]] = [{} for _ in held]
     for param, shard in shards.items():

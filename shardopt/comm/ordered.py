@@ -63,7 +63,7 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
     ranks = math.prod(group.size() for group in mesh)
     if mesh:
         settings = f"micro_batches={micro_batches}, wire={wire!r}"
-        for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).gathered(settings.encode()).items():
+        for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).all_gather(settings.encode()).items():
             if other.decode() != settings:
                 raise ValueError(
                     f"got {settings} here and {other.decode()} on rank {rank}, expected the same on all ranks; call "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import RankGroup, UnknownShardError, on_any_rank, shard_of
+from shardopt.layout import RankGroup, UnknownShardError, all_reduce_any, shard_of
 
 
 def only_makes_state(
@@ -33,7 +33,7 @@ def only_makes_state(
         return False  # on all ranks; the step will raise it
     rank_groups = list(dict.fromkeys(ranks for ranks in holders if ranks is not None))
     is_step = has_begun() or any(map(_has_gradient, params))
-    return not on_any_rank(rank_groups, is_step)
+    return not all_reduce_any(rank_groups, is_step)
 
 
 def _is_zero_rate(lr: Any) -> bool:

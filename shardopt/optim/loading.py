@@ -20,8 +20,8 @@ from shardopt.layout import (
     RankGroup,
     UnknownShardError,
     all_or_none,
+    all_reduce_any,
     assigned,
-    on_any_rank,
     shard_of,
 )
 from shardopt.layout.names import bare_name
@@ -90,7 +90,7 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         groups = merged_groups(optimizer, optimizer.param_groups, by_name(saved, optimizer.param_groups))
         return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
     groups, loaded, is_held = all_or_none(rank_groups, lambda: _read(internals, state_dict))
-    if on_any_rank(rank_groups, not is_held):  # all must know: the others would wait for one that gives up
+    if all_reduce_any(rank_groups, not is_held):  # all must know: the others would wait for one that gives up
         raise ValueError(
             f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
             "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"

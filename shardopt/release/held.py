@@ -18,7 +18,7 @@ from torch.nn import Module
 from shardopt import _C
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import DTYPES, LossScaling
-from shardopt.layout import Counted, shard_of
+from shardopt.layout import HoldersForSums, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.loss_scaling import follow_loss_scalers
@@ -77,7 +77,8 @@ class HeldParameters(ReleasedParameters):
         """Allocates a piece of host memory (pinned for GPUs) for gradients with the shapes and dtypes of ``likes``."""
         homes = make_homes(likes, pin=self._pin, what="the gradients")
         for param, home in zip(params, homes, strict=True):
-            self._gradients[param] = HostGradient(self._parameters[param].name, home, shard_of(param).counted())
+            name, holders = self._parameters[param].name, shard_of(param).holders_for_sums()
+            self._gradients[param] = HostGradient(name, home, holders)
 
     @without_autograd
     def step(self, param: Tensor) -> None:
@@ -169,7 +170,7 @@ class HeldParameters(ReleasedParameters):
                 usually computed already as the gradients arrived.
         """
         self.wait()
-        shares: dict[Counted | None, list[Tensor]] = {held.holders: [no_share()] for held in self._gradients.values()}
+        shares: dict[HoldersForSums | None, list[Tensor]] = {x.holders: [no_share()] for x in self._gradients.values()}
         for held in self.held.values():
             held.demand_arrival()
             shares[held.holders].append(held.share(largest=largest))
@@ -199,7 +200,7 @@ class HeldParameters(ReleasedParameters):
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
         shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
-        holders_of_all = (shard_of(param).counted() for param in self._parameters)
+        holders_of_all = (shard_of(param).holders_for_sums() for param in self._parameters)
         total = OverAll(holders_of_all).total(shares, no_share(), largest=False)
         is_finite = math.isfinite(_C.sum_value(total.numpy()))
         for device in {param.device for param in self._parameters}:

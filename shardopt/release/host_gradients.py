@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.kernels.norms import take_pass
-from shardopt.layout import Counted
+from shardopt.layout import HoldersForSums
 from shardopt.state import residency
 
 
@@ -30,7 +30,7 @@ class HostGradient:
         arrival: a future that is done once the last copy has read its gradient, whose memory may then be reused.
     """
 
-    def __init__(self, name: str, place: Tensor, holders: Counted | None) -> None:
+    def __init__(self, name: str, place: Tensor, holders: HoldersForSums | None) -> None:
         self.name, self.holders, self.sum = name, holders, place
         self.count = 0
         self.squares: Tensor | None = None

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, Shard
+from shardopt.layout import BlockGrid, HoldersForSums, Shard
 from shardopt.layout.partition import Cut, GridPartition
 from shardopt.sharding.rank_group import TorchRankGroup, joint_group, moved_to, own_device
 
@@ -64,10 +64,10 @@ class DTensorShard(Shard):
         if not self.is_here:  # torch makes an empty local tensor
             self.indices, self.local_shape = ((0, 0),) * len(global_shape), (0,)
 
-    def _matrix_of_blocks(self, grid: BlockGrid) -> DTensorShard:
-        alike = self._is_aligned(grid)
-        placements = [p if alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements]
-        return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, tuple(placements), self._device)
+    def _make_scales(self, grid: BlockGrid) -> DTensorShard:
+        is_alike = self.partition.of_scales(grid) == self.partition
+        placements = tuple(p if is_alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements)
+        return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, placements, self._device)
 
     @cached_property
     def holders(self) -> TorchRankGroup | None:  # type: ignore[override]
@@ -78,29 +78,29 @@ class DTensorShard(Shard):
         across = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
         return self._along(across) if across and self.is_here else None
 
-    def counted(self) -> Counted | None:
+    def holders_for_sums(self) -> HoldersForSums | None:
         return self._counted
 
     @cached_property
-    def _counted(self) -> Counted:
+    def _counted(self) -> HoldersForSums:
         """Computes :meth:`counted`; copies are along replicated mesh dims and in other slices of a sliced root mesh."""
         numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
         members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
         store = _get_default_store() if len(reach) < get_world_size() else None
         if self._coordinate is None:
-            return Counted(None, members, frozenset(), reach, store)
+            return HoldersForSums(None, members, frozenset(), reach, store)
         at = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
         alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
         own = self._mesh.get_rank()
         before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
-        return Counted(self._joint(dims), members, before, reach, store)
+        return HoldersForSums(self._joint(dims), members, before, reach, store)
 
-    def divided_among(self) -> TorchRankGroup | None:
+    def part_owners(self) -> TorchRankGroup | None:
         return self._joint(self._sharded) if self._sharded and self.is_here else None
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
+    def _global_ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.mesh.flatten().tolist())
 
     def local(self, tensor: Tensor) -> Tensor:

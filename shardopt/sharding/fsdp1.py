@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign
 from shardopt.layout.names import canonical_modules
-from shardopt.layout.partition import step_between
+from shardopt.layout.partition import rank_spacing
 from shardopt.layout.shard import assign_later
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.rank_group import TorchRankGroup
@@ -115,7 +115,7 @@ def _assign_unit(
     for (number, name), shard, of_param in zip(known, shards, places, strict=True):
         names_of = (prefix + key for module, key in of_param for prefix in prefixes[id(module)])
         aliases = tuple(other for other in names_of if other != name)
-        segments.append(Segment(name, number, shard, shard.place, aliases))
+        segments.append(Segment(name, number, shard, shard.buffer_offset, aliases))
     size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
     assign(flat, FlatBuffer(size, segments))
 
@@ -136,7 +136,7 @@ def _replicas(unit: Any) -> TorchRankGroup | None:
     if across is None or not handle.uses_sharded_strategy or across.size() == 1:
         return None
     ranks, within = (TorchRankGroup((group,), handle.device) for group in (across, handle.process_group))
-    if any(step_between(group.numbers, len(group.numbers)) is None for group in (ranks, within)):
+    if any(rank_spacing(group.global_ranks, len(group.global_ranks)) is None for group in (ranks, within)):
         return None
     return ranks
 

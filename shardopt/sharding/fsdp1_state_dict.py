@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardopt.layout import on_any_rank
+from shardopt.layout import all_reduce_any
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
@@ -188,7 +188,7 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
     is_refused = _is_ours(state_dict) and not _is_carried(state_dict)
     if rank0_only:  # other ranks would wait for rank 0
         ranks = rank_group_of(group())
-        is_refused = on_any_rank([ranks], ranks.rank == 0 and is_refused)
+        is_refused = all_reduce_any([ranks], ranks.rank == 0 and is_refused)
     if is_refused:
         raise RuntimeError(
             "got shardopt's state in codes and scales for torch's optim_state_dict_to_load of FSDP1, which cuts state "

@@ -90,22 +90,22 @@ class TorchRankGroup(RankGroup):
         self._all_reduce(tensor, ReduceOp.SUM)
 
     @property
-    def number(self) -> int:
+    def global_rank(self) -> int:
         """See :class:`shardopt.layout.RankGroup`."""
         return get_rank()
 
     @property
-    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+    def global_ranks_by_group(self) -> tuple[tuple[int, ...], ...]:
         """See :class:`shardopt.layout.RankGroup`."""
         # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )
 
-    def gathered(self, message: bytes) -> dict[int, bytes]:
+    def all_gather(self, message: bytes) -> dict[int, bytes]:
         """See :class:`shardopt.layout.RankGroup`."""
         messages = {get_rank(): message}
-        for group, numbers in zip(self.groups, self.numbers_in_world, strict=True):
+        for group, numbers in zip(self.groups, self.global_ranks_by_group, strict=True):
             if len(messages) == 1:
                 messages = dict(zip(numbers, self._all_gathered(group, message), strict=True))
                 continue
@@ -128,7 +128,7 @@ class TorchRankGroup(RankGroup):
         all_gather(received, sent, group=group)
         return [data[:size].cpu().numpy().tobytes() for size, data in zip(sizes, received, strict=True)]
 
-    def within_reach(self, tensor: Tensor) -> Tensor:
+    def to_group_device(self, tensor: Tensor) -> Tensor:
         """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.RankGroup`."""
         return moved_to(self.device, tensor)
 
@@ -154,7 +154,7 @@ class TorchRankGroup(RankGroup):
         return wait
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        there = self.within_reach(tensor)
+        there = self.to_group_device(tensor)
         for group in self.groups:
             all_reduce(there, op, group=group)
         if there is not tensor:

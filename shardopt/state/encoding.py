@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, all_reduce_any, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
 
@@ -27,7 +27,7 @@ def cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
 
 def held_of(numbers: Sequence[int], shard: Shard, grid: BlockGrid) -> tuple[list[int], list[int]]:
     """Positions in ``numbers`` (indices of cut blocks) that this rank holds, and those blocks' rows in its scales."""
-    first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, 0)
+    first, end = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, 0)
     held = [place for place, number in enumerate(numbers) if first <= number < end]
     return held, [numbers[place] - first for place in held]
 
@@ -94,7 +94,7 @@ def encode_loaded(
         if entries and spec.has_floats(entries):
             values = spec.split_moments(entries)
         slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(rank_groups, any(x.values is not None for x in slices)):
+    if not all_reduce_any(rank_groups, any(x.values is not None for x in slices)):
         return list(loaded)
     encoded = iter(encode_slices(slices, rank_groups))
     results: list[Mapping[str, Any] | None] = []

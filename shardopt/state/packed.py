@@ -28,7 +28,7 @@ from shardopt.layout import (
     RankGroup,
     Shard,
     all_or_none,
-    on_any_rank,
+    all_reduce_any,
     reduce_together,
 )
 from shardopt.state.encoding import cut_blocks, held_of
@@ -83,7 +83,7 @@ def unpack_loaded(
     Raises:
         ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
+    if not all_reduce_any(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
     tensors = all_or_none(rank_groups, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
     shared: dict[RankGroup, list[Tensor]] = {}
@@ -120,7 +120,7 @@ class _Field(NamedTuple):
     def carriers(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Local indices of elements that hold scales' bytes; a mask ``(blocks, elements)``, True if on this rank."""
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
-        ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+        ends = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
         numbers = torch.arange(*ends, device=device)  # of this rank's blocks, which begin at these elements:
         begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
         count = -(-sum(self.widths.values()) // self.beside)  # elements that hold one block's bytes

@@ -351,12 +351,12 @@ def _as_bytes(codes: Tensor) -> Tensor:
 
 def _matrix(flat: Tensor, rectangle: Rectangle) -> Tensor:
     """A strided view ``(rows, cols)`` of a rectangle's elements in the flattened slice."""
-    begin = flat.storage_offset() + rectangle.element
+    begin = flat.storage_offset() + rectangle.local_start
     return flat.as_strided((rectangle.rows, rectangle.cols), (rectangle.row_stride, 1), begin)
 
 
 def _per_block(entry: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
     """A view ``(rows, count, width)`` of the numbers of a rectangle's blocks, ``width`` each and ``count`` in a row."""
-    stride = rectangle.blocks_stride if rectangle.rows > 1 else count
-    rows = entry.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
+    stride = rectangle.scales_row_stride if rectangle.rows > 1 else count
+    rows = entry.reshape(-1, width)[rectangle.local_block :][: (rectangle.rows - 1) * stride + count]
     return rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))

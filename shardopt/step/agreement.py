@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.layout import RankGroup, on_any_rank
+from shardopt.layout import RankGroup, all_reduce_any
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
@@ -174,7 +174,7 @@ class StepPlan:
                     differing.append(ranks)
             if found[_SEVERAL]:
                 joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
+        if all_reduce_any(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
             self._on_gpus.clear()  # the next check is read, too
             self._refuse(differing, otherwise)
         return self
@@ -223,7 +223,7 @@ class StepPlan:
 
     def _first_difference(self, ranks: RankGroup) -> str | None:
         description = [[line.known_as, self._said(line, always=True)] for line in self._sets.get(ranks, ())]
-        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
+        of_ranks = {rank: json.loads(text) for rank, text in ranks.all_gather(json.dumps(description).encode()).items()}
         return _difference(of_ranks)
 
 
@@ -239,7 +239,7 @@ def digest_of(text: str) -> bytes:
 
 def order_of(ranks: RankGroup) -> tuple[object, ...]:
     """Sort key by which all ranks order sets of ranks equally, although ranks know different sets. Small ones first."""
-    groups = ranks.numbers_in_world
+    groups = ranks.global_ranks_by_group
     sizes = tuple(map(len, groups))
     return (math.prod(sizes), len(groups), groups[0] if len(groups) == 1 else sizes)
 

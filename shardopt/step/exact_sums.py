@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Counted, RankGroup
+from shardopt.layout import HoldersForSums, RankGroup
 from shardopt.state.rule import Rule
 from shardopt.step.inputs import Input
 from shardopt.step.over_all import OverAll
@@ -32,7 +32,7 @@ class ExactSums:
         for parameter, rule, device in tensors:
             for place, slice_ in enumerate(parameter.slices):
                 shard = slice_.shard
-                key = rule.totals, shard.counted() if rule.totals else shard.divided_among()
+                key = rule.totals, shard.holders_for_sums() if rule.totals else shard.part_owners()
                 first = 0 if rule.totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
                 counts[key] = first + rule.sums
@@ -44,7 +44,7 @@ class ExactSums:
                 buffers[key][device] = torch.zeros(shape, dtype=torch.int64, device=device)
             parameter.sums[place] = buffers[key][device][first].data_ptr()
         self._of_each: dict[RankGroup | None, list[Tensor]] = {}
-        self._of_all: dict[Counted | None, list[Tensor]] = {}  # this rank's parts
+        self._of_all: dict[HoldersForSums | None, list[Tensor]] = {}  # this rank's parts
         for (totals, ranks), by_device in buffers.items():
             (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())
         self._over_all = OverAll(self._of_all)

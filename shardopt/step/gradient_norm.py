@@ -14,13 +14,13 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.kernels.norms import clip_of, make_norm_call
-from shardopt.layout import Counted, FlatBuffer, Shard, shard_of
+from shardopt.layout import FlatBuffer, HoldersForSums, Shard, shard_of
 from shardopt.state.names import named
 from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
 
 #: This rank's exact sums of squares, or largest magnitudes, by the ranks to reduce them over: int64, on the CPU.
-Shares = Mapping[Counted | None, Tensor]
+Shares = Mapping[HoldersForSums | None, Tensor]
 
 #: A table row: the elements of one model parameter in a gradient, from index `element` on; `sums` is an address.
 _ROW = np.dtype([(name, np.int64) for name in ("tensor", "element", "cols", "sums")])
@@ -43,7 +43,7 @@ class GradientNorm:
         may_have_gradient = [p.dtype in DTYPES and (p.requires_grad or p.grad is not None) for p in params]
         self._shards = [shard_of(p) if may else None for p, may in zip(params, may_have_gradient, strict=True)]
         # Buffers by the ranks that hold a parameter's shards: all join each reduction, with or without gradients.
-        self._sums: dict[Counted | None, dict[torch.device, Tensor]] = {}
+        self._sums: dict[HoldersForSums | None, dict[torch.device, Tensor]] = {}
         rows: dict[torch.device, list[tuple[int, ...]]] = {param.device: [] for param in params}
         seen: set[int] = set()  # a parameter that is given twice counts once
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
@@ -215,8 +215,8 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
     return part
 
 
-def _parts_of(shard: Shard) -> list[tuple[int, int, Counted | None]]:
+def _parts_of(shard: Shard) -> list[tuple[int, int, HoldersForSums | None]]:
     """Per model parameter in a shard: its first local element's index, number of local elements, ranks that hold it."""
     if isinstance(shard, FlatBuffer):
-        return [(segment.offset, segment.shard.numel, segment.shard.counted()) for segment in shard.segments]
-    return [(0, shard.rows * shard.cols, shard.counted())]
+        return [(segment.offset, segment.shard.numel, segment.shard.holders_for_sums()) for segment in shard.segments]
+    return [(0, shard.rows * shard.cols, shard.holders_for_sums())]

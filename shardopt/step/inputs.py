@@ -17,9 +17,9 @@ from shardopt.layout import (
     RankGroup,
     Shard,
     UnknownShardError,
+    all_reduce_any,
     assigned,
     number_of,
-    on_any_rank,
     use_numbers,
 )
 from shardopt.state.names import listed_name, named
@@ -285,7 +285,7 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
             if found[-1]:
                 linked[holders] = None
         bad += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
-    if on_any_rank(list(linked), bool(bad)):
+    if all_reduce_any(list(linked), bool(bad)):
         raise FloatingPointError(
             f"{', '.join(bad) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was changed"
         )

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from shardopt.layout import Counted
+from shardopt.layout import HoldersForSums
 from shardopt.step.agreement import digest_of
 
 #: The last word of a sum counts terms that are not finite. Clamped to _MOST_LOST, the words of fewer than 2^15 ranks
@@ -32,29 +32,29 @@ class OverAll:
         held: per parameter, the ranks that hold its shards; None for a parameter that each rank has all of.
     """
 
-    def __init__(self, held: Iterable[Counted | None]) -> None:
+    def __init__(self, held: Iterable[HoldersForSums | None]) -> None:
         known = list(dict.fromkeys(held))
         own = [counted for counted in known if counted is not None and counted.ranks is not None]
         #: The sets of ranks that run an all-reduce, in the order of the parameters.
         self.messages = _largest(own)
-        everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
-        others = [c for c in known if c is not None and c.ranks is None and not c.numbers <= everyone]
+        everyone = frozenset[int]().union(*(counted.members for counted in self.messages))
+        others = [c for c in known if c is not None and c.ranks is None and not c.members <= everyone]
         self._read_from = _largest(others)
         self._may_have_readers = bool(others) or None in known  # whether other ranks may read from the store
         # The subject identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
-        sets = sorted(sorted(counted.numbers) for counted in (*self.messages, *self._read_from))
+        sets = sorted(sorted(counted.members) for counted in (*self.messages, *self._read_from))
         self._subject = digest_of(repr((sets, None in known))).hex()
-        takes_several = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
-        reach = frozenset[int]().union(*(counted.reach for counted in own))
+        takes_several = len(self.messages) > 1 and not all(everyone <= counted.known_holders for counted in own)
+        reach = frozenset[int]().union(*(counted.known_holders for counted in own))
         has_nothing = not own and None not in known
         # Whether a total would lack some ranks' shards, or count replicas twice.
-        self._is_incomplete = takes_several or any(has_nothing or reach & counted.numbers for counted in others)
-        self._home: dict[Counted | None, Counted] = {
-            counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own
+        self._is_incomplete = takes_several or any(has_nothing or reach & counted.members for counted in others)
+        self._home: dict[HoldersForSums | None, HoldersForSums] = {
+            counted: next(message for message in self.messages if counted.members <= message.members) for counted in own
         }
         self._is_new = True
 
-    def total(self, shares: Mapping[Counted | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
+    def total(self, shares: Mapping[HoldersForSums | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
         """The sum or maximum over all parameters and ranks. All ranks must call this.
 
         Args:
@@ -75,7 +75,7 @@ class OverAll:
             words[-1:].clamp_(max=_MOST_LOST)
             if self._is_incomplete:
                 words[-1] = _REFUSAL
-            if len(message.numbers) > 1:
+            if len(message.members) > 1:
                 assert message.ranks is not None
                 (message.ranks.all_reduce_max if largest else message.ranks.all_reduce_sum)(words)
             if self._is_new or not words.is_cuda:
@@ -97,39 +97,41 @@ class OverAll:
         for message in self.messages:
             self._write(message, torch.tensor([_REFUSAL], device="cpu"))
 
-    def _write(self, message: Counted, words: Tensor) -> None:
+    def _write(self, message: HoldersForSums, words: Tensor) -> None:
         assert message.ranks is not None
-        if self._may_have_readers and message.store is not None and message.ranks.number == min(message.numbers):
+        if self._may_have_readers and message.store is not None and message.ranks.global_rank == min(message.members):
             message.store.set(self._key(message, 0), words.cpu().numpy().tobytes())
             message.store.delete_key(self._key(message, _KEPT))
 
-    def _read(self, counted: Counted) -> Tensor:
+    def _read(self, counted: HoldersForSums) -> Tensor:
         try:
             words = torch.frombuffer(bytearray(counted.store.get(self._key(counted, 0))), dtype=torch.int64)
         except RuntimeError as error:
             raise RuntimeError(
-                f"got no sum of ranks {sorted(counted.numbers)}, expected one in each call, as this rank has their "
+                f"got no sum of ranks {sorted(counted.members)}, expected one in each call, as this rank has their "
                 "parameters without elements; make the call on all ranks that have the parameters"
             ) from error
         if int(words[-1]) >= _REFUSAL:
             raise RuntimeError(
-                f"got an error on ranks {sorted(counted.numbers)}, expected the sum of their parameters, which this "
+                f"got an error on ranks {sorted(counted.members)}, expected the sum of their parameters, which this "
                 "rank has without elements; see the error of those ranks"
             )
         return words
 
-    def _key(self, counted: Counted, age: int) -> str:
-        return f"shardopt {self._subject} {sorted(counted.numbers)} {_calls[self._subject] - age}"
+    def _key(self, counted: HoldersForSums, age: int) -> str:
+        return f"shardopt {self._subject} {sorted(counted.members)} {_calls[self._subject] - age}"
 
-    def _joins(self, counted: Counted | None, message: Counted) -> bool:
+    def _joins(self, counted: HoldersForSums | None, message: HoldersForSums) -> bool:
         """Whether this rank adds its shards to an all-reduce: no lower rank in it holds (and adds) the same shards."""
-        return counted is not None and self._home.get(counted) is message and not counted.before & message.numbers
+        return (
+            counted is not None and self._home.get(counted) is message and not counted.lower_replicas & message.members
+        )
 
 
-def _largest(held: Sequence[Counted]) -> list[Counted]:
+def _largest(held: Sequence[HoldersForSums]) -> list[HoldersForSums]:
     """The sets of ranks that are contained in no larger set, in order; of equal sets only the first."""
-    sets = {counted.numbers: counted for counted in reversed(held)}
-    return [c for c in held if sets[c.numbers] is c and not any(c.numbers < other for other in sets)]
+    sets = {counted.members: counted for counted in reversed(held)}
+    return [c for c in held if sets[c.members] is c and not any(c.members < other for other in sets)]
 
 
 def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:

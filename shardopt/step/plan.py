@@ -27,7 +27,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
     """
     sets: dict[RankGroup, list[Line]] = {}
     summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
-    over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
+    over_all = OverAll(slice_.shard.holders_for_sums() for slices in summed for slice_ in slices)
     stepped = set()
     for parameter in inputs:
         options, group = param_groups[parameter.group], groups[parameter.group]
@@ -49,12 +49,12 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
     shard, rule = slice_.shard, group.rule
     found = {shard.row_owners: bool(shared_blocks(slice_))}
     if rule.totals:
-        counted = shard.counted()
+        counted = shard.holders_for_sums()
         found[counted.ranks if counted else None] = True
     elif rule.sums:
-        found[shard.divided_among()] = True
+        found[shard.part_owners()] = True
     if rule.orthogonalized is not None:
-        found[shard.divided_among() or parameter.copies] = True
+        found[shard.part_owners() or parameter.copies] = True
     return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
 
 
@@ -69,7 +69,8 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         "nonfinite='raise'": group.nonfinite == "raise",
     }
     if isinstance(shard, FlatShard):
-        says["place in the flat parameter"] = str((shard.partition and shard.partition.partition) or shard.cuts)
+        placed = shard.placed_partition
+        says["place in the flat parameter"] = str(shard.range_starts if placed is None else placed.partition)
     if orthogonalized is not None:
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]

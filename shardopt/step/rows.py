@@ -67,31 +67,32 @@ def rows_of(
         for rectangle, unit in _rectangles(spec, elements, residency, parameter.begins.get(place, ())):
             extremes, scales_here = _addresses([], 0), scales
             if rectangle.cut and columns is not None:
-                piece = pieces_in[rectangle.block]
-                pieces_in[rectangle.block] += 1
-                extremes = _addresses([x[piece] for x in columns.extremes], rectangle.block, [2] * len(spec.moments))
+                block = rectangle.local_block
+                piece = pieces_in[block]
+                pieces_in[block] += 1
+                extremes = _addresses([x[piece] for x in columns.extremes], block, [2] * len(spec.moments))
                 scales_here = [x if x is None else x[piece - 1] for x in columns.old_scales] if piece else scales
             elif rectangle.cut:
-                extremes = extremes_of.get((spec.shard, spec.grid.block_of(rectangle.first)), extremes)
+                extremes = extremes_of.get((spec.shard, spec.grid.block_of(rectangle.first_element)), extremes)
             numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
             blocks = -(-(rectangle.first_col % size + rectangle.cols) // size)
-            blocks += (rectangle.rows - 1) * rectangle.blocks_stride
+            blocks += (rectangle.rows - 1) * rectangle.scales_row_stride
             kernel_row = {
-                "param": _address(elements, rectangle.element),
+                "param": _address(elements, rectangle.local_start),
                 "gradient": 0,
                 "step": of_slice["step"].data_ptr(),
-                "low_bits": 0 if low_bits is None else low_bits.data_ptr() + rectangle.element * low_bytes,
-                "codes": _addresses(codes, rectangle.element),
-                "scales": _addresses(scales_here, rectangle.block, widths),
+                "low_bits": 0 if low_bits is None else low_bits.data_ptr() + rectangle.local_start * low_bytes,
+                "codes": _addresses(codes, rectangle.local_start),
+                "scales": _addresses(scales_here, rectangle.local_block, widths),
                 "extremes": extremes,
                 "sums": parameter.sums.get(place, 0),
                 "numel": float(math.prod(spec.shard.global_shape)),
                 "rows": rectangle.rows,
                 "cols": rectangle.cols,
                 "row_stride": rectangle.row_stride,
-                "scales_row_stride": rectangle.blocks_stride,
-                "first_element": rectangle.first,
-                "global_row_numel": rectangle.stride,
+                "scales_row_stride": rectangle.scales_row_stride,
+                "first_element": rectangle.first_element,
+                "global_row_numel": rectangle.global_row_numel,
                 "noise_key": key,
                 "block_size": size,
                 "weight_format": spec.weights.index,
@@ -107,7 +108,7 @@ def rows_of(
                 _padded([numel * x.element_size() for x in codes]),
                 _padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
             )
-            first = spec.offset + rectangle.element
+            first = spec.offset + rectangle.local_start
             yield tuple(kernel_row[name] for name in _KERNEL_ROW), extent, parameter.index, first, place << 32 | unit
 
 
@@ -143,8 +144,10 @@ def _rectangles(
     """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
     divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
-        pieces = whole.cut_before(begins)
-        for rectangle in chain.from_iterable(uncut.divided(spec.grid) for uncut in pieces) if divides else pieces:
+        pieces = whole.split_before(begins)
+        if divides:
+            pieces = chain.from_iterable(piece.separate_cut_blocks(spec.grid) for piece in pieces)
+        for rectangle in pieces:
             if rectangle.rows * rectangle.cols:
                 yield rectangle, unit
 
@@ -154,9 +157,9 @@ def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectang
     shard, size = spec.shard, _block_size(spec)
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
-    elif shard.range_start is not None or not spec.is_random:  # one long row: columns matter for noise only
+    elif shard.first_element is not None or not spec.is_random:  # one long row: columns matter for noise only
         cols = param.numel()
-        rectangles = [Rectangle(0, shard.range_start or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
+        rectangles = [Rectangle(0, shard.first_element or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:
         rectangles = shard.rectangles(BlockGrid(shard.global_shape, 1))
     if residency.offload is None:

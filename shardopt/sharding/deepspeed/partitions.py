@@ -91,7 +91,7 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
     for param, first in zip(params, offsets, strict=True):
         shard = _shard(param, tuple(param.shape), first, size, group)
         number, name = names[id(param)]
-        segments.append(Segment(name, number, shard, shard.place))
+        segments.append(Segment(name, number, shard, shard.buffer_offset))
     return FlatBuffer(size, segments)
 
 

@@ -114,7 +114,7 @@ class Matrix:
         assert grid is not None
         row = self.start // self.cols  # index of the matrix's first row among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
-            (first, end), per_row, col = shard.blocks(grid), 1, 0
+            (first, end), per_row, col = shard.block_range(grid), 1, 0
         else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
             (first, end), (col, _) = shard.scales(grid).indices
             per_row = grid.blocks_per_row
@@ -147,15 +147,15 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
     for place, part in enumerate(parameter.slices):
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        ranks = shard.divided_among()
+        ranks = shard.part_owners()
         if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
         if ranks is not None:
-            parts = shard.parts_of(ranks)
+            parts = shard.parts_by_rank(ranks)
         else:
             ranks = parameter.copies
-            parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.numbers))
+            parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.global_ranks))
         for start, rows, cols in shapes:
             first_row, end_row = start // shard.row_numel, (start + rows * cols) // shard.row_numel
             held_by = tuple(_within(held, first_row, end_row) for held in parts)

@@ -164,7 +164,7 @@ class WaveStep:
         for in_memory, kept in self._kept_row_moments(self._held):
             in_memory.copy_(kept, non_blocking=True)
         run_phases([passes.momentum_into(self._held) for passes in self.passes], self.cuts)
-        self._there = self._held if self.ranks is None else self.ranks.within_reach(self._held)
+        self._there = self._held if self.ranks is None else self.ranks.to_group_device(self._held)
         if self.ranks is not None and self._has_parts:
             self._gathered = self._there.new_empty(sum(self._received))
             self._waits = [self.ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
