@@ -85,7 +85,7 @@ def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module,
             f"got an optimizer beside a {engines.name} engine that is not the engine's, expected the engine only; "
             "leave the optimizer out"
         )
-    with engines.opened(model) as (bare, own):
+    with engines.open(model) as (bare, own):
         yield bare, own
 
 

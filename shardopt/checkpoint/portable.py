@@ -214,7 +214,7 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
                     raise
         engines = engines_of(model)
         if engines is not None:
-            engines.refresh(model)
+            engines.copy_masters(model)
     return loaded
 
 

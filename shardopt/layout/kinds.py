@@ -21,14 +21,14 @@ class Engines(NamedTuple):
     Attributes:
         name: the engine's kind, for error messages.
         has_optimizer: whether an optimizer is the one that the engine steps, or the engine's wrapper of it.
-        opened: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
-        refresh: copies masters, after they were loaded, to the parameters that the model computes with.
+        open: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
+        copy_masters: copies masters, after they were loaded, to the parameters that the model computes with.
     """
 
     name: str
     has_optimizer: Callable[[Any, Optimizer], bool]
-    opened: Callable[[Any], AbstractContextManager[tuple[Module, Optimizer]]]
-    refresh: Callable[[Any], None]
+    open: Callable[[Any], AbstractContextManager[tuple[Module, Optimizer]]]
+    copy_masters: Callable[[Any], None]
 
 
 class Kind:

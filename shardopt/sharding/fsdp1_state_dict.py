@@ -47,10 +47,10 @@ def hook_fsdp1(module: Any) -> None:
         call = saving.bind(*args, **kwargs)
         given = call.arguments
         _check_row_moments(given["optim_state_dict"], given["optim"])
-        if _is_ours(given["optim_state_dict"]):
+        if _is_from_shardopt(given["optim_state_dict"]):
             owner = owner_of(given["optim"])
             if isinstance(owner, ShardedOptimizer):
-                given["optim_state_dict"] = _packed(owner, given["optim_state_dict"])
+                given["optim_state_dict"] = _pack_state_dict(owner, given["optim_state_dict"])
             devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(given["model"])}
             if "cpu_offload" in saving.parameters and torch.device("cpu") in devices:
                 given["cpu_offload"] = False  # which there has torch return one buffer for all entries, not copies
@@ -131,13 +131,13 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
         )
 
 
-def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed.
 
     If the optimizer has no state yet, trainable parameters get the initial state of their first step, because
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
-    specs = _flat_specs(optimizer)
+    specs = _flattened_specs(optimizer)
     words = words_of(spec for _, spec in specs.values())
     old = state_dict["state"]
     state = dict(old)
@@ -152,7 +152,7 @@ def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
+def _flattened_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
     """An optimizer's parameters of FSDP1 and the descriptions of their state, by their indices in state dicts."""
     listed = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     return {
@@ -165,9 +165,9 @@ def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSp
 def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
     """Raises RuntimeError on every rank if dequantized state of FSDP1's parameters has second moments of rows."""
     owner = owner_of(optimizer)
-    if _is_ours(state_dict) or not isinstance(owner, ShardedOptimizer):
+    if _is_from_shardopt(state_dict) or not isinstance(owner, ShardedOptimizer):
         return
-    if any(ROW_MOMENTS in spec.entries for _, spec in _flat_specs(owner).values()):
+    if any(ROW_MOMENTS in spec.entries for _, spec in _flattened_specs(owner).values()):
         raise RuntimeError(
             f"got dequantized state with {ROW_MOMENTS} for torch's optim_state_dict of FSDP1, which carries state of "
             "the parameters' shapes only, expected the optimizer's own state, which is packed; leave dequantize out"
@@ -185,7 +185,7 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
-    is_refused = _is_ours(state_dict) and not _is_carried(state_dict)
+    is_refused = _is_from_shardopt(state_dict) and not _can_be_sharded(state_dict)
     if rank0_only:  # other ranks would wait for rank 0
         ranks = rank_group_of(group())
         is_refused = all_reduce_any([ranks], ranks.rank == 0 and is_refused)
@@ -202,7 +202,7 @@ def _has_flat_shards(optimizer: Any) -> bool:
     return any(is_own(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
-def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
+def _is_from_shardopt(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
@@ -216,7 +216,7 @@ def _is_flattened(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def _is_carried(state_dict: Mapping[str, Any]) -> bool:
+def _can_be_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether torch can shard a state dict of shardopt: state is packed, or has step counts only."""
     states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
     bare = all(key == "step" for entries in states for key in entries)

@@ -8,6 +8,7 @@ entries straight into the inner optimizer's state: a hook checks the entries, an
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -25,23 +26,24 @@ def install(module: ModuleType) -> None:
 
     def _init_local_optimizer(self: Any) -> None:
         make(self)
-        _tell_places(self)
+        _set_indices_and_peers(self)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         if isinstance(getattr(self, "optim", None), ShardedOptimizer):
             param_group.pop("param_names", None)
         add(self, param_group)
-        _tell_places(self)
+        _set_indices_and_peers(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        load(self, _checked(self, state_dict))
+        load(self, _check_state_dict(self, state_dict))
 
     optimizer_class._init_local_optimizer = _init_local_optimizer
     optimizer_class.add_param_group = add_param_group
     optimizer_class.load_state_dict = load_state_dict
 
 
-def _tell_places(outer: Any) -> None:
+def _set_indices_and_peers(outer: Any) -> None:
+    """Gives the inner optimizer all parameters' indices and the ranks that step the others; drops ``param_names``."""
     inner = getattr(outer, "optim", None)  # None while the first param groups are added
     if isinstance(inner, ShardedOptimizer):
         for group in (*outer.param_groups, *inner.param_groups):
@@ -51,7 +53,7 @@ def _tell_places(outer: Any) -> None:
         inner._internals.peers = TorchRankGroup((outer.process_group,), outer._default_device)
 
 
-def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks a state dict with all ranks' parameters; returns it with parameters in this optimizer's order.
 
     Raises:
@@ -65,12 +67,11 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = by_name(saved, outer.param_groups)
     groups = merged_groups(inner, outer.param_groups, saved)
     of_torch = all("master_weight_bits" not in group for group in saved)
-    index = 0
+    param_index = itertools.count()  # by which the state dict lists the state
     for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
             spec, name = inner._internals.state_of(param, options), listed_name(group, number, position)
-            entries = checked_entries(states.get(index), name)
-            index += 1
+            entries = checked_entries(states.get(next(param_index)), name)
             if not entries:
                 continue
             with reading(name):

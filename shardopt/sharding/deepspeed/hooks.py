@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 
 from shardopt.layout.names import number_parameters, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
-from shardopt.sharding.deepspeed.engine import own, refuse_single_states
-from shardopt.sharding.deepspeed.masters import share_copies
-from shardopt.sharding.deepspeed.muon import divided, leave_gradients
+from shardopt.sharding.deepspeed.engine import refuse_state_access, register_engine
+from shardopt.sharding.deepspeed.masters import share_storage
+from shardopt.sharding.deepspeed.muon import clear_muon_marks, muon_param_groups
 from shardopt.sharding.deepspeed.offload import (
-    accepting_bf16_masters,
-    loading_state_too,
-    move_state_too,
-    swap_what_survives,
+    hook_offload_states,
+    keep_state_in_memory,
+    wrap_configure_master_weights,
+    wrap_load_checkpoint,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.state.options import DEFAULTS, is_own
@@ -75,9 +75,9 @@ def install(engine_module: ModuleType) -> None:
             return configure_basic(self, model_parameters)
         params = self.optimizer_params() or {}
         if issubclass(TYPES[name], Muon):
-            model_parameters, params = divided(self.module, list(model_parameters), params)
+            model_parameters, params = muon_param_groups(self.module, list(model_parameters), params)
         _check_params(TYPES[name], params)
-        return _accepted(self, TYPES[name](model_parameters, **params))
+        return _prepare_engine(self, TYPES[name](model_parameters, **params))
 
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         if self.zero_use_cpu_optimizer():
@@ -85,26 +85,26 @@ def install(engine_module: ModuleType) -> None:
         with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which must do nothing
             if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
                 make = client_optimizer
-                client_optimizer = lambda params: _accepted(self, make(params))  # noqa: E731
+                client_optimizer = lambda params: _prepare_engine(self, make(params))  # noqa: E731
             else:
-                _accepted(self, client_optimizer)
+                _prepare_engine(self, client_optimizer)
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)
             number_parameters(self.module)
             use_numbers(self.module.parameters())
-            share_copies(self.optimizer)
-            swap_what_survives(self.optimizer)
-            move_state_too(self.optimizer)
+            share_storage(self.optimizer)
+            keep_state_in_memory(self.optimizer)
+            hook_offload_states(self.optimizer)
             _warn_of_lost_updates(self)
-            refuse_single_states(self.optimizer)
-            own(self)
+            refuse_state_access(self.optimizer)
+            register_engine(self)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
-    engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
-    ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
+    engine_class.load_checkpoint = wrap_load_checkpoint(engine_class.load_checkpoint)
+    ZeROOptimizer._configure_master_weights = wrap_configure_master_weights(ZeROOptimizer._configure_master_weights)
     known = [ShardedOptimizer, *OPTIMIZERS.values()]
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
@@ -125,7 +125,7 @@ def hook_accelerate(module: ModuleType) -> None:
     module.map_pytorch_optim_to_deepspeed = map_pytorch_optim_to_deepspeed  # type: ignore[attr-defined]
 
 
-def _accepted(engine: Any, optimizer: Any) -> Any:
+def _prepare_engine(engine: Any, optimizer: Any) -> Any:
     """Prepares an engine for shardopt's optimizer; raises if the config does not suit it. Returns the optimizer."""
     if isinstance(optimizer, QuantizedState):
         raise RuntimeError(
@@ -136,7 +136,7 @@ def _accepted(engine: Any, optimizer: Any) -> Any:
         _check_config(engine)
         _check_offload(optimizer.param_groups)
         if isinstance(optimizer, Muon):
-            leave_gradients(engine.module)
+            clear_muon_marks(engine.module)
         if engine.zero_use_cpu_optimizer():
             engine._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
         engine._shardopt_pauses.enter_context(optimizer._internals.paused())

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.sharding.deepspeed.masters import share_copies
+from shardopt.sharding.deepspeed.masters import share_storage
 
 #: Bytes of a disk's sector: direct reads (O_DIRECT) must begin at a multiple.
 _SECTOR = 512
 
 
-def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_configure_master_weights(configure: Callable[..., Any]) -> Callable[..., Any]:
     """Has ``ZeROOptimizer._configure_master_weights`` accept bf16 masters for our optimizers, even with offload.
 
     For bf16 masters with offload DeepSpeed demands its own CPU Adam, with moments in bf16. Our optimizers step bf16
@@ -35,7 +35,7 @@ def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
     return _configure_master_weights
 
 
-def swap_what_survives(wrapper: Any) -> None:
+def keep_state_in_memory(wrapper: Any) -> None:
     """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters and sector-aligned gradients only.
 
     DeepSpeed reads state back into buffers of the masters' dtype, which corrupts quantized codes: all state stays in
@@ -69,11 +69,11 @@ def swap_what_survives(wrapper: Any) -> None:
         )
 
 
-def move_state_too(wrapper: Any) -> None:
+def hook_offload_states(wrapper: Any) -> None:
     """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
 
     ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload, masters and
-    parameters have separate memory again: :func:`share_copies` is then repeated.
+    parameters have separate memory again: :func:`share_storage` is then repeated.
 
     Args:
         wrapper: the ``optimizer`` of a DeepSpeedEngine.
@@ -82,16 +82,16 @@ def move_state_too(wrapper: Any) -> None:
         return
     reload = wrapper.reload_states
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
-        reload = _move_state_of_stage3(wrapper)
+        reload = _hook_offload_states_of_stage3(wrapper)
 
     def reload_states(*args: Any, **kwargs: Any) -> None:
         reload(*args, **kwargs)
-        share_copies(wrapper)
+        share_storage(wrapper)
 
     wrapper.reload_states = reload_states
 
 
-def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
+def _hook_offload_states_of_stage3(wrapper: Any) -> Callable[..., None]:
     """Has ZeRO 3's ``offload_states`` move our state, too; returns a ``reload_states`` that moves it back."""
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
@@ -124,7 +124,7 @@ def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
     return reload_states
 
 
-def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
     """Has ``DeepSpeedEngine.load_checkpoint`` load our state if masters are on NVMe, where it reads swap files only."""
     signature = inspect.signature(load)
 

@@ -43,17 +43,17 @@ def assign_partitions(engine: Any) -> None:
             params = wrapper.round_robin_bit16_groups[index]
             offsets = wrapper.round_robin_bit16_offsets[index]
             group = wrapper.real_dp_process_group[index]
-            assign(flat, _one_range(params, offsets, int(wrapper.partition_size[index]), group, names))
+            assign(flat, _buffer_of_one_range(params, offsets, int(wrapper.partition_size[index]), group, names))
     elif kind == "BF16_Optimizer":
         for index, flat in enumerate(wrapper.fp32_groups_flat_partition):
             params = wrapper.bf16_groups[index]
             group = wrapper.real_dp_process_group[index]
-            assign(flat, _one_range(params, _starts(p.numel() for p in params), flat.numel(), group, names))
+            assign(flat, _buffer_of_one_range(params, _offsets(p.numel() for p in params), flat.numel(), group, names))
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         _demand_one_step(engine, "sub-groups of sub_group_size elements or less", wrapper.fp32_partitioned_groups_flat)
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
-            assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
+            assign(flat, _buffer_of_ranges(wrapper.fp16_groups[index], group, names))
     elif kind == "FP16_UnfusedOptimizer":
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
@@ -77,7 +77,9 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
         )
 
 
-def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names) -> FlatBuffer:
+def _buffer_of_one_range(
+    params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names
+) -> FlatBuffer:
     """The layout of a partition that is one range of all parameters flattened in a row (ZeRO 1 and 2, BF16_Optimizer).
 
     Args:
@@ -95,11 +97,11 @@ def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, grou
     return FlatBuffer(size, segments)
 
 
-def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
+def _buffer_of_ranges(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     """The layout of a partition that concatenates this rank's range of each parameter (ZeRO 3)."""
     segments = []
     sizes = [int(param.partition_numel()) for param in params]
-    for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
+    for param, size, offset in zip(params, sizes, _offsets(sizes), strict=True):
         number, name = names[id(param)]
         segments.append(Segment(name, number, _shard(param, tuple(param.ds_shape), 0, size, group), offset))
     return FlatBuffer(sum(sizes), segments)
@@ -117,7 +119,8 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """The offset of each tensor in the concatenation of tensors of these sizes."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
@@ -140,4 +143,5 @@ def unnamed_experts(model: Any) -> list[Tensor]:
 
 
 def _is_moe_layer(layer: Any) -> bool:
+    """Whether a module is DeepSpeed's ``MoE``, whose experts are modules; AutoEP's layers have stacked weights."""
     return hasattr(getattr(getattr(layer, "deepspeed_moe", None), "experts", None), "deepspeed_experts")
