@@ -91,19 +91,16 @@ class TorchRankGroup(RankGroup):
 
     @property
     def global_rank(self) -> int:
-        """See :class:`shardopt.layout.RankGroup`."""
         return get_rank()
 
     @property
     def global_ranks_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """See :class:`shardopt.layout.RankGroup`."""
         # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )
 
     def all_gather(self, message: bytes) -> dict[int, bytes]:
-        """See :class:`shardopt.layout.RankGroup`."""
         messages = {get_rank(): message}
         for group, global_ranks in zip(self.groups, self.global_ranks_by_group, strict=True):
             if len(messages) == 1:

@@ -69,8 +69,7 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         "nonfinite='raise'": group.nonfinite == "raise",
     }
     if isinstance(shard, FlatShard):
-        placed = shard.placed_partition
-        says["place in the flat parameter"] = str(shard.range_starts if placed is None else placed.partition)
+        says["place in the flat parameter"] = str(shard.partition)
     if orthogonalized is not None:
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
