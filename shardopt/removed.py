@@ -30,7 +30,7 @@ OF_QUANTIZE_STATE = {
 }
 
 
-def explained(names: Iterable[str]) -> str:
+def explain_removed(names: Iterable[str]) -> str:
     """Text to append to an error message: for each given name that an earlier version had, what to use instead."""
     table = {**NAMES, **OPTIONS, **OF_QUANTIZE_STATE}
     return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

@@ -20,7 +20,7 @@ from shardopt.layout.names import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
-from shardopt.removed import OPTIONS, explained
+from shardopt.removed import OPTIONS, explain_removed
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
@@ -107,7 +107,7 @@ class ShardedOptimizer(OptimizerInterface):
                 raise ValueError(
                     f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
                 )
-            if said := explained(param_group.keys() & OPTIONS.keys()):
+            if said := explain_removed(param_group.keys() & OPTIONS.keys()):
                 raise ValueError(f"got a param group with options that shardopt does not have{said}")
         completed = {**self.defaults, **param_group}
         check_options(completed)

@@ -45,27 +45,27 @@ def hook_fsdp1(module: Any) -> None:
     @functools.wraps(save)
     def _optim_state_dict_impl(*args: Any, **kwargs: Any) -> Any:
         call = saving.bind(*args, **kwargs)
-        given = call.arguments
-        _check_row_moments(given["optim_state_dict"], given["optim"])
-        if _is_from_shardopt(given["optim_state_dict"]):
-            owner = owner_of(given["optim"])
+        arguments = call.arguments
+        _check_row_moments(arguments["optim_state_dict"], arguments["optim"])
+        if _is_from_shardopt(arguments["optim_state_dict"]):
+            owner = owner_of(arguments["optim"])
             if isinstance(owner, ShardedOptimizer):
-                given["optim_state_dict"] = _pack_state_dict(owner, given["optim_state_dict"])
-            devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(given["model"])}
+                arguments["optim_state_dict"] = _pack_state_dict(owner, arguments["optim_state_dict"])
+            devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(arguments["model"])}
             if "cpu_offload" in saving.parameters and torch.device("cpu") in devices:
-                given["cpu_offload"] = False  # which there has torch return one buffer for all entries, not copies
+                arguments["cpu_offload"] = False  # else torch returns one buffer for all entries instead of copies
         return save(*call.args, **call.kwargs)
 
     @functools.wraps(load)
     def _optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> Any:
         call = loading.bind(*args, **kwargs)
-        given = call.arguments
-        rank0_only = given.get("rank0_only", False)
-        _check_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
-        saved = given["optim_state_dict"]
-        if groups := (saved or {}).get("param_groups"):  # torch leaves names in their order, but renumbers parameters
+        arguments = call.arguments
+        saved, rank0_only = arguments["optim_state_dict"], arguments.get("rank0_only", False)
+        _check_loading(arguments.get("optim"), saved, rank0_only, lambda: arguments.get("group"))
+        groups = (saved or {}).get("param_groups")
+        if groups:  # torch leaves names in their order, but renumbers parameters
             unnamed = [{key: x for key, x in group.items() if key != "param_names"} for group in groups]
-            given["optim_state_dict"] = {**saved, "param_groups": unnamed}
+            arguments["optim_state_dict"] = {**saved, "param_groups": unnamed}
         return load(*call.args, **call.kwargs)
 
     fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
@@ -118,11 +118,13 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
     """Warns that torch does not load the saved state of parameters that are frozen now."""
     if not isinstance(owner_of(optimizer), ShardedOptimizer):
         return
-    state_dict = state_dict or {}
-    saved, names_of = state_dict.get("state", state_dict), getattr(info, "fqn_param_mapping", {})
-    keys = {key.removeprefix("state.").rpartition(".")[0] if saved is state_dict else key for key in saved}
+    state_dict, names_of = state_dict or {}, getattr(info, "fqn_param_mapping", {})
+    if "state" in state_dict:
+        saved = set(state_dict["state"])
+    else:  # flattened by torch: state.<name>.<entry>
+        saved = {key.removeprefix("state.").rpartition(".")[0] for key in state_dict}
     frozen = [param for group in optimizer.param_groups for param in group["params"] if not param.requires_grad]
-    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in keys)
+    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in saved)
     if lost:
         warn_user(
             f"got saved state of {', '.join(lost[:4])}, which requires no gradient: torch's set_optimizer_state_dict "
@@ -132,20 +134,22 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
 
 
 def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed.
+    """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed, for any number of ranks.
+
+    Param groups lose the entry of this rank's elements, and get the moments that are packed.
 
     If the optimizer has no state yet, trainable parameters get the initial state of their first step, because
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
     specs = _flattened_specs(optimizer)
     words = words_of(spec for _, spec in specs.values())
-    old = state_dict["state"]
-    state = dict(old)
+    unpacked = state_dict["state"]
+    state = dict(unpacked)
     for index, (param, spec) in specs.items():
-        if not old and param.requires_grad:
+        if not unpacked and param.requires_grad:
             state[index] = pack(spec, spec.new(param.device), words)
-        elif old.get(index):
-            state[index] = pack(spec, old[index], words)
+        elif unpacked.get(index):
+            state[index] = pack(spec, unpacked[index], words)
     groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         saved[PACKED_MOMENTS] = moments_of(optimizer._internals.state_of(param, group) for param in group["params"])
@@ -219,5 +223,5 @@ def _is_flattened(param: Tensor) -> bool:
 def _can_be_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether torch can shard a state dict of shardopt: state is packed, or has step counts only."""
     states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
-    bare = all(key == "step" for entries in states for key in entries)
-    return "state" in state_dict and (bare or any(is_packed(entries) for entries in states))
+    has_steps_only = all(key == "step" for entries in states for key in entries)
+    return "state" in state_dict and (has_steps_only or any(is_packed(entries) for entries in states))

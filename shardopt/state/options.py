@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
-from shardopt.removed import explained
+from shardopt.removed import explain_removed
 from shardopt.state.warn import warn_user
 
 if sys.version_info >= (3, 11):
@@ -117,7 +117,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
             + (f"; did you mean {', '.join(close)}?" if close else "")
-            + explained(unknown)
+            + explain_removed(unknown)
         )
     return {**DEFAULTS, **options}
 

@@ -19,7 +19,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
 from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.loading import checked_containers
-from shardopt.removed import explained
+from shardopt.removed import explain_removed
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import StateDict
@@ -63,7 +63,7 @@ def quantize_state(
         RuntimeError: the optimizer cannot step parameters that are sharded in this way.
     """
     if unknown:
-        raise TypeError(f"quantize_state: got unknown options {', '.join(sorted(unknown))}{explained(unknown)}")
+        raise TypeError(f"quantize_state: got unknown options {', '.join(sorted(unknown))}{explain_removed(unknown)}")
     refuse(optimizer)
     for what, names in (("unsigned", unsigned), ("keep", keep)):
         if isinstance(names, str):

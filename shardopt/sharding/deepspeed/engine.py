@@ -104,9 +104,6 @@ def refuse_state_access(wrapper: Any) -> None:
     """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed raise on all ranks for our state.
 
     DeepSpeed looks for float32 tensors laid out like the masters; ranks that find some would wait for ranks that raise.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
     """
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         wrapper._get_fp32_opt_state_partition = _refuse_states(wrapper._get_fp32_opt_state_partition)

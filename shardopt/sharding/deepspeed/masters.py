@@ -21,9 +21,6 @@ def share_storage(wrapper: Any) -> None:
 
     Saves 2 bytes per owned parameter with masters in bf16, 4 in float32, where the masters are: on the device or in the
     host's memory. Under ZeRO 3 that offloads the parameters, too, twice as much: gradients and masters.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
     """
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":

@@ -82,12 +82,7 @@ def _buffer_of_one_range(
 ) -> FlatBuffer:
     """The layout of a partition that is one range of all parameters flattened in a row (ZeRO 1 and 2, BF16_Optimizer).
 
-    Args:
-        params: the model's parameters.
-        offsets: the parameters' offsets in the flattened whole.
-        size: elements per rank.
-        group: the process group among whose ranks the whole is cut.
-        names: index in the model and name of each parameter.
+    ``offsets`` are the parameters' in the flattened whole, which is cut into ``size`` elements per rank of the group.
     """
     segments = []
     for param, first in zip(params, offsets, strict=True):
