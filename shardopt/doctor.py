@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,10 @@ def all_findings() -> list[Finding]:
             if not torch.equal(_weight_after_steps("cpu"), expected):
                 differing.append(target)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    packages = {name: version for name in CLIENTS if (version := _version_of(name))}
+    packages = {}
+    for name in CLIENTS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return [
         *torch_findings(torch.__version__, torch.version.cuda),
         *cpu_findings(_C.cpu_targets(), cpu_target(), differing),
@@ -185,18 +189,10 @@ def _inspect_gpu(index: int, expected: Tensor) -> Gpu:
 def _failure_on(device: str, expected: Tensor) -> str:
     """Takes trial steps on a device. Returns how they failed, or "" if the weight has exactly the expected bits."""
     try:
-        return (
-            "" if torch.equal(_weight_after_steps(device), expected) else "a trial step has other bits than on the CPU"
-        )
+        is_equal = torch.equal(_weight_after_steps(device), expected)
+        return "" if is_equal else "a trial step has other bits than on the CPU"
     except RuntimeError as error:
         return f"a trial step failed: {str(error).splitlines()[0]}"
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _parsed(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """All hooks into DeepSpeed's engine, ZeRO and list of supported optimizers, and into Accelerate for its sake.
 
-Each hook says what it replaces and why; docs/sharding.md says what users lose without them. In this package, ``wrapper``
-is always the ``optimizer`` of a DeepSpeedEngine: DeepSpeed's object around the user's optimizer.
+Each hook says what it replaces and why; docs/sharding.md says what users lose without them. In this package,
+``wrapper`` is always the ``optimizer`` of a DeepSpeedEngine: DeepSpeed's object around the user's optimizer.
 """
 
 from __future__ import annotations
