@@ -44,10 +44,10 @@ import torch
 
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, demand
 from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.rectangles import fills
+from shardopt.checkpoint.rectangles import common_part, fills, holders_of
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.wording import named, shown
-from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
+from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -101,8 +101,8 @@ class StoredTensor(NamedTuple):
         if 0 in part[1]:
             return []
         if self.partition is not None:
-            return [self.start + offset for offset in self.partition.holders(self.shape, part)]
-        return sorted({file for file, other in self.parts if overlap(part, other)})
+            return [self.start + offset for offset in holders_of(self.partition, self.shape, part)]
+        return sorted({file for file, other in self.parts if common_part(part, other) is not None})
 
 
 class Index(NamedTuple):

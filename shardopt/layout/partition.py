@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -98,14 +97,6 @@ class GridPartition(NamedTuple):
                 return False
         return True
 
-    def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets, ascending, of the ranks that hold elements of a non-empty rectangle; of copies the least one."""
-        offsets_by_dim = []
-        for dim, (low, extent) in enumerate(zip(*part, strict=True)):
-            cuts = [cut for cut in self.cuts if cut.dim == dim]
-            offsets_by_dim.append(_overlapping(cuts, shape[dim], low, low + extent))
-        return sorted({sum(offsets) for offsets in itertools.product(*offsets_by_dim)})
-
 
 class RangePartition(NamedTuple):
     """A parameter that is flattened, alone or behind other parameters, and cut into equal ranges (FSDP1, ZeRO).
@@ -151,20 +142,6 @@ class RangePartition(NamedTuple):
         """The partition of the matrix of scales, one per block, for a parameter's partition."""
         return self._replace(dims=2, block=(grid.row_numel, grid.block_size))
 
-    def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets of the ranks that hold elements of a rectangle; see :meth:`GridPartition.holders`."""
-        cut, low, extents = tuple(shape[: self.dims]), part[0][: self.dims], part[1][: self.dims]
-        strides, numel = [math.prod(cut[dim + 1 :]) for dim in range(self.dims)], math.prod(cut)
-        first = sum(start * stride for start, stride in zip(low, strides, strict=True))
-        last = first + sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
-
-        def range_with(element: int) -> int:
-            return bisect_right(range(self.ways), element, key=lambda index: self.elements(index, numel)[0]) - 1
-
-        offsets = [index * self.stride for index in range(range_with(first), range_with(last) + 1)]
-        # A short range may hold elements between two rows of the rectangle only, or lie within one block.
-        return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
-
     def elements(self, index: int, numel: int) -> Range:
         """The elements ``[start, end)`` of the flattened tensor (``numel`` in all) that are in the range ``index``."""
         begin = index * self.size - self.first
@@ -200,7 +177,7 @@ def extents_of(indices: Sequence[Range]) -> tuple[int, ...]:
     return tuple(end - start for start, end in indices)
 
 
-def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
+def contiguous_ranges(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
     """A tensor's elements with indices inside ``indices``, as non-empty contiguous ranges of the flattened tensor."""
     elements: list[Range] = [(0, 1)]
     for size, (start, end) in zip(shape, indices, strict=True):
@@ -212,33 +189,25 @@ def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
     return [(first, last) for first, last in elements if first < last]
 
 
-def overlap(one: Part, other: Part) -> bool:
-    """Whether two rectangles of one tensor have elements in common."""
-    corners = zip(*one, *other, strict=True)
-    return all(max(a, b) < min(a + extent_a, b + extent_b) for a, extent_a, b, extent_b in corners)
-
-
 def least_offset(partition: Partition, rank_offset: int) -> int:
     """The least offset among the ranks with copies of the part that the rank at ``rank_offset`` holds."""
     return sum(rank_offset // stride % ways * stride for ways, stride in partition.strides)
 
 
-def partition_by_global_rank(
-    partition: Partition, rank_offset: int, global_ranks: tuple[int, ...]
-) -> PlacedPartition | None:
+def partition_by_global_rank(partition: Partition, rank_offset: int, ranks: tuple[int, ...]) -> PlacedPartition | None:
     """Converts a partition over the ranks of a group to one over global rank numbers, for checkpoints.
 
     Args:
         partition: the partition.
         rank_offset: this rank's index in the group.
-        global_ranks: the global rank numbers, by index in the group.
+        ranks: the global rank numbers, by index in the group.
 
     Returns:
         The partition and this rank's offset in it; None if the ranks are not evenly spaced.
     """
     strides, global_offset = [], 0
     for ways, stride in partition.strides:
-        spacing = rank_spacing(global_ranks, ways, stride)
+        spacing = rank_spacing(ranks, ways, stride)
         if spacing is None:
             return None
         strides.append(spacing)
@@ -256,8 +225,7 @@ def partition_by_global_rank(
 def rank_spacing(global_ranks: tuple[int, ...], ways: int, stride: int = 1) -> int | None:
     """The difference between global rank numbers of neighbors along a mesh dimension of ``ways`` ranks.
 
-    In ``global_ranks`` neighbors are ``stride`` apart. 1 if the dimension has one rank; None if differences vary or are
-    not above 0.
+    Neighbors are ``stride`` apart in ``global_ranks``. 1 for a single rank; None unless differences are equal, above 0.
     """
     if ways == 1:
         return 1
@@ -286,19 +254,3 @@ def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterato
             yield from (((row, *low), (1, *extents)) for low, extents in parts)
         row += rows
         start = row * row_numel
-
-
-def _overlapping(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:
-    """The offsets of the ranks that hold the indices ``[low, high)`` of a dimension of this extent.
-
-    Recursive: the first cut makes parts, which the following cuts cut again.
-    """
-    if not cuts:
-        yield 0
-        return
-    length = -(-extent // cuts[0].ways)
-    for index in range(low // length, (high - 1) // length + 1):
-        begin = index * length
-        part = min(length, extent - begin)
-        for rest in _overlapping(cuts[1:], part, max(low - begin, 0), min(high - begin, part)):
-            yield index * cuts[0].stride + rest

@@ -23,14 +23,14 @@ from shardopt.layout.partition import (
     Partition,
     PlacedPartition,
     Range,
+    contiguous_ranges,
     extents_of,
-    flattened,
     least_offset,
     partition_by_global_rank,
 )
 from shardopt.layout.rank_group import HoldersForSums, RankGroup
 
-_S = TypeVar("_S", bound="_ProcessLocal")
+_S = TypeVar("_S", bound="Shard")
 
 
 class UnknownShardError(RuntimeError):
@@ -43,7 +43,7 @@ class _ProcessLocal:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def __deepcopy__(self: _S, memo: Any) -> _S:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self
 
 
@@ -81,6 +81,7 @@ class Shard(_ProcessLocal):
 
     #: Whether the moments stay float32, whatever the options say.
     float32_state = False
+    _float32_twin: Shard | None = None
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Shard(_ProcessLocal):
         first_element = self.indices[0][0] * self.row_numel if self.indices else 0
         first_block = scales.indices[1][0]
         rectangles, start = [], 0
-        for col, stop in flattened(self.global_shape[row_dims:], self.indices[row_dims:]):
+        for col, stop in contiguous_ranges(self.global_shape[row_dims:], self.indices[row_dims:]):
             element, cols, block = first_element + col, stop - col, col // grid.block_size - first_block
             rectangles.append(Rectangle(start, element, rows, cols, local_cols, row_numel, block, row_blocks))
             start += cols
@@ -166,11 +167,12 @@ class Shard(_ProcessLocal):
 
     def with_float32_state(self: _S) -> _S:
         """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
-        twin: _S | None = self if self.__dict__.get("float32_state") else self.__dict__.get("_float32_twin")
-        if twin is None:
-            twin = self.__dict__["_float32_twin"] = object.__new__(type(self))
-            twin.__dict__.update(self.__dict__, float32_state=True, _float32_twin=None)
-        return twin
+        if self.float32_state:
+            return self
+        if self._float32_twin is None:
+            self._float32_twin = object.__new__(type(self))  # not by copy.copy, as shards are copied as None
+            self._float32_twin.__dict__.update(self.__dict__, float32_state=True)
+        return cast(_S, self._float32_twin)
 
     @property
     def holders(self) -> RankGroup | None:
@@ -219,8 +221,8 @@ class Shard(_ProcessLocal):
 
     def parts_by_rank(self, ranks: RankGroup) -> list[list[Part]]:
         """For each rank of a group, in its order, the list of rectangles of the parameter that the rank holds."""
-        indices = [self._global_ranks.index(rank) for rank in ranks.global_ranks]
-        offsets = [least_offset(self.partition, index) for index in indices]
+        index_of = {global_rank: index for index, global_rank in enumerate(self._global_ranks)}
+        offsets = [least_offset(self.partition, index_of[rank]) for rank in ranks.global_ranks]
         return [self.partition.parts(self.global_shape, offset) for offset in offsets]
 
     @property
@@ -232,8 +234,7 @@ class Shard(_ProcessLocal):
     def placed_partition(self) -> PlacedPartition | None:
         """The partition by global rank numbers, as a checkpoint stores it, and this rank's offset in it.
 
-        None if the global ranks are not evenly spaced (a checkpoint then lists the parts), or this rank is not among
-        them.
+        None if the global ranks are not evenly spaced (a checkpoint then lists the parts) or do not include this rank.
         """
         if not self.is_here:
             return None

@@ -16,7 +16,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model
-from shardopt.layout.names import give_numbers, number_of
+from shardopt.layout.names import number_of, set_numbers
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
@@ -385,7 +385,7 @@ class ShardedOptimizer(OptimizerInterface):
                     state["state"][param] = value.state
         super().__setstate__(state)
         if numbers is not None:  # of a copy, whose parameters have lost theirs
-            give_numbers((param for _, param in self._all_params()), numbers)
+            set_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
         if asleep is not None:
             self._internals.residency.asleep = asleep

@@ -128,13 +128,11 @@ class TorchRankGroup(RankGroup):
         return [data[:size].cpu().numpy().tobytes() for size, data in zip(sizes, received, strict=True)]
 
     def to_group_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.RankGroup`."""
         return move_to(self.device, tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.RankGroup`."""
         (group,) = self.groups
         bytes_received, bytes_sent = (
             [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
@@ -145,7 +143,6 @@ class TorchRankGroup(RankGroup):
         return wait
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.RankGroup`."""
         (group,) = self.groups
         work = broadcast(tensor, get_global_rank(group, source), group=group, async_op=True)
         assert work is not None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import RankGroup, Shard, reduce_together
-from shardopt.layout.partition import flattened
+from shardopt.layout import RankGroup, Shard, contiguous_ranges, reduce_together
 from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import order_of
@@ -43,7 +42,9 @@ class CutColumns(NamedTuple):
         ranks = spec.shard.block_owners(spec.grid)
         assert ranks is not None
         size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
-        for first, end in flattened(spec.shard.global_shape[1:], spec.shard.indices[1:]):  # columns on this rank
+        for first, end in contiguous_ranges(
+            spec.shard.global_shape[1:], spec.shard.indices[1:]
+        ):  # columns on this rank
             pieces_of[first // size : -(-end // size)] += 1
         pieces = max(int(pieces_of.max()), 1)
         shape = (pieces, spec.shard.rows, len(pieces_of), 2)

@@ -121,11 +121,9 @@ class OverAll:
     def _key(self, counted: HoldersForSums, age: int) -> str:
         return f"shardopt {self._subject} {sorted(counted.members)} {_calls[self._subject] - age}"
 
-    def _joins(self, counted: HoldersForSums | None, message: HoldersForSums) -> bool:
+    def _joins(self, held: HoldersForSums | None, message: HoldersForSums) -> bool:
         """Whether this rank adds its shards to an all-reduce: no lower rank in it holds (and adds) the same shards."""
-        return (
-            counted is not None and self._home.get(counted) is message and not counted.lower_replicas & message.members
-        )
+        return held is not None and self._home.get(held) is message and not held.lower_replicas & message.members
 
 
 def _largest(held: Sequence[HoldersForSums]) -> list[HoldersForSums]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,8 +66,7 @@ def rows_of(
         for rectangle, unit in _rectangles(spec, elements, residency, parameter.begins.get(place, ())):
             extremes, scales_here = _addresses([], 0), scales
             if rectangle.cut and columns is not None:
-                block = rectangle.local_block
-                piece = pieces_in[block]
+                block, piece = rectangle.local_block, pieces_in[rectangle.local_block]
                 pieces_in[block] += 1
                 extremes = _addresses([x[piece] for x in columns.extremes], block, [2] * len(spec.moments))
                 scales_here = [x if x is None else x[piece - 1] for x in columns.old_scales] if piece else scales
@@ -144,12 +142,10 @@ def _rectangles(
     """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
     divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
-        pieces = whole.split_before(begins)
-        if divides:
-            pieces = chain.from_iterable(piece.separate_cut_blocks(spec.grid) for piece in pieces)
-        for rectangle in pieces:
-            if rectangle.rows * rectangle.cols:
-                yield rectangle, unit
+        for piece in whole.split_before(begins):
+            for rectangle in piece.separate_cut_blocks(spec.grid) if divides else (piece,):
+                if rectangle.rows * rectangle.cols:
+                    yield rectangle, unit
 
 
 def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectangle]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from ranks.layouts import Shape
+from shardopt.checkpoint.rectangles import holders_of
 from shardopt.layout import (
     FlatShard,
     PlacedPartition,
@@ -87,7 +88,7 @@ def test_every_element_has_one_owner(drawn: tuple[Shape, Partition, int], data: 
         high = [data.draw(st.integers(low[dim] + 1, n)) if dim < cut else n for dim, n in enumerate(shape)]
         part = tuple(low), tuple(b - a for a, b in zip(low, high, strict=True))
         inside = owners[tuple(map(slice, low, high))]
-        assert partition.holders(shape, part) == inside.unique().tolist()
+        assert holders_of(partition, shape, part) == inside.unique().tolist()
 
 
 class _Ranks:

@@ -122,7 +122,7 @@ def _hook_offload_states_of_stage3(wrapper: Any) -> Callable[..., None]:
 
 
 def wrap_load_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepSpeedEngine.load_checkpoint``, which reads only swap files if masters are on NVMe: loads our state."""
+    """Wraps ``DeepSpeedEngine.load_checkpoint``, which reads swap files only with masters on NVMe: loads our state."""
     signature = inspect.signature(load)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
