@@ -33,8 +33,7 @@ from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fills
-from shardopt.layout import Partition
-from shardopt.layout.partition import Part
+from shardopt.layout.partition import Part, Partition
 
 _SPREAD_BYTES = 1 << 16  # replicated tensors of fewer bytes are written by the first rank that has them
 _DIGEST_BYTES = 16

@@ -42,9 +42,7 @@ class CutColumns(NamedTuple):
         ranks = spec.shard.block_owners(spec.grid)
         assert ranks is not None
         size, pieces_of = spec.grid.block_size, np.zeros(spec.grid.blocks_per_row, np.int64)
-        for first, end in contiguous_ranges(
-            spec.shard.global_shape[1:], spec.shard.indices[1:]
-        ):  # columns on this rank
+        for first, end in contiguous_ranges(spec.shard.global_shape[1:], spec.shard.indices[1:]):  # columns
             pieces_of[first // size : -(-end // size)] += 1
         pieces = max(int(pieces_of.max()), 1)
         shape = (pieces, spec.shard.rows, len(pieces_of), 2)
