@@ -26,9 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, doctor, program):
         command.add_parser(commands)
-    given = sys.argv[1:] if arguments is None else arguments
-    if removed := explain_removed(given[:1]):
-        parser.error(f"got {given[0]}, expected a command{removed}")
+    command_line = sys.argv[1:] if arguments is None else arguments
+    explanation = explain_removed(command_line[:1])
+    if explanation:
+        parser.error(f"got {command_line[0]}, expected a command{explanation}")
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)

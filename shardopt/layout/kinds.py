@@ -51,7 +51,7 @@ class Kind:
 
 
 _kinds: list[Kind] = []
-_whole = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by the parameter's shape
+_whole_shard = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by its shape
 
 
 def register(kind: Kind) -> None:
@@ -68,7 +68,7 @@ def shard_of(param: Tensor) -> Shard:
     shard = assigned(param)
     for kind in _kinds:
         shard = shard or kind.shard_of(param)
-    shard = shard or _whole(tuple(param.shape))
+    shard = shard or _whole_shard(tuple(param.shape))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 

@@ -193,7 +193,7 @@ class Shard(_ProcessLocal):
             )
         return self.ranks if self.cuts_rows else None
 
-    def part_owners(self) -> RankGroup | None:
+    def make_part_group(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one rank per part; None if this rank holds the whole parameter.
 
         Collective: all of these ranks must call this, as it may make a process group.
@@ -213,7 +213,7 @@ class Shard(_ProcessLocal):
 
         Collective: all of these ranks must call this, as it may make a process group.
         """
-        ranks = self.part_owners()
+        ranks = self.make_part_group()
         if ranks is None:
             return None
         global_ranks = frozenset(ranks.global_ranks)

@@ -78,6 +78,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     seen: set[int] = set()
 
     def add(kind: str, tensor: Tensor) -> None:
+        """Adds a tensor's whole storage to the report, once even if several tensors share it."""
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address in seen or nbytes == 0:
@@ -97,10 +98,10 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(kind_of(key), _local(value))
-    progress = sys.modules.get("shardopt.comm.progress")  # without it there are no sums
-    if progress is not None:
-        for counted in progress.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
-            for counter in counted.counters:
+    module = sys.modules.get("shardopt.comm.progress")  # without this module there are no sums
+    if module is not None:
+        for progress in module.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
+            for counter in progress.counters:
                 for tensor in counter.tensors:
                     add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):

@@ -27,7 +27,7 @@ from shardopt.layout import BlockGrid, HoldersForSums, Shard
 from shardopt.layout.partition import Cut, GridPartition
 from shardopt.sharding.rank_group import TorchRankGroup, local_device, make_group, move_to
 
-_CACHED_SHARDS = 8192
+_MOST_CACHED = 8192
 
 
 class DTensorShard(Shard):
@@ -52,10 +52,10 @@ class DTensorShard(Shard):
         if device is None or device.type != mesh.device_type:  # offloaded, or without memory
             device = local_device(mesh.device_type)
         self._device = device
-        #: The mesh dimensions that shard the parameter.
-        self._sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        #: The mesh dimensions that shard the parameter; it is replicated along the others.
+        self._sharding_dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
         strides = [math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim)]  # of ranks in the flattened mesh
-        in_order = _order_of_cuts(placements, self._sharded, tuple(mesh.shape))
+        in_order = _order_of_cuts(placements, self._sharding_dims, tuple(mesh.shape))
         cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in in_order]  # type: ignore[attr-defined]
         self._coordinate = mesh.get_coordinate()
         self.is_here = self._coordinate is not None
@@ -75,7 +75,7 @@ class DTensorShard(Shard):
 
     @cached_property
     def row_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
-        cutting_rows = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
+        cutting_rows = [dim for dim in self._sharding_dims if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
         return self._group_along(cutting_rows) if cutting_rows and self.is_here else None
 
     def holders_for_sums(self) -> HoldersForSums | None:
@@ -92,15 +92,16 @@ class DTensorShard(Shard):
         store = _get_default_store() if len(known_holders) < get_world_size() else None
         if self._coordinate is None:
             return HoldersForSums(None, members, frozenset(), known_holders, store)
-        of_part = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
+        of_part = tuple(i if dim in self._sharding_dims else slice(None) for dim, i in enumerate(self._coordinate))
         is_replica = torch.isin(mesh_ranks, self._mesh.mesh[of_part].flatten())
         replicas, own = slices[is_replica].flatten().tolist(), self._mesh.get_rank()
         lower_replicas = frozenset(replica for replica in replicas if replica < own)
+        # Without dims of one rank, so that a mesh with one other dim needs no new process group.
         dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
         return HoldersForSums(self._make_group_along(dims), members, lower_replicas, known_holders, store)
 
-    def part_owners(self) -> TorchRankGroup | None:
-        return self._make_group_along(self._sharded) if self._sharded and self.is_here else None
+    def make_part_group(self) -> TorchRankGroup | None:
+        return self._make_group_along(self._sharding_dims) if self._sharding_dims and self.is_here else None
 
     @property
     def _global_ranks(self) -> tuple[int, ...]:
@@ -153,6 +154,7 @@ def _order_of_cuts(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tu
     """The mesh dimensions that shard a parameter, in the order in which they cut it.
 
     A ``_StridedShard`` cuts the parts that later mesh dims make of its dim: FSDP2 cuts tensor-parallel shards so.
+    Strided dims therefore cut last, the first one after the others.
 
     Raises:
         RuntimeError: the ``split_factor`` of a ``_StridedShard`` is not the number of these parts.
@@ -216,7 +218,7 @@ def shard_of_dtensor(param: DTensor) -> DTensorShard:
     key = (id(mesh), param.shape, param.placements)
     shard = _shards.get(key)
     if shard is None:
-        if len(_shards) >= _CACHED_SHARDS:
+        if len(_shards) >= _MOST_CACHED:
             _shards.clear()
         shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements), local.device)
     if local.dtype != param.dtype:

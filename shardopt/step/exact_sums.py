@@ -32,7 +32,7 @@ class ExactSums:
         for parameter, rule, device in tensors:
             for place, slice_ in enumerate(parameter.slices):
                 shard = slice_.shard
-                key = rule.totals, shard.holders_for_sums() if rule.totals else shard.part_owners()
+                key = rule.totals, shard.holders_for_sums() if rule.totals else shard.make_part_group()
                 first = 0 if rule.totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
                 counts[key] = first + rule.sums

@@ -52,9 +52,9 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
         counted = shard.holders_for_sums()
         found[counted.ranks if counted else None] = True
     elif rule.sums:
-        found[shard.part_owners()] = True
+        found[shard.make_part_group()] = True
     if rule.orthogonalized is not None:
-        found[shard.part_owners() or parameter.copies] = True
+        found[shard.make_part_group() or parameter.copies] = True
     return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
 
 

@@ -147,7 +147,7 @@ def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Ma
     for place, part in enumerate(parameter.slices):
         shard, first = part.shard, part.offset
         name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        ranks = shard.part_owners()
+        ranks = shard.make_part_group()
         if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
             continue
         shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
