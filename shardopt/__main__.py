@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (cli, inspect_command, doctor, program):
         command.add_parser(commands)
     command_line = sys.argv[1:] if arguments is None else arguments
-    explanation = explain_removed(command_line[:1])
-    if explanation:
+    if explanation := explain_removed(command_line[:1]):
         parser.error(f"got {command_line[0]}, expected a command{explanation}")
     args = parser.parse_args(arguments)
     try:

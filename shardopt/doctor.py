@@ -110,12 +110,9 @@ def torch_findings(version: str, cuda: str | None) -> list[Finding]:
 
 
 def cpu_findings(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
-    """Reports the CPU kernels' instruction sets.
+    """Reports the instruction sets that this CPU can run, best first, and the one in use.
 
-    Args:
-        targets: the instruction sets that this CPU can run, the best first.
-        target: the instruction set in use.
-        differing: instruction sets by which a trial step had other bits than by ``target``, which is a fault.
+    A fault if a trial step by some of them (``differing``) had other bits than by the one in use.
     """
     slow = "steps are several times slower than with AVX2 or NEON" if list(targets) == ["portable"] else ""
     findings = [Finding(f"CPU kernels: {target} in use, available are {', '.join(targets)}", slow)]
@@ -164,9 +161,8 @@ def package_findings(packages: Mapping[str, str]) -> list[Finding]:
 
 def hook_finding(hooked: Sequence[str]) -> Finding:
     """Reports which packages ``import shardopt`` has hooked into; the variable SHARDOPT_HOOKS can leave some out."""
-    is_whole = set(hooked) == set(PACKAGES)
     text = f"hooks into {', '.join(hooked) or 'no other package'}"
-    return Finding(text, "" if is_whole else "unset SHARDOPT_HOOKS for all hooks")
+    return Finding(text, "" if set(hooked) == set(PACKAGES) else "unset SHARDOPT_HOOKS for all hooks")
 
 
 def _weight_after_steps(device: str) -> Tensor:

@@ -115,9 +115,8 @@ def _drop_empty_entries(optimizer: Any) -> None:
 def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed, for any number of ranks.
 
-    Param groups lose the entry of this rank's elements, and get the moments that are packed.
-
-    If the optimizer has no state yet, trainable parameters get the initial state of their first step, because
+    Param groups lose the entry with this rank's elements, and get one with the names of the packed moments. If the
+    optimizer has no state yet, trainable parameters get the initial state of their first step, because
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
     specs = _flattened_specs(optimizer)

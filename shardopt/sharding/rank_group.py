@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -139,15 +139,13 @@ class TorchRankGroup(RankGroup):
         )
         received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
         work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=group, async_op=True)
-        wait: Callable[[], object] = work.wait
-        return wait
+        return cast(Callable[[], object], work.wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
         (group,) = self.groups
         work = broadcast(tensor, get_global_rank(group, source), group=group, async_op=True)
         assert work is not None
-        wait: Callable[[], object] = work.wait
-        return wait
+        return cast(Callable[[], object], work.wait)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         reduced = self.to_group_device(tensor)

@@ -63,8 +63,7 @@ def install(engine_module: ModuleType) -> None:
     def _is_supported_optimizer(self: Any, name: str) -> bool:  # whether a config may name this type
         return name.lower() in TYPES or is_supported(self, name)
 
-    # Makes the optimizer that the config names.
-    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:
+    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:  # makes the named optimizer
         name = self.optimizer_name().lower()
         if name not in TYPES:
             return configure_basic(self, model_parameters)
