@@ -197,13 +197,8 @@ def least_offset(partition: Partition, rank_offset: int) -> int:
 def partition_by_global_rank(partition: Partition, rank_offset: int, ranks: tuple[int, ...]) -> PlacedPartition | None:
     """Converts a partition over the ranks of a group to one over global rank numbers, for checkpoints.
 
-    Args:
-        partition: the partition.
-        rank_offset: this rank's index in the group.
-        ranks: the global rank numbers, by index in the group.
-
-    Returns:
-        The partition and this rank's offset in it; None if the ranks are not evenly spaced.
+    ``ranks`` are the global rank numbers by index in the group, and ``rank_offset`` is this rank's index. Returns None
+    if the ranks are not evenly spaced.
     """
     strides, global_offset = [], 0
     for ways, stride in partition.strides:

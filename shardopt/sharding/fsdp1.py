@@ -51,10 +51,7 @@ def _read_if_alive(reference: weakref.ref[Module]) -> None:
 
 
 def read_fsdp1(model: Module) -> None:
-    """Assigns shards to the parameters of all FSDP units in a model.
-
-    Args:
-        model: contains the FSDP units, or is one.
+    """Assigns shards to the parameters of all FSDP units in a model, which may be one itself.
 
     Raises:
         UnknownShardError: an FSDP unit's parameters are DTensors or were not contiguous, or its metadata differ from

@@ -26,6 +26,7 @@ from shardopt.state.options import is_own
 from shardopt.state.packed import is_packed, pack, words_of
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_spec import TensorSpec
+from shardopt.state.warn import warn_user
 
 
 def hook_fsdp1(module: Any) -> None:
@@ -99,6 +100,7 @@ def hook_state_dict(module: Any) -> None:
         for optimizer in optimizers:
             _check_loading(optimizer, state_dict, rank0_only, lambda: group_of(model, info))
             _drop_empty_entries(optimizer)
+            _warn_of_frozen(optimizer, state_dict, info)
         return load(model, optimizers, state_dict, info)
 
     module._get_optim_state_dict = _get_optim_state_dict
@@ -110,6 +112,24 @@ def _drop_empty_entries(optimizer: Any) -> None:
     if isinstance(optimizer, ShardedOptimizer):
         for param in [param for param, entries in optimizer.state.items() if entries == {}]:
             del optimizer.state[param]
+
+
+def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any] | None, info: Any) -> None:
+    """Warns that torch does not load the saved state of parameters that are frozen now."""
+    if not isinstance(owner_of(optimizer), ShardedOptimizer):
+        return
+    state_dict, names_of = state_dict or {}, getattr(info, "fqn_param_mapping", {})
+    # Flattened by torch, the state has the keys state.<name>.<entry>.
+    flattened = {key.removeprefix("state.").rpartition(".")[0] for key in state_dict}
+    saved = state_dict.get("state", flattened)
+    frozen = [param for group in optimizer.param_groups for param in group["params"] if not param.requires_grad]
+    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in saved)
+    if lost:
+        warn_user(
+            f"got saved state of {', '.join(lost[:4])}, which requires no gradient: torch's set_optimizer_state_dict "
+            "leaves it out; set requires_grad before loading, or use shardopt.checkpoint",
+            UserWarning,
+        )
 
 
 def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,11 +56,7 @@ _made_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = 
 
 
 def make_group(ranks: Sequence[int]) -> ProcessGroup:
-    """Makes the process group of some ranks, or returns the one made before. Collective among these ranks.
-
-    Args:
-        ranks: the global rank numbers, ascending.
-    """
+    """Makes the process group of global ranks (ascending), or returns the one made before. Collective among them."""
     world = GroupMember.WORLD
     if world is not None and len(ranks) == get_world_size():
         return world

@@ -42,11 +42,7 @@ TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit
 
 
 def install(engine_module: ModuleType) -> None:
-    """Installs the hooks into DeepSpeed; in an unsupported version, has engines refuse shardopt's optimizers.
-
-    Args:
-        engine_module: ``deepspeed.runtime.engine``.
-    """
+    """Hooks into ``deepspeed.runtime.engine``; in an unsupported version, has engines refuse shardopt's optimizers."""
     # Not deepspeed.__version__: the import of that module may still be under way.
     from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 

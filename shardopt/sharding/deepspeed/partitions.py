@@ -23,10 +23,7 @@ _Names = Mapping[int, tuple[int, str]]
 
 
 def assign_partitions(engine: Any) -> None:
-    """Assigns shards to the flat tensors that DeepSpeed's optimizer steps.
-
-    Args:
-        engine: a DeepSpeedEngine whose optimizer is configured.
+    """Assigns shards to the flat tensors that the optimizer of a configured DeepSpeedEngine steps.
 
     Raises:
         RuntimeError: DeepSpeed's optimizer wrapper or its partitioning is unsupported, or the wrapper steps the param
