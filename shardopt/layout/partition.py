@@ -148,7 +148,7 @@ class RangePartition(NamedTuple):
         return self._elements_before(begin, numel), self._elements_before(begin + self.size, numel)
 
     def _elements_before(self, position: int, numel: int) -> int:
-        """How many of the tensor's elements are before a position of the flattened parameter."""
+        """How many of the tensor's elements (of scales: blocks) begin before a position of the flattened parameter."""
         position = max(position, 0)
         if self.block is not None:
             row_numel, block_size = self.block

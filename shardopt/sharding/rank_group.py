@@ -28,12 +28,12 @@ from torch.distributed.distributed_c10d import (
 from shardopt.layout import RankGroup
 
 
-def local_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
+def local_device(device_type: str, group: ProcessGroup | None = None) -> torch.device:
     """This rank's device of a type ("cpu", "cuda"): the device that the group is bound to, else the current one."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
     bound: torch.device | None = getattr(group, "bound_device_id", None)
-    return bound if bound is not None else torch.device(kind, getattr(torch, kind).current_device())
+    return bound if bound is not None else torch.device(device_type, getattr(torch, device_type).current_device())
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
@@ -91,7 +91,8 @@ class TorchRankGroup(RankGroup):
 
     @property
     def global_ranks_by_group(self) -> tuple[tuple[int, ...], ...]:
-        # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
+        # After destroy_process_group() and another init_process_group() DTensors may still have the old groups, which
+        # get_process_group_ranks() does not know: groups of one rank still work.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )

@@ -34,7 +34,7 @@ def assign_partitions(engine: Any) -> None:
     named = enumerate(parameter_names(engine.module).items())
     names = {id(param): (number, name) for number, (name, param) in named}
     kind = type(wrapper).__name__
-    if kind == "DeepSpeedZeroOptimizer":
+    if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
         _demand_one_step(engine, "param groups", wrapper.single_partition_of_fp32_groups)
         for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
             params = wrapper.round_robin_bit16_groups[index]
@@ -51,12 +51,12 @@ def assign_partitions(engine: Any) -> None:
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
             assign(flat, _buffer_of_ranges(wrapper.fp16_groups[index], group, names))
-    elif kind == "FP16_UnfusedOptimizer":
+    elif kind == "FP16_UnfusedOptimizer":  # ZeRO 0: masters have the parameters' shapes
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
                 if keeps_float32_state(param):
                     keep_float32_state(master)
-    elif wrapper is not engine.basic_optimizer:
+    elif wrapper is not engine.basic_optimizer:  # ZeRO 0 in float32 has no wrapper
         raise RuntimeError(
             f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch these off in "
             "the config"
