@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
-from shardopt.layout.partition import rectangles_of_range
+from shardopt.layout.partition import Part, rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
 
@@ -47,6 +47,11 @@ class Chunks:
         is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
         parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
         return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
+
+    @property
+    def rectangles(self) -> list[Part]:
+        """Offsets and shapes of the rectangles that this rank holds."""
+        return [(offsets, tuple(tensor.shape)) for offsets, tensor in self.parts.items()]
 
     def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
         """Replaces the tensor of each rectangle, in order, by the next one from ``rectangles``, a copy of it."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from shardopt.checkpoint.contents import Contents
-from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
 from shardopt.checkpoint.index import (
@@ -30,6 +29,7 @@ from shardopt.checkpoint.index import (
 )
 from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.replicas import check_replicas, replica_digests
 from shardopt.checkpoint.storage import LOCK_NAME, Folder
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
@@ -67,8 +67,10 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
         name = data_file_name(token, ranks.rank)
         try:
             of_ranks = ranks.gathered_numbers(lambda: _write(folder, name, plan, contents, ranks.rank))
-            check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], contents.tensors, ranks)
-            header = contents.header if plan.groups is None else {**contents.header, "param_groups": plan.groups}
+            check_replicas(plan.replicated, [numbers[3:] for numbers in of_ranks], contents.tensors, ranks)
+            header = (
+                contents.header if plan.param_groups is None else {**contents.header, "param_groups": plan.param_groups}
+            )
             files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
             index = Index(header, token, files, plan.tensors)
             ranks.agree(lambda: _commit(folder, index) if ranks.rank == 0 else None)
@@ -107,7 +109,7 @@ def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
 
 def _write(folder: Folder, name: str, plan: Plan, contents: Contents, rank: int) -> list[int]:
     """Writes this rank's data file, if any; returns the fields of its StoredFile, then the digests of replicas."""
-    own_digests = digests(plan.copies, contents.tensors, rank)
+    own_digests = replica_digests(plan.replicated, contents.tensors, rank)
     if not plan.own:
         return [0, 0, 0, *own_digests]
     with _refusing(folder, name, sum(data.nbytes for _, _, data in plan.own)):
