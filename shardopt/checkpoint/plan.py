@@ -151,12 +151,9 @@ class Planning:
             planning, messages = self._ranks.exchange(self._without_absent_tensors)
             return planning.plan(messages, is_retry=True)
         unequal: frozenset[str] = frozenset().union(*(group.unequal for group in groups))
-        holders = self._gathered_holders([name for name, each in tensors.items() if each.partition is None])
-        for name in unequal & holders.keys():
-            holders[name] = _of_first_rank(holders[name])
-        stored = _with_chosen_replicas(tensors, replicas, unequal, self._ranks.size)
-        stored |= {name: _with_parts(name, tensors[name], of_parts) for name, of_parts in holders.items()}
-        stored = dict(sorted(stored.items()))
+        holders = self._gathered_holders([name for name, each in tensors.items() if each.partition is None], unequal)
+        chosen = _with_chosen_replicas(tensors, replicas, unequal, self._ranks.size)
+        stored = dict(sorted({**chosen, **_with_listed_parts(tensors, holders)}.items()))
         replicated = [*_replicated_parts(holders, self._ranks.size), *_replicated_tensors(replicas, unequal)]
         param_groups = [group.param_groups for group in groups if group.param_groups is not None]
         return Plan(stored, union(param_groups) if param_groups else None, replicated, self._own_parts(stored))
@@ -190,8 +187,11 @@ class Planning:
             groups.append(DescriptionGroup(ranks, by_strides, param_groups, unequal, tensors))
         return groups
 
-    def _gathered_holders(self, names: Sequence[str]) -> dict[str, Holders]:
-        """All-gathers which ranks hold which rectangles of the tensors ``names``, which have no partition."""
+    def _gathered_holders(self, names: Sequence[str], unequal: Collection[str]) -> dict[str, Holders]:
+        """All-gathers which ranks hold which rectangles of the tensors ``names``, which have no partition.
+
+        Of ``unequal`` tensors only the first rank with a rectangle counts: values of several ranks must not mix.
+        """
         if not names:
             return {}
         own = {}
@@ -203,6 +203,9 @@ class Planning:
             for name, parts in json.loads(message).items():
                 for offsets, shape in parts:
                     holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)
+        for name in holders.keys() & set(unequal):
+            first = min((ranks[0] for ranks in holders[name].values()), default=-1)
+            holders[name] = {part: [first] for part, ranks in holders[name].items() if first in ranks}
         return holders
 
     def _own_parts(self, stored: Mapping[str, StoredTensor]) -> list[tuple[int, tuple[int, ...], Tensor]]:
@@ -221,11 +224,7 @@ class Planning:
 
 
 def _merged_tensors(groups: Sequence[DescriptionGroup]) -> dict[str, StoredTensor]:
-    """All tensors by name. Drops the partitions of tensors for which groups have different ones, to list rectangles.
-
-    Raises:
-        CheckpointError: tensors of one name differ in shape or dtype.
-    """
+    """All tensors by name, without the partitions of those for which groups have different ones; checks shapes."""
     merged = {name: stored for group in reversed(groups) for name, stored in group.tensors.items()}
     described = [(name, stored) for group in groups for name, stored in group.tensors.items()]
     refuse_differing({name for name, stored in described if stored[:2] != merged[name][:2]}, "shapes or dtypes")
@@ -319,21 +318,15 @@ def _replicated_parts(holders: Mapping[str, Holders], size: int) -> list[Replica
     return list(found.values())
 
 
-def _of_first_rank(holders: Holders) -> Holders:
-    """Only the rectangles of the first rank that holds one: ranks' values of a buffer may differ, and must not mix."""
-    first = min((ranks[0] for ranks in holders.values()), default=-1)
-    return {part: [first] for part, ranks in holders.items() if first in ranks}
-
-
-def _with_parts(name: str, tensor: StoredTensor, holders: Holders) -> StoredTensor:
-    """A tensor's entry of the index, with the first rank that holds each rectangle, which writes it.
-
-    Raises:
-        CheckpointError: the rectangles do not tile the tensor.
-    """
-    if not fills(tensor.shape, list(holders)):
-        raise _not_filled(name, tensor.shape)
-    return tensor._replace(parts=tuple(sorted((ranks[0], part) for part, ranks in holders.items())))
+def _with_listed_parts(tensors: Mapping[str, StoredTensor], holders: Mapping[str, Holders]) -> dict[str, StoredTensor]:
+    """The entries of the index of tensors without a partition: the first rank that holds a rectangle writes it."""
+    stored = {}
+    for name, ranks_of_part in holders.items():
+        if not fills(tensors[name].shape, list(ranks_of_part)):
+            raise _not_filled(name, tensors[name].shape)
+        parts = sorted((ranks[0], part) for part, ranks in ranks_of_part.items())
+        stored[name] = tensors[name]._replace(parts=tuple(parts))
+    return stored
 
 
 def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:

@@ -232,10 +232,10 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
             f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
-    ranks.agree(restoration.make_states)
-    restoration.commit()
-    return Loaded(restoration.extra, restoration.converted)
+    host = ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
+    states = ranks.agree(lambda: restoration.make_states(host))
+    restoration.commit(host, states)
+    return Loaded(host.extra, host.converted)
 
 
 class _Saving(Future[None]):
