@@ -55,6 +55,7 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
     """
 
     def described() -> tuple[tuple[Contents, Planning], bytes]:
+        check_keep_last(folder, keep_last)
         contents = read()
         planning = Planning(contents, ranks)
         return (contents, planning), planning.message
