@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardopt.checkpoint.groups import merged
-from shardopt.checkpoint.peers import package_of
-from shardopt.checkpoint.peers.base import DERIVED, CodedMoment, Peer, are_floats, is_dense
+from shardopt.checkpoint.peers import DERIVED, CodedMoment, Peer, are_floats, is_dense, package_of
 from shardopt.checkpoint.wording import few, kind_of, line, named, shown
-from shardopt.codec import Moment
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
@@ -185,30 +183,22 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
                 f"got the state of {peer.name}, whose averages are of gradients, expected exp_avg in units of its own, "
                 f"as {rule.name} keeps it; begin with new state"
             )
+        expected = [moment.name for moment in rule.moments]
         for number, param, (name, state) in zip(numbers, group["params"], saved.states, strict=True):
-            if state:
-                entries = _moment_entries(peer, state, saved.options, rule.moments, name)
-                spec = tensor_spec_of(param, group, rule.moments)
-                moments = {moment.name: entries[moment.name] for moment in rule.moments}
-                _check_moments(spec, param, moments, name)
-                source.states[number] = _SavedState(name, spec, moments, checked_step(entries, name))
-                source.ignored.extend(f"{key} of {name}" for key in sorted(peer.extra & entries.keys()))
+            if not state:
+                continue
+            entries = peer.read(state, saved.options, rule.moments, name)
+            if (got := entries.keys() - {"step", *DERIVED, *peer.ignored}) != set(expected):
+                raise ValueError(
+                    f"{name}: got state with {few(got) or 'no moments'}, expected {', '.join(expected) or 'none'}; "
+                    "choose the optimizer of the same kind"
+                )
+            spec = tensor_spec_of(param, group, rule.moments)
+            moments = {key: entries[key] for key in expected}
+            _check_moments(spec, param, moments, name)
+            source.states[number] = _SavedState(name, spec, moments, checked_step(entries, name))
+            source.ignored.extend(f"{key} of {name}" for key in sorted(peer.ignored & entries.keys()))
     return source
-
-
-def _moment_entries(
-    peer: Peer, state: Mapping[str, Any], options: Mapping[str, Any], moments: Sequence[Moment], name: str
-) -> Mapping[str, Any]:
-    """One parameter's entries under torch.optim's names; raises a ValueError if they are not those of ``moments``."""
-    entries = peer.read(state, options, moments, name)
-    expected = [moment.name for moment in moments]
-    got = entries.keys() - {"step", *DERIVED, *peer.extra}
-    if got != set(expected):
-        raise ValueError(
-            f"{name}: got state with {few(got) or 'no moments'}, expected {', '.join(expected) or 'none'}; "
-            "choose the optimizer of the same kind"
-        )
-    return entries
 
 
 def _matched_groups(
@@ -217,9 +207,6 @@ def _matched_groups(
     """A state dict's param groups, with each parameter's state, in the order of the optimizer's groups and parameters.
 
     Parameters are matched by name if the state dict has names in place of numbers, and ``names`` has theirs.
-
-    Raises:
-        ValueError: the state dict is malformed, or of other groups or parameters.
     """
     groups = optimizer.param_groups
     saved_groups, states = _containers(state_dict)
@@ -260,15 +247,11 @@ def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[A
 def _divided_options(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides a saved group's hyper-parameters into those that the optimizer takes over and those it does not have.
-
-    Raises:
-        ValueError: a hyper-parameter is out of range, or makes the optimizer keep other moments.
-    """
+    """Divides a saved group's hyper-parameters into those that the optimizer takes over and those it does not have."""
     rule = optimizer.rule(group)
     hyper = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in peer.hyper(saved, [moment.name for moment in rule.moments]).items()
+        for key, value in peer.hyper_parameters(saved, [moment.name for moment in rule.moments]).items()
     }
     if "initial_lr" in hyper:  # of a learning-rate schedule: the optimizer does not check it
         hyper["initial_lr"] = float(hyper["initial_lr"])
@@ -326,7 +309,7 @@ def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], na
     slice_ = spec.slices[0]  # the only one: parameters are not flat
     grid = slice_.grid
     coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
-    if len(coded) == len(moments) and all(coded[m.name].is_of(m.codec(slice_.codec), grid) for m in spec.moments):
+    if len(coded) == len(moments) and all(coded[m.name].is_same_as(m.codec(slice_.codec), grid) for m in spec.moments):
         state: StateDict = {}
         for moment in spec.moments:
             key, value = slice_.codes_name(moment), coded[moment.name]
@@ -338,7 +321,7 @@ def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], na
     for moment in spec.moments:
         value = moments[moment.name]
         if isinstance(value, CodedMoment):
-            value = value.values()
+            value = value.decoded()
             check_moment(value, moment.name, name, signed=moment.signed)
         is_local = isinstance(value, DTensor)  # sharded as the parameter is
         floats[moment.name] = value if is_local else _local_entry(spec, moment.name, value.float())
