@@ -113,8 +113,8 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
             if isinstance(value, Tensor):
                 check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
                 tensors[f"extra.{key}"] = Chunks.whole(value)
-        copied_header = loaded(dumped(header))  # an asynchronous save must not see later changes of ``extra``
-        return Contents(copied_header, tensors, {model_key(item.name) for item in buffers})
+        # As JSON: refuses other values now, and changes of ``extra`` during an asynchronous save do not reach it.
+        return Contents(loaded(dumped(header)), tensors, {model_key(item.name) for item in buffers})
 
 
 def items_of(model: Module, owner: Owner | None) -> list[Item]:
@@ -141,11 +141,11 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
             "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
             "replace parameters"
         )
-    no_parameters = [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
-    if no_parameters:
+    other_keys = [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
+    if other_keys:
         raise CheckpointError(
-            f"got an optimizer with state of {no_parameters[0]!r:.80}, which is no parameter, expected state of parameters; "
-            "save optimizer.state_dict() with torch.save"
+            f"got an optimizer with state of {other_keys[0]!r:.80}, which is no parameter, expected state of "
+            "parameters; save optimizer.state_dict() with torch.save"
         )
     slices: dict[Tensor, list[Any]] = {}  # spec and state of each slice of an optimizer tensor
     for param, group in group_of.items():

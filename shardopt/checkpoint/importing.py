@@ -312,10 +312,10 @@ def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], na
     if len(coded) == len(moments) and all(coded[m.name].is_same_as(m.codec(slice_.codec), grid) for m in spec.moments):
         state: StateDict = {}
         for moment in spec.moments:
-            key, value = slice_.codes_name(moment), coded[moment.name]
-            state[key] = _local_entry(spec, key, value.codes)
-            key = slice_.scales_name(moment)
-            state[key] = _local_entry(spec, key, value.scales.reshape(grid.rows, grid.blocks_per_row))
+            codes_key, scales_key, source = slice_.codes_name(moment), slice_.scales_name(moment), coded[moment.name]
+            scales = source.scales.reshape(grid.rows, grid.blocks_per_row)
+            state[codes_key] = _local_entry(spec, codes_key, source.codes)
+            state[scales_key] = _local_entry(spec, scales_key, scales)
         return state, "exact"
     floats: dict[str, Tensor] = {}
     for moment in spec.moments:

@@ -18,15 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
-from shardopt.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredFile,
-    data_file_name,
-    dump_index,
-    is_own_name,
-    load_index,
-)
+from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, is_own_name, load_index
 from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.replicas import check_replicas, replica_digests
