@@ -12,10 +12,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import describe
+from shardopt.checkpoint.groups import describe_group
 from shardopt.checkpoint.header import dumped, loaded
 from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
-from shardopt.checkpoint.wording import line
+from shardopt.checkpoint.wording import one_line
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, engines_of, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, canonical_modules, parameter_names
@@ -106,7 +106,7 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
         if owner is not None:
             header["optimizer"] = owner.internals.name
             names = names_by_group(items, len(owner.groups))
-            header["param_groups"] = list(map(describe, owner.groups, names))
+            header["param_groups"] = list(map(describe_group, owner.groups, names))
             for group in header["param_groups"]:
                 group["options"].update(owner.internals.format)
         for key, value in extra.items():
@@ -152,7 +152,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
         try:
             spec, entries = owner.internals.held(param, owner.groups[group])
         except ValueError as error:
-            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {line(error)}") from error
+            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from error
         slices[param] = list(zip(spec.slices, spec.split(entries), strict=True))
     for item in items:
         if item.param in slices:

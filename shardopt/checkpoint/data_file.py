@@ -172,7 +172,7 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
     """
     for number in numbers:
         stored, name = index.files[number], index.file_name(number)
-        path = folder.shown(name)
+        path = folder.path_of(name)
         if stored is None:
             raise unknown_content(path, "a tensor in a file that is not listed")
         length = stored.data + stored.table

@@ -18,7 +18,7 @@ from shardopt.wrapper.optimizer import QuantizedState
 #: Options that a load leaves as the loading optimizer has them, such as ``foreach``, and options of earlier versions,
 #: which are ignored. ``repay`` stays as it is because only some codecs and weight dtypes allow it, and a load may
 #: convert both.
-OF_THE_RUN = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
+RUN_OPTIONS = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
 
 #: Keys of a param group that are not saved. DeepSpeed's ``moe`` and ``name`` say how this run shards experts.
 _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
@@ -26,7 +26,7 @@ _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
 SavedGroup = dict[str, Any]
 
 
-def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
+def describe_group(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     """Describes a param group for the header: its parameters' names, and its options without those JSON cannot hold."""
     options = {}
     for key, value in group.items():
@@ -47,10 +47,10 @@ def _as_json(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
+def merged_groups(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     """Merges the param groups of ranks with different parameters (pipeline stages, experts) into one list.
 
-    Groups of different ranks become one group if their options are equal, but for those in ``OF_THE_RUN``.
+    Groups of different ranks become one group if their options are equal, but for those in ``RUN_OPTIONS``.
 
     Raises:
         CheckpointError: a parameter has different options on different ranks.
@@ -59,7 +59,7 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     for rank, groups in enumerate(of_ranks):
         for index, group in enumerate(groups):
             candidates = [*groups_of_all[index : index + 1], *groups_of_all] if rank else []
-            same = next((known for known in candidates if _learned(known) == _learned(group)), None)
+            same = next((known for known in candidates if _hyper_parameters(known) == _hyper_parameters(group)), None)
             names = dict.fromkeys(group["parameters"])
             if same is None:
                 groups_of_all.append({**group, "parameters": names})
@@ -77,8 +77,8 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     return [{**group, "parameters": list(group["parameters"])} for group in groups_of_all]
 
 
-def _learned(group: SavedGroup) -> dict[str, Any]:
-    return {key: value for key, value in group["options"].items() if key not in OF_THE_RUN}
+def _hyper_parameters(group: SavedGroup) -> dict[str, Any]:
+    return {key: value for key, value in group["options"].items() if key not in RUN_OPTIONS}
 
 
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
     return by_group
 
 
-def merged(
+def options_after_load(
     optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A param group's options after a load: saved hyper-parameters, but the present codec, block size and the like.
@@ -121,7 +121,7 @@ def merged(
     Raises:
         ValueError: one of the merged options is not allowed.
     """
-    kept = {*STATE_FORMAT, *OF_THE_RUN, *_NOT_SAVED, *optimizer._internals.format}
+    kept = {*STATE_FORMAT, *RUN_OPTIONS, *_NOT_SAVED, *optimizer._internals.format}
     if saved.get("master_weight_bits") != group.get("master_weight_bits"):
         kept.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in kept}
@@ -142,7 +142,7 @@ def merged(
     return {**group, **taken}
 
 
-def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
+def set_options(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
     """Sets a param group's options in place. Copies into tensors, as CUDA graphs may have captured their addresses."""
     for key in dropped:
         group.pop(key, None)

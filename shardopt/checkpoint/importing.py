@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.checkpoint.groups import merged
+from shardopt.checkpoint.groups import options_after_load
 from shardopt.checkpoint.peers import DERIVED, CodedMoment, Peer, are_floats, is_dense, package_of
-from shardopt.checkpoint.wording import few, kind_of, line, named, shown
+from shardopt.checkpoint.wording import few, kind_of, named, one_line, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
@@ -161,7 +161,7 @@ def _in_one_line() -> Iterator[None]:
         with reading("the state dict"):
             yield
     except ValueError as error:
-        raise ValueError(line(error, _MOST_CHARACTERS)) from error
+        raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
 
 
 @_in_one_line()
@@ -256,7 +256,7 @@ def _divided_options(
     if "initial_lr" in hyper:  # of a learning-rate schedule: the optimizer does not check it
         hyper["initial_lr"] = float(hyper["initial_lr"])
     usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | {"maximize", "initial_lr"}
-    new = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
+    new = options_after_load(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
     taken = {key: new[key] for key in hyper if key in usable}
     optimizer.check_group({**hyper, **new})  # also what is not taken: the rule refuses options of other updates
     if optimizer.rule(new).moments != rule.moments:

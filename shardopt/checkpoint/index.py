@@ -153,7 +153,7 @@ def load_index(folder: Folder) -> Index:
     Raises:
         CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of another format version.
     """
-    path = folder.shown(INDEX_NAME)
+    path = folder.path_of(INDEX_NAME)
     try:
         text = folder.read(INDEX_NAME)
     except OSError as error:
@@ -312,7 +312,7 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
 
 def _why_unreadable(folder: Folder, error: OSError) -> str:
     """The message of an error for a folder whose index cannot be read: what is in the folder instead."""
-    path = folder.shown(INDEX_NAME)
+    path = folder.path_of(INDEX_NAME)
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
     names = folder.names()

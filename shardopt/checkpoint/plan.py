@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import union
+from shardopt.checkpoint.groups import merged_groups
 from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_json
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
@@ -156,7 +156,7 @@ class Planning:
         stored = dict(sorted({**chosen, **_with_listed_parts(tensors, holders)}.items()))
         replicated = [*_replicated_parts(holders, self._ranks.size), *_replicated_tensors(replicas, unequal)]
         param_groups = [group.param_groups for group in groups if group.param_groups is not None]
-        return Plan(stored, union(param_groups) if param_groups else None, replicated, self._own_parts(stored))
+        return Plan(stored, merged_groups(param_groups) if param_groups else None, replicated, self._own_parts(stored))
 
     def _without_absent_tensors(self) -> tuple[Planning, bytes]:
         """A Planning of only the tensors of which this rank holds elements (or which have none), and its message."""
@@ -173,7 +173,7 @@ class Planning:
         for ranks in ranks_by_digest.values():
             is_own, sent = self._ranks.rank in ranks, b""
             if len(ranks_by_digest) > 1:
-                sent = self._ranks.from_rank(ranks[0], zlib.compress(self._text) if is_own else b"")
+                sent = self._ranks.broadcast(ranks[0], zlib.compress(self._text) if is_own else b"")
             if is_own:
                 param_groups, unequal = self._contents.header.get("param_groups"), self._contents.unequal
                 tensors = self._described
@@ -199,7 +199,7 @@ class Planning:
             chunks = self._contents.tensors.get(name)
             own[name] = chunks.rectangles if chunks is not None else []
         holders: dict[str, Holders] = {name: {} for name in names}
-        for rank, message in enumerate(self._ranks.gathered(json.dumps(own).encode())):
+        for rank, message in enumerate(self._ranks.all_gather(json.dumps(own).encode())):
             for name, parts in json.loads(message).items():
                 for offsets, shape in parts:
                     holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
-from shardopt.checkpoint.wording import line
+from shardopt.checkpoint.wording import one_line
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 T = TypeVar("T")
@@ -72,16 +72,16 @@ class Ranks:
         """Calls ``work`` and returns its result; raises on all ranks if it raised on any, as :meth:`exchange` does."""
         return self.exchange(lambda: (work(), b""))[0]
 
-    def gathered(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """All-gathers a message: returns those of all ranks, by rank. All ranks must call this."""
         return self.exchange(lambda: (None, message))[1]
 
-    def gathered_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
+    def all_gather_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
         """All-gathers the numbers, from 0 to 2**64 - 1, that ``work`` returns; fails as :meth:`exchange` does."""
         _, messages = self.exchange(lambda: (None, np.array(work(), dtype="<u8").tobytes()))
         return [np.frombuffer(message, dtype="<u8").tolist() for message in messages]
 
-    def from_rank(self, source: int, message: bytes) -> bytes:
+    def broadcast(self, source: int, message: bytes) -> bytes:
         """Broadcasts the message of rank ``source``; other ranks' messages are ignored. All ranks must call this."""
         if self._group is None:
             return message
@@ -104,7 +104,7 @@ def _lost_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
         raise LostRanksError(
-            f"the ranks cannot talk to each other any more: {line(error)}; see which of them failed, and why"
+            f"the ranks cannot talk to each other any more: {one_line(error)}; see which of them failed, and why"
         ) from error
 
 

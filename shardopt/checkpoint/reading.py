@@ -46,7 +46,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         for target in targets:
             if not fills(target.part[1], target.filled):
                 what = f"chunks that do not fill {named(target.name)} {target.part[1]} from {target.part[0]}"
-                raise unknown_content(folder.shown(INDEX_NAME), what)
+                raise unknown_content(folder.path_of(INDEX_NAME), what)
     except CheckpointError as error:
         if _is_replaced(folder, index):
             raise ReplacedError(
@@ -81,7 +81,7 @@ class _Target(NamedTuple):
 
 def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Target]) -> None:
     """Reads the chunks of one data file that overlap targets, into these targets."""
-    path = folder.shown(index.file_name(number))
+    path = folder.path_of(index.file_name(number))
     check_lengths(folder, index, [number])
     try:
         with folder.reading(index.file_name(number)) as read:

@@ -68,7 +68,7 @@ def check_replicas(
     """
     for number, each in enumerate(replicated):
         if not _are_equal([digests[number] for digests in digests_of_ranks], each.replica_of_rank):
-            gathered = ranks.gathered_numbers(partial(each.tensor_digests, chunks, ranks.rank))
+            gathered = ranks.all_gather_numbers(partial(each.tensor_digests, chunks, ranks.rank))
             by_tensor = zip(*(digests or [0] * len(each.tensors) for digests in gathered), strict=True)
             differing = {
                 name

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import apply, merged, saved_options
+from shardopt.checkpoint.groups import options_after_load, saved_options, set_options
 from shardopt.checkpoint.index import Index, StoredTensor
 from shardopt.checkpoint.items import Chunks, Item, LoadedItem, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
 from shardopt.checkpoint.storage import Folder
-from shardopt.checkpoint.wording import few, first_of, line, named, shown
+from shardopt.checkpoint.wording import few, first_of, named, one_line, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
@@ -191,7 +191,7 @@ class Restoration:
         ):
             dropped = group.keys() - new.keys()
             for target in (group,) if inside is group else (group, inside):
-                apply(target, new, dropped)
+                set_options(target, new, dropped)
         for param in self._owned:
             if param in states:
                 self._owner.internals.put(param, states[param])
@@ -251,7 +251,7 @@ class Restoration:
             optimizer._internals.saved_options(saved, ())
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
-        new = merged(optimizer, group, saved)
+        new = options_after_load(optimizer, group, saved)
         return {key: x for key, x in new.items() if key in saved or not internals.is_counter(key, x)}
 
     def _allocated(self, item: Item, options: _GroupOptions, saved_options: _GroupOptions) -> LoadedItem:
@@ -355,7 +355,7 @@ class Restoration:
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: {what}{error}") from error
         except ValueError as error:
-            raise CheckpointError(f"{self._folder}: {what}{line(error)}") from error
+            raise CheckpointError(f"{self._folder}: {what}{one_line(error)}") from error
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -365,7 +365,7 @@ class Restoration:
         except RuntimeError as error:
             raise CheckpointError(
                 f"{self._folder}: got a tensor that does not fit into the host's memory, expected one that does: "
-                f"{line(error)}; load another checkpoint"
+                f"{one_line(error)}; load another checkpoint"
             ) from error
 
 
