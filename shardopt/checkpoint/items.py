@@ -129,6 +129,11 @@ class LoadedItem:
         """Decodes this rank's part of the moments to float32; None if there is no state to load."""
         return self.saved_spec.decode(self.state) if self.saved_spec is not None and self.state else None
 
+    def check_state(self) -> None:
+        """Checks that the step count and the moments in ``state`` are in range; raises a ValueError if not."""
+        if self.saved_spec is not None and self.state:
+            self.saved_spec.check_local(self.state, self.item.name)
+
     def convert_weights(self) -> None:
         """Converts ``values`` and the master low bits in ``state``, in place, from the checkpoint's to the model's."""
         old, new = self.weight_formats

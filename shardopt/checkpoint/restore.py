@@ -109,28 +109,32 @@ class Restoration:
             CheckpointError: the checkpoint is damaged, is of another model or optimizer, needs a conversion without
                 `convert`, or has options or state that are out of range.
         """
-        self._check_model(claimed)
-        options, saved = self._new_and_saved_options()
-        items = [self._allocated(item, options, saved) for item in self._items]
-        buffers = [LoadedItem(item, _new_like(item.local)) for item in self._buffers]
-        converted = {each.item.name: words for each in items if (words := each.conversion)}
-        if converted and not convert:
-            name, conversion = next(iter(converted.items()))
-            raise CheckpointError(
-                f"{self._folder}: got {conversion} for {named(name)} and {len(converted) - 1} other parameters, "
-                "expected the optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
-            )
-        by_name = {each.item.name: each for each in items}
-        aliases: list[tuple[LoadedItem, LoadedItem]] = []
-        for alias, name in self._saved_twice.items():
-            main = by_name[name]
-            aliases.append((LoadedItem(replace(main.item, name=alias), _new_like(main.values)), main))
-        extra = self._allocated_extra()
-        self._read_into([*items, *buffers, *(alias for alias, _ in aliases)], extra)
-        self._check_aliases(aliases)
-        for each in items:
-            self._check_values(each)
-        self._check_steps(items)
+        with _naming(self._folder):
+            self._check_model(claimed)
+            options, saved = self._new_and_saved_options()
+            items = [self._allocated(item, options, saved) for item in self._items]
+            converted = {each.item.name: words for each in items if (words := each.conversion)}
+            if converted and not convert:
+                name, conversion = next(iter(converted.items()))
+                raise CheckpointError(
+                    f"got {conversion} for {named(name)} and {len(converted) - 1} other parameters, expected the "
+                    "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+                )
+            buffers = [LoadedItem(item, _new_like(item.local)) for item in self._buffers]
+            by_name = {each.item.name: each for each in items}
+            aliases: list[tuple[LoadedItem, LoadedItem]] = []
+            for alias, name in self._saved_twice.items():
+                main = by_name[name]
+                aliases.append((LoadedItem(replace(main.item, name=alias), _new_like(main.values)), main))
+            stored_extra = {key: stored for key, stored in self._index.tensors.items() if key.startswith("extra.")}
+            extra = {key: torch.empty(x.shape, dtype=x.dtype, device="cpu") for key, x in stored_extra.items()}
+            targets = self._targets([*items, *buffers, *(alias for alias, _ in aliases)], extra)
+        read_tensors(self._folder, self._index, targets)
+        with _naming(self._folder):
+            _check_aliases(aliases)
+            for each in items:
+                each.check_state()
+            _check_steps(items)
         for each in items:
             each.convert_weights()
         # Moments are decoded here, as no rank waits for another yet: if memory for it lacks, all raise.
@@ -139,7 +143,8 @@ class Restoration:
             for each in items
             if each.spec is not None and each.state_conversion and sharing_ranks(each.spec) is not None
         ]
-        return HostCopy(items, buffers, options, {**self._index.header["extra"], **extra}, converted, shared)
+        all_extra = {**self._index.header["extra"], **{key.removeprefix("extra."): x for key, x in extra.items()}}
+        return HostCopy(items, buffers, options, all_extra, converted, shared)
 
     def make_states(self, host: HostCopy) -> dict[Tensor, Any]:
         """Builds the optimizer's new state, encoded in its codec and on its devices. All ranks must call this.
@@ -160,7 +165,8 @@ class Restoration:
         for each in host.items:
             if each.state_conversion:
                 each.convert_state(encoded_of.get(id(each)))
-                self._check_values(each)
+                with _naming(self._folder):
+                    each.check_state()
             items_by_param.setdefault(each.item.param, []).append(each)
         states: dict[Tensor, Any] = {}
         for param in self._owned:
@@ -216,7 +222,7 @@ class Restoration:
                 f"shapes saved and in the model differ: {shapes}" if other else "",
             ]
             raise CheckpointError(
-                f"{self._folder}: got a checkpoint of another model: {'; '.join(filter(None, differences))}; expected "
+                f"got a checkpoint of another model: {'; '.join(filter(None, differences))}; expected "
                 "the model that was saved: build it with the same sizes and names"
             )
 
@@ -225,22 +231,21 @@ class Restoration:
         if self._owner is None:
             return [], []
         if self._index.header.get("param_groups") is None:
-            raise CheckpointError(
-                f"{self._folder}: got a checkpoint without an optimizer, expected one; load it without optimizer"
-            )
+            raise CheckpointError("got a checkpoint without an optimizer, expected one; load it without optimizer")
         saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
         if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
             raise CheckpointError(
-                f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
+                f"got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
         names = names_by_group(self._items, len(self._owner.groups))
-        with self._naming():
-            saved = saved_options(self._index.header["param_groups"], names)
+        saved = saved_options(self._index.header["param_groups"], names)
         new = []
         for index, group in enumerate(self._owner.groups):
-            with self._naming(f"param group {index}: "):
+            try:
                 new.append(self._new_options(group, saved[index]) if names[index] else dict(group))
+            except ValueError as error:
+                raise ValueError(f"param group {index}: {error}") from error
         return new, saved
 
     def _new_options(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +267,7 @@ class Restoration:
         dtype = self._index.tensors[model_key(item.name)].dtype
         if dtype != item.local.dtype and not {dtype, item.local.dtype} <= DTYPES.keys():
             raise CheckpointError(
-                f"{self._folder}: got {named(item.name)} of {dtype}, expected {item.local.dtype}; only "
+                f"got {named(item.name)} of {dtype}, expected {item.local.dtype}; only "
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
         loaded = LoadedItem(item, torch.empty(item.local.shape, dtype=dtype, device="cpu"))
@@ -270,103 +275,82 @@ class Restoration:
             return loaded
         entries, internals = self._entries.get(item.name, {}), self._owner.internals
         new, saved = options[item.group], saved_options[item.group]
-        with self._naming():
-            loaded.spec = internals.form(item.shard, item.local.dtype, new, entries)
-            if not entries:
-                return loaded
-            of_state = {key: saved[key] for key in {*STATE_FORMAT, *internals.format} & saved.keys()}
-            # Entries do not depend on repay, which would refuse some dtypes of weights here.
-            saved_spec = internals.form(item.shard, dtype, {**new, **of_state, "repay": False}, entries)
-            if entries.keys() != saved_spec.entries.keys():
-                saved_by = named(self._index.header.get("optimizer"))
-                raise CheckpointError(
-                    f"got {few(entries)} of {named(item.name)}, saved by {saved_by}, expected "
-                    f"{', '.join(sorted(saved_spec.entries))} of {internals.name}; load it into {saved_by}, or the "
-                    "model alone: load(path, model)"
-                )
+        loaded.spec = internals.form(item.shard, item.local.dtype, new, entries)
+        if not entries:
+            return loaded
+        saved_format = {key: saved[key] for key in {*STATE_FORMAT, *internals.format} & saved.keys()}
+        # Entries do not depend on repay, which would refuse some dtypes of weights here.
+        saved_spec = internals.form(item.shard, dtype, {**new, **saved_format, "repay": False}, entries)
+        if entries.keys() != saved_spec.entries.keys():
+            saved_by = named(self._index.header.get("optimizer"))
+            raise CheckpointError(
+                f"got {few(entries)} of {named(item.name)}, saved by {saved_by}, expected "
+                f"{', '.join(sorted(saved_spec.entries))} of {internals.name}; load it into {saved_by}, or the "
+                "model alone: load(path, model)"
+            )
         loaded.saved_spec = saved_spec
         is_flat = isinstance(item.shard, FlatShard)  # on ranks without elements, flat shards have no state
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
-        is_owned = item.param in self._owned
-        saved_format, new_format = loaded.weight_formats  # to convert weights, the low bits in the state are needed
-        if (has_state and is_owned) or saved_format != new_format:
-            with self._in_memory():
-                loaded.state = saved_spec.new(_CPU)
+        saved_weights, new_weights = loaded.weight_formats  # to convert weights, the low bits in the state are needed
+        if (has_state and item.param in self._owned) or saved_weights != new_weights:
+            loaded.state = saved_spec.new(_CPU)
         return loaded
 
-    def _allocated_extra(self) -> dict[str, Tensor]:
-        """Memory to read the tensors among the ``extra`` values into, by their keys."""
-        with self._in_memory():
-            return {
-                name.removeprefix("extra."): torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                for name, stored in self._index.tensors.items()
-                if name.startswith("extra.")
-            }
-
-    def _read_into(self, items: Sequence[LoadedItem], extra: Mapping[str, Tensor]) -> None:
-        """Reads into the values and states of ``items``, and into ``extra``, once their dtypes and shapes fit."""
+    def _targets(self, items: Sequence[LoadedItem], extra: Mapping[str, Tensor]) -> dict[str, Chunks]:
+        """The memory to read into, by the names in the checkpoint; checks that the saved dtypes and shapes fit."""
         tensors: dict[str, Chunks] = {}
         for each in items:
             tensors |= tensors_of(each.item, each.values, each.saved_spec, each.state)
-        tensors |= {f"extra.{name}": Chunks.whole(values) for name, values in extra.items()}
+        tensors |= {key: Chunks.whole(values) for key, values in extra.items()}
         for name, target in tensors.items():
             stored = self._index.tensors[name]
             if (stored.dtype, stored.shape) != (target.dtype, target.shape):
                 raise CheckpointError(
-                    f"{self._folder}: got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
+                    f"got {named(name)} of {stored.dtype} and shape {shown(stored.shape)}, expected "
                     f"{target.dtype} and {target.shape}; load another checkpoint"
                 )
-        read_tensors(self._folder, self._index, tensors)
+        return tensors
 
-    def _check_aliases(self, aliases: Sequence[tuple[LoadedItem, LoadedItem]]) -> None:
-        """Checks that tied weights were saved with bitwise equal values under both names of each pair."""
-        for alias, main in aliases:
-            if not torch.equal(*(x.values.reshape(-1).view(torch.uint8) for x in (alias, main))):
-                raise CheckpointError(
-                    f"{self._folder}: got {named(main.item.name)} and {named(alias.item.name)} with different values, "
-                    "expected equal ones for a parameter that the model has under both names; load into a model that "
-                    "does not share them"
-                )
 
-    def _check_values(self, loaded: LoadedItem) -> None:
-        """Checks that the step count and the moments are in range."""
-        if loaded.saved_spec is not None and loaded.state:
-            with self._naming():
-                loaded.saved_spec.check_local(loaded.state, loaded.item.name)
-
-    def _check_steps(self, items: Sequence[LoadedItem]) -> None:
-        """Checks that parameters of one flat buffer have equal step counts, as the buffer's state has only one."""
-        steps: dict[Tensor, set[float]] = {}
-        for each in items:
-            if each.item.segment is not None and each.state:
-                steps.setdefault(each.item.param, set()).add(float(each.state["step"]))
-        for counts in steps.values():
-            if len(counts) > 1:
-                raise CheckpointError(
-                    f"{self._folder}: got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
-                    "expected one count; wrap the model with use_orig_params=True"
-                )
-
-    @contextmanager
-    def _naming(self, what: str = "") -> Iterator[None]:
-        """Turns errors in the checkpoint's content into a CheckpointError that begins with its path, then ``what``."""
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._folder}: {what}{error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self._folder}: {what}{one_line(error)}") from error
-
-    @contextmanager
-    def _in_memory(self) -> Iterator[None]:
-        """Turns a failed allocation, in a size that the checkpoint says, into a CheckpointError with its path."""
-        try:
-            yield
-        except RuntimeError as error:
+def _check_aliases(aliases: Sequence[tuple[LoadedItem, LoadedItem]]) -> None:
+    """Checks that tied weights were saved with bitwise equal values under both names of each pair."""
+    for alias, main in aliases:
+        if not torch.equal(*(x.values.reshape(-1).view(torch.uint8) for x in (alias, main))):
             raise CheckpointError(
-                f"{self._folder}: got a tensor that does not fit into the host's memory, expected one that does: "
-                f"{one_line(error)}; load another checkpoint"
-            ) from error
+                f"got {named(main.item.name)} and {named(alias.item.name)} with different values, "
+                "expected equal ones for a parameter that the model has under both names; load into a model that "
+                "does not share them"
+            )
+
+
+def _check_steps(items: Sequence[LoadedItem]) -> None:
+    """Checks that parameters of one flat buffer have equal step counts, as the buffer's state has only one."""
+    steps: dict[Tensor, set[float]] = {}
+    for each in items:
+        if each.item.segment is not None and each.state:
+            steps.setdefault(each.item.param, set()).add(float(each.state["step"]))
+    for counts in steps.values():
+        if len(counts) > 1:
+            raise CheckpointError(
+                f"got parameters stepped {shown(sorted(counts))} times for one flat parameter, "
+                "expected one count; wrap the model with use_orig_params=True"
+            )
+
+
+@contextmanager
+def _naming(folder: Folder) -> Iterator[None]:
+    """Turns errors in a checkpoint's content, and failed allocations of a size in it, into a CheckpointError."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {one_line(error)}") from error
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder}: got a tensor that does not fit into the host's memory, expected one that does: "
+            f"{one_line(error)}; load another checkpoint"
+        ) from error
 
 
 def _new_like(tensor: Tensor) -> Tensor:
