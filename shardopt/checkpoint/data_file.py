@@ -32,7 +32,7 @@ import numpy as np
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError, demand
-from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, StoredTensor, unknown_content
+from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, StoredTensor, data_file_name, unknown_content
 from shardopt.checkpoint.rectangles import slices
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import named
@@ -171,7 +171,7 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
         CheckpointError: a file does not exist or has another length.
     """
     for number in numbers:
-        stored, name = index.files[number], index.file_name(number)
+        stored, name = index.files[number], data_file_name(index.token, number)
         path = folder.path_of(name)
         if stored is None:
             raise unknown_content(path, "a tensor in a file that is not listed")

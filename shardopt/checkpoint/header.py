@@ -50,6 +50,7 @@ def loaded(text: str | bytes) -> Any:
 
 
 def _encoded(value: Any, name: str, depth: int) -> Any:
+    """A value with objects in place of infinities and NaN; ``name``: its place in the header, ``depth`` levels down."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"$numberDouble": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if not isinstance(value, dict | list | tuple):
@@ -74,12 +75,13 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
     return encoded
 
 
-def _decoded(decoded: dict[str, Any]) -> Any:
-    if len(decoded) != 1:
-        return decoded
-    [(key, value)] = decoded.items()
+def _decoded(parsed: dict[str, Any]) -> Any:
+    """The number or dict that a JSON object stands for: the inverse of :func:`_encoded`, for one object."""
+    if len(parsed) != 1:
+        return parsed
+    [(key, value)] = parsed.items()
     if not _KEY.fullmatch(key):
-        return decoded
+        return parsed
     if key.startswith("$$"):
         return {key[1:]: value}
-    return _NUMBERS.get(value, decoded) if isinstance(value, str) else decoded
+    return _NUMBERS.get(value, parsed) if isinstance(value, str) else parsed

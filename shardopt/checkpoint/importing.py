@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -141,7 +140,15 @@ def import_state(
             "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
         )
     names_by_id = {id(param): name for name, param in (names or {}).items()}
-    source = all_or_none(loading_groups(params), lambda: _read(optimizer, state_dict, names_by_id))
+
+    def read() -> _Source:
+        try:
+            with reading("the state dict"):
+                return _read(optimizer, state_dict, names_by_id)
+        except ValueError as error:
+            raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
+
+    source = all_or_none(loading_groups(params), read)
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
     for number, (name, spec, moments, step) in source.states.items():
@@ -154,17 +161,6 @@ def import_state(
     return ImportReport(source.package, parameters, tuple(source.ignored))
 
 
-@contextmanager
-def _in_one_line() -> Iterator[None]:
-    """Turns errors inside the block, except lack of memory, into a ValueError of one line."""
-    try:
-        with reading("the state dict"):
-            yield
-    except ValueError as error:
-        raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
-
-
-@_in_one_line()
 def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> _Source:
     """Reads and validates the state to import, without collectives; ``names`` has names by the parameters' ids."""
     saved_groups = _matched_groups(optimizer, state_dict, names)
@@ -296,15 +292,14 @@ def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor
 
 
 def _sharding(tensor: DTensor) -> tuple[Any, ...]:
+    """The device mesh and the placements."""
     return tensor.device_mesh, tensor.placements
 
 
 def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
     """Converts a parameter's moments to the optimizer's state entries; also returns how exact the conversion was.
 
-    Raises:
-        ValueError: decoded moments are not finite, or negative for a moment that has no sign; raised on all ranks, as
-            all have the same codes.
+    Raises a ValueError if decoded moments are out of range: on all ranks, as all have the same codes.
     """
     slice_ = spec.slices[0]  # the only one: parameters are not flat
     grid = slice_.grid

@@ -123,14 +123,11 @@ class Index(NamedTuple):
     tensors: dict[str, StoredTensor]
     crc32: int = 0
 
-    def file_name(self, number: int) -> str:
-        """The name of the data file with this number."""
-        return data_file_name(self.token, number)
-
     @property
     def file_names(self) -> list[str]:
         """The names of all data files."""
-        return [self.file_name(number) for number, stored in enumerate(self.files) if stored is not None]
+        numbers = [number for number, stored in enumerate(self.files) if stored is not None]
+        return [data_file_name(self.token, number) for number in numbers]
 
 
 def data_file_name(token: str, number: int) -> str:

@@ -8,8 +8,8 @@ state entry), each described by a :class:`Chunks`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,18 +45,14 @@ class Chunks:
     @classmethod
     def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
         """Chunks of a tensor that each rank holds in full; ``placed`` says which rank saves it, by default any one."""
-        is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
-        parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
+        is_here = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
+        parts = {(0,) * tensor.dim(): tensor.detach()} if is_here else {}
         return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
 
     @property
     def rectangles(self) -> list[Part]:
         """Offsets and shapes of the rectangles that this rank holds."""
         return [(offsets, tuple(tensor.shape)) for offsets, tensor in self.parts.items()]
-
-    def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
-        """Replaces the tensor of each rectangle, in order, by the next one from ``rectangles``, a copy of it."""
-        return replace(self, parts={offsets: next(rectangles) for offsets in self.parts})
 
 
 @dataclass
@@ -172,17 +168,16 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
     ``local`` may have trailing dimensions. With a ``grid``, the tensor has one number per block, such as scales: ranks
     that share a block all load its number, and the rank with the block's first element saves it (``to_save``).
     """
-    of = shard if grid is None else shard.scales(grid)
+    shard = shard if grid is None else shard.scales(grid)
     local = local.detach()
-    shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
-    if not isinstance(of, FlatShard):
-        behind = (0,) * (local.dim() - len(of.indices))
-        parts = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
-        return Chunks(shape, local.dtype, parts, of.partition)
-    start = of.saved_from if to_save else of.start
-    return Chunks(
-        shape, local.dtype, _rectangles(of.global_shape, start, of.end, local[start - of.start :]), of.partition
-    )
+    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
+    if isinstance(shard, FlatShard):
+        start = shard.saved_from if to_save else shard.start
+        parts = _rectangles(shard.global_shape, start, shard.end, local[start - shard.start :])
+    else:
+        trailing = (0,) * (local.dim() - len(shard.indices))
+        parts = {(*(start for start, _ in shard.indices), *trailing): local} if local.numel() else {}
+    return Chunks(shape, local.dtype, parts, shard.partition)
 
 
 def tensors_of(
@@ -202,7 +197,7 @@ def tensors_of(
         return tensors
     for key, value in state.items():
         if spec.is_whole(key):
-            chunks = Chunks.whole(value, _of_first_element(spec.shard) if to_save else WHOLE)
+            chunks = Chunks.whole(value, _step_partition(spec.shard) if to_save else WHOLE)
         else:
             chunks = chunks_of(spec.shard, value, spec.grid_of(key), to_save=to_save)
         tensors[f"optimizer.{item.name}.{key}"] = chunks
@@ -214,7 +209,7 @@ def model_key(name: str) -> str:
     return f"model.{name}"
 
 
-def _of_first_element(shard: Shard) -> Placed:
+def _step_partition(shard: Shard) -> Placed:
     """The partition of ``step`` and other entries that are not sharded, when saved: which rank writes them.
 
     Under flat sharding the rank with the parameter's first element does, as ranks without elements have no state.
@@ -228,17 +223,13 @@ def _of_first_element(shard: Shard) -> Placed:
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """Views of ``local``, by offset, for the rectangles that make up ``[start, end)`` of a flattened tensor.
 
-    Args:
-        shape: the tensor's shape.
-        start: index of the first element.
-        end: index behind the last element.
-        local: the range's elements, shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
+    ``local`` has the shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
     """
-    behind = tuple(local.shape[1:])
-    found: dict[tuple[int, ...], Tensor] = {}
-    at = 0
+    trailing = tuple(local.shape[1:])
+    views: dict[tuple[int, ...], Tensor] = {}
+    position = 0
     for offsets, extents in rectangles_of_range(tuple(shape), start, end):
         numel = math.prod(extents)
-        found[(*offsets, *(0,) * len(behind))] = local[at : at + numel].view(*extents, *behind)
-        at += numel
-    return found
+        views[(*offsets, *(0,) * len(trailing))] = local[position : position + numel].view(*extents, *trailing)
+        position += numel
+    return views

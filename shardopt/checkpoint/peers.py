@@ -16,6 +16,8 @@ from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.layout import BlockGrid
 
+_TABLE_SHAPE = (256,)  # of the values that 8-bit codes stand for
+
 #: Entries of torch.optim's state that can be computed from the step count, and so are not imported.
 DERIVED = {"mu_product"}
 
@@ -140,11 +142,6 @@ def are_floats(value: object) -> TypeGuard[Tensor]:
     return is_dense(value) and value.dtype.is_floating_point
 
 
-def is_table(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a float tensor that can decode 8-bit codes: one value for each of 256 codes."""
-    return are_floats(value) and value.shape == (256,)
-
-
 _EIGHT_BIT = "OptimState8bit"
 _DECODED = ("OptimState4bit", "OptimStateFp8")  # decoded to float: no codec of shardopt has their codes
 
@@ -179,7 +176,7 @@ class Torchao(Peer):
             raise ValueError(
                 f"{what}: got codes of {kind_of(codes)}, signed={shown(is_signed)}, expected uint8, signed={signed}"
             )
-        if not are_floats(scales) or not is_table(table):
+        if not are_floats(scales) or not are_floats(table) or table.shape != _TABLE_SHAPE:
             raise ValueError(
                 f"{what}: got scales of {kind_of(scales)} and a map of {kind_of(table)}, expected floats, and 256 of "
                 "them in the map"
@@ -356,10 +353,12 @@ def _read_moment(state: Mapping[str, Any], number: int, moment: Moment, name: st
     The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
     """
     what = f"{name}: state{number}"
-    codes, table, scales = (state.get(f"{key}{number}") for key in ("state", "qmap", "absmax"))
+    entries: list[Any] = [state.get(f"{key}{number}") for key in ("state", "qmap", "absmax")]
+    codes, table, scales = entries
     if are_floats(codes):
         return codes
-    if not is_dense(codes) or codes.dtype != torch.uint8 or not is_table(table) or not are_floats(scales):
+    are_tensors = is_dense(codes) and are_floats(table) and are_floats(scales)
+    if not are_tensors or codes.dtype != torch.uint8 or table.shape != _TABLE_SHAPE:
         raise ValueError(
             f"{what}: got {kind_of(codes)} and {few(state)}, expected uint8 codes, and "
             f"float tensors qmap{number} (256 values) and absmax{number}"

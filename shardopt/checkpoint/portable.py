@@ -117,9 +117,8 @@ def async_save(
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
         CheckpointError: there is not enough room for the copy in ``staging_dir``, on any rank.
-        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
-        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
-            shardopt's, or is not that of the DeepSpeed engine.
+        ValueError: as :func:`save`.
+        TypeError: as :func:`save`.
     """
     global _last_future
     folder = folder_at(path)

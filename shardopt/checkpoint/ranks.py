@@ -55,15 +55,16 @@ class Ranks:
         except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
             error, message = raised, f"{type(raised).__name__}: {raised}".encode(errors="replace")
         outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
+        # Success without a message sends no byte: if no rank sends one, a single collective is enough, not two.
+        sent = bytes([outcome]) + message if outcome != _DONE or message else b""
         with _lost_ranks():
-            # Nothing is sent for "done" without a message: ranks that all say so need one collective, not two.
-            received = list(self._group.gathered(bytes([outcome]) + message if outcome or message else b"").values())
+            received = list(self._group.gathered(sent).values())
         outcomes, messages = [each[0] if each else _DONE for each in received], [each[1:] for each in received]
-        if any(outcomes):
-            kind = CheckpointError if _FAILED in outcomes else ReplacedError
+        failed = [rank for rank, each in enumerate(outcomes) if each != _DONE]
+        if failed:
+            kind = CheckpointError if _FAILED in outcomes else ReplacedError  # another attempt helps only if all agree
             if error is not None:
                 raise kind(str(error)) if isinstance(error, ReplacedError) else error
-            failed = [rank for rank, each in enumerate(outcomes) if each]
             first = messages[failed[0]].decode()
             raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
         return result, messages

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.data_file import AHEAD, MAX_BYTES, StoredChunk, check_lengths, chunks_in, computed_ahead
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError
-from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, unknown_content
+from shardopt.checkpoint.index import INDEX_NAME, Index, data_file_name, load_index, unknown_content
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.rectangles import common_part, fills, relative_to, slices
 from shardopt.checkpoint.storage import Folder, Read
@@ -81,10 +81,11 @@ class _Target(NamedTuple):
 
 def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Target]) -> None:
     """Reads the chunks of one data file that overlap targets, into these targets."""
-    path = folder.path_of(index.file_name(number))
+    name = data_file_name(index.token, number)
+    path = folder.path_of(name)
     check_lengths(folder, index, [number])
     try:
-        with folder.reading(index.file_name(number)) as read:
+        with folder.reading(name) as read:
             _read_chunks(_read_table(index, number, read, path), read, path, targets)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error

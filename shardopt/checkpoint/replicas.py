@@ -143,10 +143,6 @@ def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def refuse_differing(names: Collection[str], what: str) -> None:
-    """Raises an error that names the tensors in ``names``, whose ``what`` differ between ranks, if there are any.
-
-    Raises:
-        CheckpointError: ``names`` is not empty.
-    """
+    """Raises a CheckpointError with the tensors in ``names``, whose ``what`` differ between ranks, if there are any."""
     if names:
         raise CheckpointError(f"got different {what} of {few(names)} on different ranks, {_REMEDY}")

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,7 +57,10 @@ class Stager:
         ]
         copy_tensors(copies, rectangles)
         in_order = iter(copies)
-        return {name: chunks.with_copies(in_order) for name, chunks in tensors.items()}
+        return {
+            name: replace(chunks, parts={offsets: next(in_order) for offsets in chunks.parts})
+            for name, chunks in tensors.items()
+        }
 
 
 def _mapped(folder: Path, size: int) -> Tensor:
