@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import describe_group
-from shardopt.checkpoint.header import dumped, loaded
+from shardopt.checkpoint.header import from_json, to_json
 from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
 from shardopt.checkpoint.wording import one_line
 from shardopt.kernels.memory import check_storage, readable
@@ -23,8 +23,6 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
 from shardopt.report.memory import owner_of
 from shardopt.wrapper.optimizer import QuantizedState
-
-_CPU = torch.device("cpu")
 
 
 class Contents(NamedTuple):
@@ -114,7 +112,7 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
                 check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
                 tensors[f"extra.{key}"] = Chunks.whole(value)
         # As JSON: refuses other values now, and changes of ``extra`` during an asynchronous save do not reach it.
-        return Contents(loaded(dumped(header)), tensors, {model_key(item.name) for item in buffers})
+        return Contents(from_json(to_json(header)), tensors, {model_key(item.name) for item in buffers})
 
 
 def items_of(model: Module, owner: Owner | None) -> list[Item]:
@@ -254,6 +252,6 @@ def _chunks_by_name(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str,
             continue
         is_empty = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
         if spec is not None and is_empty and not state:
-            state = spec.new(_CPU)
+            state = spec.new(torch.device("cpu"))
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

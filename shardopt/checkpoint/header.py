@@ -23,7 +23,7 @@ _KEY = re.compile(r"\$+numberDouble")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def dumped(header: Any) -> str:
+def to_json(header: Any) -> str:
     """Encodes a header as JSON, with infinities and NaN as objects.
 
     Raises:
@@ -39,8 +39,8 @@ def dumped(header: Any) -> str:
         ) from error
 
 
-def loaded(text: str | bytes) -> Any:
-    """Decodes JSON in which infinities and NaN are objects, as :func:`dumped` writes them.
+def from_json(text: str | bytes) -> Any:
+    """Decodes JSON in which infinities and NaN are objects, as :func:`to_json` writes them.
 
     Raises:
         ValueError: the text is not JSON.

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, demand
-from shardopt.checkpoint.header import dumped, loaded
+from shardopt.checkpoint.header import from_json, to_json
 from shardopt.checkpoint.rectangles import fills
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.wording import named, shown
@@ -191,14 +191,14 @@ def dump_index(index: Index) -> bytes:
     """Encodes an index as the bytes of ``checkpoint.json``, with its checksum.
 
     Raises:
-        TypeError: see :func:`shardopt.checkpoint.header.dumped`.
+        TypeError: see :func:`shardopt.checkpoint.header.to_json`.
     """
     tensors = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(tensor_to_json(tensor))}" for name, tensor in index.tensors.items()
     )
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
-        f'"header": {dumped(index.header)},\n'
+        f'"header": {to_json(index.header)},\n'
         f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'
@@ -213,10 +213,15 @@ def is_own_name(name: str) -> bool:
 
 def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     """Encodes a tensor's entry in the index, as this module's docstring describes it."""
-    entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
-    if tensor.partition is None:
+    entry: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+    partition = tensor.partition
+    if partition is None:
         return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
-    return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
+    entry["start"] = tensor.start
+    if isinstance(partition, GridPartition):
+        return {**entry, "cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
+    numbers = list(partition[:-1])
+    return {**entry, "range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
 
 def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
@@ -248,14 +253,6 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
         demand(file < files, f"a part of {named(name)} in a file that is not listed")
         parts.append((file, (_sizes(part[1], name), _sizes(part[2], name))))
     return StoredTensor(dtype, shape, parts=tuple(parts))
-
-
-def partition_to_json(partition: Partition) -> dict[str, Any]:
-    """Encodes a partition as ``cuts`` or ``range``, as this module's docstring describes them."""
-    if isinstance(partition, GridPartition):
-        return {"cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
-    numbers = list(partition[:-1])
-    return {"range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
 
 def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...]) -> Partition:
@@ -294,7 +291,7 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
-            content = loaded(text)
+            content = from_json(text)
         except (ValueError, RecursionError) as error:
             raise unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:

@@ -63,12 +63,8 @@ class Peer:
     def hyper_parameters(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
         """Renames a param group's hyper-parameters to torch.optim's names, and converts their values.
 
-        Args:
-            group: the param group.
-            moments: the names of the moments that the optimizer keeps.
-
-        Raises:
-            ValueError: the hyper-parameters are of another kind of optimizer.
+        ``moments`` has the names of the moments that the optimizer keeps. Raises a ValueError if the hyper-parameters
+        are of another kind of optimizer.
         """
         return dict(group)
 

@@ -28,7 +28,6 @@ from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
 from shardopt.wrapper.entries import OF_QUANTIZE_STATE
 from shardopt.wrapper.optimizer import QuantizedState
 
-_CPU = torch.device("cpu")
 #: Options of each param group of the optimizer.
 _GroupOptions = Sequence[Mapping[str, Any]]
 
@@ -293,7 +292,7 @@ class Restoration:
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
         saved_weights, new_weights = loaded.weight_formats  # to convert weights, the low bits in the state are needed
         if (has_state and item.param in self._owned) or saved_weights != new_weights:
-            loaded.state = saved_spec.new(_CPU)
+            loaded.state = saved_spec.new(torch.device("cpu"))
         return loaded
 
     def _targets(self, items: Sequence[LoadedItem], extra: Mapping[str, Tensor]) -> dict[str, Chunks]:

@@ -180,6 +180,7 @@ class Folder:
         return None
 
     def _fs_path(self, name: str) -> str:
+        """A file's path for the file system object."""
         return f"{self._path}/{name}"
 
 
@@ -214,6 +215,7 @@ class LocalFolder(Folder):
             return file.read()
 
     def _open(self, name: str) -> int:
+        """Opens a regular file to be read; returns its descriptor."""
         self.size(name)  # raises if it is a link or a pipe
         return os.open(self._fs_path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
 
