@@ -166,12 +166,12 @@ def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Map
     saved_groups = _matched_groups(optimizer, state_dict, names)
     peer = package_of([state for group in saved_groups for _, state in group.states if state])
     source = _Source(peer.name, [], {}, [])
-    first = 0
+    count = 0  # parameters in the groups before
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         options, left_out = _divided_options(optimizer, group, saved.options, peer)
         source.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
-        numbers = range(first, first + len(saved.states))
-        first = numbers.stop
+        numbers = range(count, count + len(saved.states))
+        count = numbers.stop
         source.groups.append({**options, "params": [*numbers]})
         rule = optimizer.rule(group)
         if any(moment.name == "exp_avg" and moment.own_units for moment in rule.moments):

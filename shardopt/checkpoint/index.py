@@ -126,8 +126,7 @@ class Index(NamedTuple):
     @property
     def file_names(self) -> list[str]:
         """The names of all data files."""
-        numbers = [number for number, stored in enumerate(self.files) if stored is not None]
-        return [data_file_name(self.token, number) for number in numbers]
+        return [data_file_name(self.token, number) for number, file in enumerate(self.files) if file is not None]
 
 
 def data_file_name(token: str, number: int) -> str:

@@ -100,7 +100,8 @@ class Planning:
         message: to be all-gathered: a digest of the description, and for each strides the rank at offset 0.
 
     Raises:
-        CheckpointError: a name cannot be encoded as UTF-8, or a kind of shard describes its partition wrongly.
+        CheckpointError: a kind of shard describes its partition wrongly.
+        UnicodeEncodeError: a name cannot be encoded as UTF-8.
     """
 
     def __init__(self, contents: Contents, ranks: Ranks) -> None:
@@ -114,12 +115,7 @@ class Planning:
             if partition is not None:
                 _check_parts(name, chunks, partition, offset)
             self._described[name] = StoredTensor(chunks.dtype, chunks.shape, partition=partition)
-        try:
-            "".join(self._described).encode()
-        except UnicodeEncodeError as error:
-            raise CheckpointError(
-                f"got a name that is no text: {error}; name parameters and extra values by text"
-            ) from None
+        "".join(self._described).encode()  # raises a UnicodeEncodeError for a name that is no text
         self._starts = {strides: ranks.rank - offset for strides, offset in sorted(offsets.items())}
         content = {
             "groups": contents.header.get("param_groups"),
@@ -234,9 +230,7 @@ def _merged_tensors(groups: Sequence[DescriptionGroup]) -> dict[str, StoredTenso
     return merged
 
 
-def _find_replicas(
-    groups: Sequence[DescriptionGroup], tensors: Mapping[str, StoredTensor], size: int
-) -> dict[str, Replicas]:
+def _find_replicas(groups: list[DescriptionGroup], tensors: dict[str, StoredTensor], size: int) -> dict[str, Replicas]:
     """Finds the replicas of each tensor with a partition; ``size``: the number of ranks.
 
     Tensors with the same groups and strides share one Replicas object.

@@ -94,9 +94,9 @@ def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Tar
 def _read_chunks(
     chunks: Mapping[str, Sequence[StoredChunk]], read: Read, path: str, targets: Sequence[_Target]
 ) -> None:
-    """Reads each chunk that overlaps targets once, with ``AHEAD`` reads in flight, and copies it to the targets.
+    """Reads each chunk that overlaps targets once, copies it to the targets, and notes what is ``filled`` in them.
 
-    A buffer is used again after ``AHEAD`` chunks, when its data have been copied.
+    ``AHEAD`` reads are in flight. A buffer is used again after as many chunks, when its data have been copied.
     """
     #: For each chunk, the parts of targets to fill, and the indices of their elements in the chunk.
     copies: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
