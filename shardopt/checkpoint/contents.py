@@ -39,19 +39,19 @@ class Contents(NamedTuple):
     unequal: Collection[str] = ()
 
 
-class Owner(NamedTuple):
-    """The optimizer that a checkpoint saves and loads.
+class UnwrappedOptimizer(NamedTuple):
+    """The optimizer that a checkpoint saves and loads, without its wrappers.
 
     Attributes:
-        groups: all param groups, including parameters whose state other ranks keep.
+        all_groups: the wrapper's param groups, including parameters whose state other ranks keep.
         optimizer: the optimizer that keeps this rank's state: under a ZeroRedundancyOptimizer, its inner optimizer.
     """
 
-    groups: list[dict[str, Any]]
+    all_groups: list[dict[str, Any]]
     optimizer: Any
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Owner:
+    def of(cls, optimizer: Optimizer) -> UnwrappedOptimizer:
         """Finds the optimizer that keeps the state, also in a ZeroRedundancyOptimizer or Accelerate's wrapper.
 
         Raises:
@@ -95,18 +95,18 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
         TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
     """
     with opened(model, optimizer) as (bare_model, bare_optimizer), torch.no_grad():  # to_local() is slow with autograd
-        owner = None if bare_optimizer is None else Owner.of(bare_optimizer)
-        items, buffers = items_of(bare_model, owner), buffers_of(bare_model)
+        unwrapped = None if bare_optimizer is None else UnwrappedOptimizer.of(bare_optimizer)
+        items, buffers = items_of(bare_model, unwrapped), buffers_of(bare_model)
         tensors = _chunks_by_name(items, buffers)
         header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
         if aliases := aliases_in(bare_model, items):
             header["aliases"] = aliases
-        if owner is not None:
-            header["optimizer"] = owner.internals.name
-            names = names_by_group(items, len(owner.groups))
-            header["param_groups"] = list(map(describe_group, owner.groups, names))
+        if unwrapped is not None:
+            header["optimizer"] = unwrapped.internals.name
+            names = names_by_group(items, len(unwrapped.all_groups))
+            header["param_groups"] = list(map(describe_group, unwrapped.all_groups, names))
             for group in header["param_groups"]:
-                group["options"].update(owner.internals.format)
+                group["options"].update(unwrapped.internals.format)
         for key, value in extra.items():
             if isinstance(value, Tensor):
                 check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
@@ -115,8 +115,10 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
         return Contents(from_json(to_json(header)), tensors, {model_key(item.name) for item in buffers})
 
 
-def items_of(model: Module, owner: Owner | None) -> list[Item]:
+def items_of(model: Module, unwrapped: UnwrappedOptimizer | None) -> list[Item]:
     """Lists all parameters of a model, in the same order on all ranks, each with its shard and its optimizer state.
+
+    Waits for steps that worker threads have not finished.
 
     Raises:
         CheckpointError: the optimizer has parameters that the model does not have; a parameter is gathered in full
@@ -124,11 +126,11 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
     """
     read_model(model)
     wait_for_steps(model.parameters())
-    if owner is None:
+    if unwrapped is None:
         return list(_parameters(model, ()))
-    owner.optimizer.synchronize()
-    group_of = {param: index for index, group in enumerate(owner.groups) for param in group["params"]}
-    in_model = {id(param) for param in model.parameters()}
+    unwrapped.optimizer.synchronize()
+    group_of = {param: index for index, group in enumerate(unwrapped.all_groups) for param in group["params"]}
+    in_model = {id(param) for param in model.parameters()}  # DeepSpeed's master weights are not
     masters = [p for p in group_of if id(p) not in in_model and isinstance(assigned(p), FlatBuffer)]
     items = list(_parameters(model, masters))
     unknown = set(group_of) - {item.param for item in items}
@@ -139,7 +141,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
             "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
             "replace parameters"
         )
-    other_keys = [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
+    other_keys = [key for key in unwrapped.optimizer.state if not isinstance(key, Tensor)]
     if other_keys:
         raise CheckpointError(
             f"got an optimizer with state of {other_keys[0]!r:.80}, which is no parameter, expected state of "
@@ -148,7 +150,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
     slices: dict[Tensor, list[Any]] = {}  # spec and state of each slice of an optimizer tensor
     for param, group in group_of.items():
         try:
-            spec, entries = owner.internals.held(param, owner.groups[group])
+            spec, entries = unwrapped.internals.held(param, unwrapped.all_groups[group])
         except ValueError as error:
             raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from error
         slices[param] = list(zip(spec.slices, spec.split(entries), strict=True))

@@ -117,8 +117,7 @@ def async_save(
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
         CheckpointError: there is not enough room for the copy in ``staging_dir``, on any rank.
-        ValueError: as :func:`save`.
-        TypeError: as :func:`save`.
+        ValueError, TypeError: as in :func:`save`.
     """
     global _last_future
     folder = folder_at(path)

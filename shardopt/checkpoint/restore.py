@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.contents import Owner, aliases_in, buffers_of, items_of, names_by_group
+from shardopt.checkpoint.contents import UnwrappedOptimizer, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import options_after_load, saved_options, set_options
 from shardopt.checkpoint.index import Index, StoredTensor
@@ -69,11 +69,11 @@ class Restoration:
                 f"{folder}: got a checkpoint without 'extra' in its header, expected one written by "
                 "shardopt.checkpoint.save; pass the path that save() was given"
             )
-        self._owner = None if optimizer is None else Owner.of(optimizer)
-        groups = [] if self._owner is None else self._owner.optimizer.param_groups
+        self._unwrapped = None if optimizer is None else UnwrappedOptimizer.of(optimizer)
+        groups = [] if self._unwrapped is None else self._unwrapped.optimizer.param_groups
         #: The parameters whose state this rank's optimizer keeps, as the keys of a dict.
         self._owned: dict[Tensor, None] = dict.fromkeys(param for group in groups for param in group["params"])
-        self._items, self._buffers = items_of(model, self._owner), buffers_of(model)
+        self._items, self._buffers = items_of(model, self._unwrapped), buffers_of(model)
         self._model_items = [*self._items, *self._buffers]
         #: The state entries in the checkpoint, by the parameter's name and the entry's.
         self._entries: dict[str, dict[str, StoredTensor]] = {}
@@ -108,7 +108,7 @@ class Restoration:
             CheckpointError: the checkpoint is damaged, is of another model or optimizer, needs a conversion without
                 `convert`, or has options or state that are out of range.
         """
-        with _naming(self._folder):
+        with _errors_with_path(self._folder):
             self._check_model(claimed)
             options, saved = self._new_and_saved_options()
             items = [self._allocated(item, options, saved) for item in self._items]
@@ -121,15 +121,13 @@ class Restoration:
                 )
             buffers = [LoadedItem(item, _new_like(item.local)) for item in self._buffers]
             by_name = {each.item.name: each for each in items}
-            aliases: list[tuple[LoadedItem, LoadedItem]] = []
-            for alias, name in self._saved_twice.items():
-                main = by_name[name]
-                aliases.append((LoadedItem(replace(main.item, name=alias), _new_like(main.values)), main))
+            pairs = [(alias, by_name[name]) for alias, name in self._saved_twice.items()]
+            aliases = [(LoadedItem(replace(x.item, name=alias), _new_like(x.values)), x) for alias, x in pairs]
             stored_extra = {key: stored for key, stored in self._index.tensors.items() if key.startswith("extra.")}
             extra = {key: torch.empty(x.shape, dtype=x.dtype, device="cpu") for key, x in stored_extra.items()}
             targets = self._targets([*items, *buffers, *(alias for alias, _ in aliases)], extra)
         read_tensors(self._folder, self._index, targets)
-        with _naming(self._folder):
+        with _errors_with_path(self._folder):
             _check_aliases(aliases)
             for each in items:
                 each.check_state()
@@ -164,7 +162,7 @@ class Restoration:
         for each in host.items:
             if each.state_conversion:
                 each.convert_state(encoded_of.get(id(each)))
-                with _naming(self._folder):
+                with _errors_with_path(self._folder):
                     each.check_state()
             items_by_param.setdefault(each.item.param, []).append(each)
         states: dict[Tensor, Any] = {}
@@ -176,9 +174,9 @@ class Restoration:
     def _state_on_device(self, param: Tensor, items: Sequence[LoadedItem], options: _GroupOptions) -> Any:
         """Builds the optimizer's state of a parameter or flat buffer, on its device, from the state of its items."""
         group = items[0].item.group
-        assert self._owner is not None
+        assert self._unwrapped is not None
         assert group is not None
-        return self._owner.internals.placed(param, options[group], [each.state for each in items])
+        return self._unwrapped.internals.placed(param, options[group], [each.state for each in items])
 
     def commit(self, host: HostCopy, states: Mapping[Tensor, Any]) -> None:
         """Copies into parameters and buffers, sets the param groups' options, and assigns the new state.
@@ -188,21 +186,20 @@ class Restoration:
         with torch.no_grad():
             for each in (*host.items, *host.buffers):
                 each.item.local.copy_(each.values)
-        if self._owner is None:
+        if self._unwrapped is None:
             return
         # A ZeroRedundancyOptimizer's param groups are other dicts than those of its inner optimizer: set both.
-        for group, inside, new in zip(
-            self._owner.groups, self._owner.optimizer.param_groups, host.options, strict=True
-        ):
+        inner_groups = self._unwrapped.optimizer.param_groups
+        for group, inner_group, new in zip(self._unwrapped.all_groups, inner_groups, host.options, strict=True):
             dropped = group.keys() - new.keys()
-            for target in (group,) if inside is group else (group, inside):
+            for target in (group,) if inner_group is group else (group, inner_group):
                 set_options(target, new, dropped)
         for param in self._owned:
             if param in states:
-                self._owner.internals.put(param, states[param])
+                self._unwrapped.internals.put(param, states[param])
             else:
-                self._owner.optimizer.state.pop(param, None)
-        self._owner.internals.forget_tables(anew=True)
+                self._unwrapped.optimizer.state.pop(param, None)
+        self._unwrapped.internals.forget_tables(anew=True)
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all of this rank's tensors, in their shapes, and none that no rank has."""
@@ -227,20 +224,20 @@ class Restoration:
 
     def _new_and_saved_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """For each param group: its options after the load, and the options with which its parameters were saved."""
-        if self._owner is None:
+        if self._unwrapped is None:
             return [], []
         if self._index.header.get("param_groups") is None:
             raise CheckpointError("got a checkpoint without an optimizer, expected one; load it without optimizer")
-        saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
+        saved_by, own = self._index.header.get("optimizer"), self._unwrapped.internals.name
         if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
             raise CheckpointError(
                 f"got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
             )
-        names = names_by_group(self._items, len(self._owner.groups))
+        names = names_by_group(self._items, len(self._unwrapped.all_groups))
         saved = saved_options(self._index.header["param_groups"], names)
         new = []
-        for index, group in enumerate(self._owner.groups):
+        for index, group in enumerate(self._unwrapped.all_groups):
             try:
                 new.append(self._new_options(group, saved[index]) if names[index] else dict(group))
             except ValueError as error:
@@ -249,8 +246,8 @@ class Restoration:
 
     def _new_options(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         """Validates a param group's saved options, and returns its options after the load."""
-        assert self._owner is not None
-        optimizer, internals = self._owner.optimizer, self._owner.internals
+        assert self._unwrapped is not None
+        optimizer, internals = self._unwrapped.optimizer, self._unwrapped.internals
         if isinstance(optimizer, QuantizedState):
             optimizer._internals.saved_options(saved, ())
         else:
@@ -270,9 +267,9 @@ class Restoration:
                 f"{', '.join(map(str, DTYPES))} can be converted into each other"
             )
         loaded = LoadedItem(item, torch.empty(item.local.shape, dtype=dtype, device="cpu"))
-        if self._owner is None or item.group is None:
+        if self._unwrapped is None or item.group is None:
             return loaded
-        entries, internals = self._entries.get(item.name, {}), self._owner.internals
+        entries, internals = self._entries.get(item.name, {}), self._unwrapped.internals
         new, saved = options[item.group], saved_options[item.group]
         loaded.spec = internals.form(item.shard, item.local.dtype, new, entries)
         if not entries:
@@ -337,7 +334,7 @@ def _check_steps(items: Sequence[LoadedItem]) -> None:
 
 
 @contextmanager
-def _naming(folder: Folder) -> Iterator[None]:
+def _errors_with_path(folder: Folder) -> Iterator[None]:
     """Turns errors in a checkpoint's content, and failed allocations of a size in it, into a CheckpointError."""
     try:
         yield

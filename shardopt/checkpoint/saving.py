@@ -196,14 +196,16 @@ def remove_older(folder: Folder, keep_last: int) -> None:
 def _remove_checkpoint(other: Folder, names: Sequence[str]) -> None:
     """Removes a checkpoint or leftovers of one, if the folder's lock is free; ``names``: its files when last listed."""
     if names and not any(is_own_name(name) or name in (INDEX_NAME, LOCK_NAME) for name in names):
-        return
+        return  # no checkpoint's folder
     try:
-        release = other.lock(patience=0)
+        unlock = other.lock(patience=0)
     except CheckpointError:
         return
-    if release is None and INDEX_NAME not in names:
+    if unlock is None and INDEX_NAME not in names:
         return  # no locks: another run may be saving there
-    try:
+    with ExitStack() as lock:
+        if unlock is not None:
+            lock.callback(unlock)
         present = set(other.names())
         if INDEX_NAME in present:
             if INDEX_NAME not in names:
@@ -214,9 +216,6 @@ def _remove_checkpoint(other: Folder, names: Sequence[str]) -> None:
         if LOCK_NAME in present:
             other.remove(LOCK_NAME)
         other.remove_if_empty()
-    finally:
-        if release is not None:
-            release()
 
 
 @contextmanager
