@@ -121,7 +121,7 @@ class LoadedItem:
         of_weights = f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}"
         return " and ".join(filter(None, [self.state_conversion, "" if old == new else of_weights]))
 
-    def moments(self) -> list[Tensor] | None:
+    def decoded_moments(self) -> list[Tensor] | None:
         """Decodes this rank's part of the moments to float32; None if there is no state to load."""
         return self.saved_spec.decode(self.state) if self.saved_spec is not None and self.state else None
 
@@ -151,7 +151,7 @@ class LoadedItem:
         assert self.saved_spec is not None
         assert self.spec is not None
         if encoded is None:
-            moments = self.moments()
+            moments = self.decoded_moments()
             encoded = {} if moments is None else self.spec.encode(moments)
         others = {key: x for key, x in self.state.items() if key not in self.saved_spec.moment_entries}
         self.saved_spec, self.state = self.spec, {**others, **encoded}

@@ -50,7 +50,7 @@ class DescriptionGroup(NamedTuple):
 
     Attributes:
         ranks: the ranks, ascending.
-        starts: for each strides of a partition, the rank at offset 0, seen from each of ``ranks``.
+        starts: by the partition's strides: for each of ``ranks``, the rank at offset 0, which begins its replica.
         param_groups: the optimizer's param groups, as in the header; None without an optimizer.
         unequal: names of tensors that may differ between ranks (buffers).
         tensors: the tensors by name, with ``start`` unset; without a partition where their rectangles must be listed.
@@ -97,7 +97,7 @@ class Planning:
     """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
 
     Attributes:
-        message: to be all-gathered: a digest of the description, and for each strides the rank at offset 0.
+        message: to be all-gathered: a digest of the description, and the rank at offset 0, for the strides in order.
 
     Raises:
         CheckpointError: a kind of shard describes its partition wrongly.

@@ -136,7 +136,7 @@ class Restoration:
             each.convert_weights()
         # Moments are decoded here, as no rank waits for another yet: if memory for it lacks, all raise.
         shared = [
-            (each, Floats(each.spec, each.moments(), each.item.name))
+            (each, Floats(each.spec, each.decoded_moments(), each.item.name))
             for each in items
             if each.spec is not None and each.state_conversion and sharing_ranks(each.spec) is not None
         ]
