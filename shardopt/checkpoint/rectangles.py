@@ -11,9 +11,6 @@ from random import Random
 
 from shardopt.layout.partition import Cut, Part, Partition, RangePartition
 
-#: Offsets and extents of a rectangle, one number each per dimension.
-Rectangle = tuple[Sequence[int], Sequence[int]]
-
 _PRIME = 2**61 - 1
 _random = Random()  # not the global generator, whose state is the user's
 
@@ -31,7 +28,7 @@ def common_part(one: Part, other: Part) -> Part | None:
     return tuple(low for low, _ in corners), tuple(high - low for low, high in corners)
 
 
-def inside(part: Part, offsets: Sequence[int]) -> Part:
+def relative_to(part: Part, offsets: Sequence[int]) -> Part:
     """A rectangle with its offsets made relative to ``offsets``, where an enclosing rectangle begins."""
     return tuple(a - b for a, b in zip(part[0], offsets, strict=True)), part[1]
 
@@ -75,7 +72,7 @@ def _range_holders(partition: RangePartition, shape: Sequence[int], part: Part) 
     return [offset for offset in offsets if any(common_part(part, x) for x in partition.parts(shape, offset))]
 
 
-def fills(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
+def fills(shape: Sequence[int], rectangles: Sequence[Part]) -> bool:
     """Whether rectangles tile a tensor: each element is in exactly one of them. Takes linear time.
 
     In each dimension, each index at which a rectangle begins or ends gets a random number; the length of a side is its
@@ -95,10 +92,10 @@ def fills(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> bool:
         return False
     if len(rectangles) < 2:
         return True
-    numbers = [defaultdict[int, int](lambda: _random.randrange(_PRIME)) for _ in shape]
+    random_numbers = [defaultdict[int, int](lambda: _random.randrange(_PRIME)) for _ in shape]
 
     def volume(offsets: Sequence[int], extents: Sequence[int]) -> int:
-        sides = zip(numbers, offsets, extents, strict=True)
-        return math.prod(at[start + extent] - at[start] for at, start, extent in sides)
+        sides = zip(random_numbers, offsets, extents, strict=True)
+        return math.prod(number_at[start + extent] - number_at[start] for number_at, start, extent in sides)
 
     return (sum(volume(*each) for each in rectangles) - volume([0] * len(shape), shape)) % _PRIME == 0

@@ -158,7 +158,7 @@ def test_ranks_that_are_lost_while_the_host_waits() -> None:
         for collective in ("all_gather", "broadcast"):
             patch.setattr(f"shardopt.sharding.rank_group.{collective}", lambda *args, **options: Mock())
         ranks = Ranks()
-        calls = (lambda: ranks.gathered(b"x"), lambda: ranks.from_rank(0, b"x"), lambda: ranks.agree(lambda: None))
+        calls = (lambda: ranks.all_gather(b"x"), lambda: ranks.broadcast(0, b"x"), lambda: ranks.agree(lambda: None))
         for call in calls:
             with pytest.raises(LostRanksError, match="cannot talk to each other any more"):
                 call()
