@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks
-from shardopt.kernels.memory import copy_tensors
+from shardopt.kernels.memory import copy_to_host
 
 _ALIGNMENT = 64  # bytes
 
@@ -54,7 +54,7 @@ class Stager:
             piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for piece, tensor in zip(pieces, rectangles, strict=True)
         ]
-        copy_tensors(copies, rectangles)
+        copy_to_host(copies, rectangles)
         in_order = iter(copies)
         return {name: chunks.with_copies(in_order) for name, chunks in tensors.items()}
 

@@ -271,7 +271,7 @@ class ShardedOptimizer(OptimizerInterface):
         if released is not None:
             released.next_step()
         internals.coefficient = None  # not after an exception: the step may be tried again
-        internals.skipped.publish()
+        internals.skipped.copy_counts_to_host()
         return loss
 
     @_disable_dynamo
