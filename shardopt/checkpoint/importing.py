@@ -20,7 +20,7 @@ from shardopt.checkpoint.wording import few, kind_of, line, named, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, loading_ranks, reorder_groups
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
@@ -122,7 +122,7 @@ def import_state(
             "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
         )
     package, groups, imported, ignored = all_or_none(
-        loading_groups(params),
+        loading_ranks(params),
         lambda: _read(optimizer, state_dict, {id(param): name for name, param in (names or {}).items()}),
     )
     state: dict[int, StateDict] = {}
@@ -141,7 +141,7 @@ def import_state(
 def _in_one_line() -> Iterator[None]:
     """Turns errors inside the block, except lack of memory, into a ValueError of one line."""
     try:
-        with reading("the state dict"):
+        with as_value_error("the state dict"):
             yield
     except ValueError as error:
         raise ValueError(line(error, _MOST_CHARACTERS)) from error
@@ -204,7 +204,7 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
     are_named = names and any(isinstance(key, str) for group in saved for key in group["params"])
     ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     sources: list[_SavedGroup] = []
-    for index, (saved_group, group) in enumerate(zip(by_name(saved, ours), groups, strict=True)):
+    for index, (saved_group, group) in enumerate(zip(reorder_groups(saved, ours), groups, strict=True)):
         listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
         keys = listed if are_named else saved_group["params"]
         if set(keys) != set(saved_group["params"]):

@@ -204,7 +204,7 @@ class Restoration:
                 self._owner.internals.put(param, self._states[param])
             else:
                 self._owner.optimizer.state.pop(param, None)
-        self._owner.internals.forget_tables(anew=True)
+        self._owner.internals.invalidate_steps(discard_gradients=True)
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all of this rank's tensors, in their shapes, and none that no rank has."""
@@ -259,7 +259,7 @@ class Restoration:
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         new = merged(optimizer, group, saved)
-        return {key: x for key, x in new.items() if key in saved or not internals.is_counter(key, x)}
+        return {key: x for key, x in new.items() if key in saved or not internals.is_set_by_steps(key, x)}
 
     @contextmanager
     def _naming(self, what: str = "") -> Iterator[None]:

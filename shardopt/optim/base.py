@@ -19,7 +19,7 @@ from shardopt.layout import assigned, copies_in, number_parameters, read_model
 from shardopt.layout.names import give_numbers, number_of
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
-from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
+from shardopt.optim.loading import HELD_ELEMENTS, WrappedState, convert_state_dict, flat_ranges
 from shardopt.removed import OPTIONS, explained
 from shardopt.state.full_precision import check_weights, joined, split_into
 from shardopt.state.loaded_entries import check_keys
@@ -72,13 +72,13 @@ class ShardedOptimizer(OptimizerInterface):
         params = self._internals.params
         if not self._takes_loss_scales or any(getattr(assigned(param), "holders", None) for param in params):
             return False
-        return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
+        return not self._is_step_hooked_or_wrapped() or any(param.dtype == torch.float16 for param in params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._takes_loss_scales = value
 
-    def _is_step_watched(self) -> bool:
+    def _is_step_hooked_or_wrapped(self) -> bool:
         """Whether ``step`` has hooks or is replaced by a wrapper, other than the call counter of torch's schedulers."""
         step: Any = self.step
         while getattr(step, "__globals__", None) is vars(lr_scheduler):
@@ -145,8 +145,8 @@ class ShardedOptimizer(OptimizerInterface):
         read_model(model)
         number_parameters(model)
         self._internals.use_numbers(self._internals.params)
-        self._internals.share(copies_in(model))
-        self._internals.forget_tables()
+        self._internals.set_copies(copies_in(model))
+        self._internals.invalidate_steps()
         self._internals.residency.check()
 
     @without_autograd
@@ -159,7 +159,7 @@ class ShardedOptimizer(OptimizerInterface):
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
-        self._internals.fit_to_changes()
+        self._internals.adapt_to_user_changes()
 
     @without_autograd
     def offload(self) -> None:
@@ -206,7 +206,7 @@ class ShardedOptimizer(OptimizerInterface):
                 "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
                 "these, such as list(module.parameters())"
             )
-        self._internals.forget_tables()
+        self._internals.invalidate_steps()
         if chosen is None:
             self.state.clear()
             for group in self.param_groups:
@@ -242,6 +242,7 @@ class ShardedOptimizer(OptimizerInterface):
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
+        # torch.amp.GradScaler sets these attributes for the duration of the call.
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
         if released is not None and not released.overlaps_forward:
@@ -252,25 +253,27 @@ class ShardedOptimizer(OptimizerInterface):
                 loss = closure()
         if internals.pauses:
             return loss
-        if internals.may_make_state and internals.make_state(scaling):
+        if internals.may_be_dummy_step and internals.take_dummy_step(scaling):
             return loss
         internals.warn_of_skipped()
-        scaling = internals.clipped(scaling)
-        take_held = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
-        left = released is None or any(param.grad is not None for _, param in self._all_params())
-        if released is not None and (left or not released.overlaps_forward):
+        scaling = internals.with_clip_coefficient(scaling)
+        # Gradients held in host memory are checked before any step is taken: an error then changes nothing.
+        start_held_steps = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
+        has_gradients = released is None or any(param.grad is not None for _, param in self._all_params())
+        if released is not None and (has_gradients or not released.overlaps_forward):
             released.wait()
-        if left:
-            self.begin_step(self.param_groups)
-            stepper = internals.stepper
+        if has_gradients:
+            self.check_groups(self.param_groups)
+            self.record_changes(self.param_groups)
+            stepper = internals.cached_stepper()
             stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
-                internals.untrained.look(changed=stepper.gradients_changed)
-        if take_held is not None:
-            take_held()
+                internals.missing_gradients.count_step(gradients_changed=stepper.gradients_changed)
+        if start_held_steps is not None:
+            start_held_steps()
         if released is not None:
             released.next_step()
-        internals.coefficient = None  # not after an exception: the step may be tried again
+        internals.clip_coefficient = None  # not after an exception: the step may be tried again
         internals.skipped.copy_counts_to_host()
         return loss
 
@@ -282,7 +285,7 @@ class ShardedOptimizer(OptimizerInterface):
         so that the next one may begin. Parameters that the failed pass has stepped stay stepped, with a warning.
         """
         super().zero_grad(set_to_none)
-        self._internals.coefficient = None
+        self._internals.clip_coefficient = None
         if self._internals.released is not None:
             self._internals.released.discard()
 
@@ -300,8 +303,8 @@ class ShardedOptimizer(OptimizerInterface):
         state_dict = super().state_dict()
         state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if (held := held_elements(group["params"])) is not None:
-                saved[HELD] = held
+            if (ranges := flat_ranges(group["params"])) is not None:
+                saved[HELD_ELEMENTS] = ranges
         if dequantize:
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
@@ -324,12 +327,14 @@ class ShardedOptimizer(OptimizerInterface):
                 unsigned moments are negative. Nothing was changed.
         """
         self.synchronize()
-        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self._internals, loaded))
+        last_hook = self.register_load_state_dict_pre_hook(
+            lambda _, loaded: convert_state_dict(self._internals, loaded)
+        )
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
-        self._internals.coefficient = None
+        self._internals.clip_coefficient = None
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
@@ -381,7 +386,7 @@ class ShardedOptimizer(OptimizerInterface):
         numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)
         if "state" in state:
             for param, value in state["state"].items():
-                if isinstance(value, Adopted):
+                if isinstance(value, WrappedState):
                     state["state"][param] = value.state
         super().__setstate__(state)
         if numbers is not None:  # of a copy, whose parameters have lost theirs
@@ -389,7 +394,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals = getattr(self, "_internals", None) or Internals(self)
         if asleep is not None:
             self._internals.residency.asleep = asleep
-        self._internals.forget_tables(anew=True)
+        self._internals.invalidate_steps(discard_gradients=True)
 
     def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self.param_groups:

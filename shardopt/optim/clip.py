@@ -99,7 +99,7 @@ def clip_grad_norm_(
             )
         if optimizers:
             for scaled in optimizers:
-                scaled._internals.clip(coefficient)
+                scaled._internals.set_clip_coefficient(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:
             norm.scale(coefficient)
     finally:

@@ -117,7 +117,7 @@ class Muon(ShardedOptimizer):
             defaults["normalize"] = self.default_normalize
         super().__init__(params, defaults, options)
         if isinstance(params, ParamGroups):
-            self._internals.share(params.copies)
+            self._internals.set_copies(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, in which ``use_muon`` may be True for ``algorithm="muon"`` or False for "adamw".

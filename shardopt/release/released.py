@@ -144,7 +144,7 @@ class ReleasedParameters:
         demand_no_raise(group)
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
-        optimizer.begin_step([group])
+        optimizer.record_changes([group])
         view = {**group, "params": [param]}
         step = parameter.stepper.prepare([view], {param: entries}, scaling, on_host)
         if known is None:
