@@ -67,7 +67,7 @@ _ADEMAMIX_MOMENTS = (
     Moment("exp_avg_sq", signed=False),
 )
 
-#: The kernels count steps in float32.
+#: Upper bound of warm-ups: the kernels' step counts are float32, which is exact up to this number.
 MOST_STEPS = 2**24
 
 

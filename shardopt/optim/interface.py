@@ -104,11 +104,7 @@ class OptimizerInterface(Optimizer):
         """
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Checks before each step that param groups agree where they must (Prodigy); normalizes their options.
-
-        Raises:
-            ValueError: two groups differ, or an option is out of range.
-        """
+        """Raises ValueError before each step unless param groups agree where the rule needs it (Prodigy)."""
 
     def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
         """Records in param groups, before each step of them, what a scheduler has changed (NAdam's ``past_mu``)."""
@@ -118,10 +114,6 @@ class OptimizerInterface(Optimizer):
 
 
 def hyper_parameters(constructor_locals: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters among ``locals()`` of an optimizer's constructor: all arguments but params and options.
-
-    ``locals()`` must be taken in the constructor's first line, before there are other variables. ``__class__`` is among
-    them where the constructor calls ``super()``.
-    """
-    others = ("self", "params", "options", "__class__")
+    """The hyper-parameters among a constructor's ``locals()``, taken in its first line: all arguments but these."""
+    others = ("self", "params", "options", "__class__")  # Python adds __class__ where super() is called
     return {name: value for name, value in constructor_locals.items() if name not in others}

@@ -196,16 +196,11 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
             "expected a dict and a list; load what state_dict() gives"
         )
     for number, group in enumerate(groups):
-        if not isinstance(group, Mapping):
-            raise ValueError(
-                f"param group {number}: got {type(group).__name__}, expected a dict of options; load what state_dict() "
-                "gives"
-            )
-        params = group.get("params")
+        params = group.get("params") if isinstance(group, Mapping) else None
         if not _is_list(params) or not all(isinstance(index, int | str) for index in params):
             raise ValueError(
-                f"param group {number}: got params as {params!r:.80}, expected the parameters' numbers; load what "
-                "state_dict() gives"
+                f"param group {number}: got params as {params!r:.80}, expected a dict with the parameters' numbers; "
+                "load what state_dict() gives"
             )
     return groups, states
 

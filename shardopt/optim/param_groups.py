@@ -73,8 +73,8 @@ class ParamGroups(list[dict[str, Any]]):
         cells = [["parameter", "shape", "group", "options"]]
         for names, shape, group, options, notes in self.parameters:
             shown = [*(f"{key}={value!r}" for key, value in options.items()), *notes]
-            of_shape = " x ".join(map(str, shape)) or "scalar"
-            cells.append([" = ".join(names), of_shape, str(group), ", ".join(shown)])
+            sizes = " x ".join(map(str, shape)) or "scalar"
+            cells.append([" = ".join(names), sizes, str(group), ", ".join(shown)])
         widths = [max(len(line[column]) for line in cells) for column in range(3)]
         return "\n".join(
             f"{name:{widths[0]}}  {shape:>{widths[1]}}  {group:>{widths[2]}}  {options}".rstrip()
@@ -180,7 +180,7 @@ def param_groups(
     all_names = [name for parts in tensors.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
-    known: list[_Options] = []
+    known: list[_Options] = []  # the options of each group
     parameters = []
     for param, parts in tensors.items():
         options = _options(parts, patterns, rates)
@@ -199,6 +199,7 @@ def param_groups(
 
 
 def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
+    """The parameters in a tensor of the wrapped model, ``names`` if it is an ordinary one, with global shapes."""
     shard = assigned(param)
     if isinstance(shard, FlatBuffer):
         return [
@@ -219,10 +220,11 @@ def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) ->
     found: list[_Options] = []
     for part in parts:
         options: _Options = {} if rates is None else {"lr": rates.lr(part.names, part.shape)}
-        for pattern, of_pattern in patterns:  # later ones win
+        for pattern, pattern_options in patterns:  # later ones win
             if any(fnmatchcase(name, pattern) for name in part.names):
-                options.update(of_pattern)
+                options.update(pattern_options)
         if rates and "weight_decay" not in options:
+            # Decoupled decay multiplies by lr, so that a step at the peak subtracts rates.weight_decay.
             options["weight_decay"] = rates.weight_decay / float(options["lr"]) if options["lr"] else 0.0
         found.append(dict(sorted(options.items())))
         if _comparable(found[0]) != _comparable(found[-1]):
@@ -234,7 +236,7 @@ def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) ->
     return found[0]
 
 
-def _shown(options: _Options) -> str:
+def _shown(options: _Options) -> str:  # in errors
     return ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
 
 
@@ -267,6 +269,7 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises ValueError for a pattern that matches none of the names, and suggests similar ones."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             # Names that are alike as wholes or in one of their dotted parts.

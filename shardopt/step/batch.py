@@ -64,8 +64,8 @@ class Batch:
             is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
             fields = PARAM_FIELDS if is_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
-            units = np.cumsum(new_unit)
-            call = StreamedCall(self.kernel_rows, steps, rows["extent"], units, fields, transfers, size, make)
+            extents, units = rows["extent"], np.cumsum(new_unit)
+            call = StreamedCall(self.kernel_rows, steps, extents, units, fields, transfers, size, make)
         self.call: Call = call if self.strided is None else StridedCall(self.kernel_rows, self.elements, call)
 
     def fill(self, watched: _C.Inputs) -> bool:
