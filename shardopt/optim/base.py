@@ -59,18 +59,18 @@ class ShardedOptimizer(OptimizerInterface):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler passes ``grad_scale`` and ``found_inf`` to ``step`` instead of unscaling itself.
 
-        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
-        False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
-        then unscales by itself, and calls ``step`` only if all gradients are finite. True all the same with float16
-        parameters, whose gradients GradScaler refuses to unscale. May be set to False, for Lightning, which clips only
-        gradients that GradScaler has unscaled. True while the backward pass takes steps:
-        ``step`` then refuses a scaler.
+        True while the backward pass takes steps: ``step`` then refuses a scaler, and says what to do. False after
+        Lightning has set it so, as it clips only gradients that GradScaler has unscaled. False for flat shards:
+        ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself. False if ``step`` is
+        wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler then calls ``step`` only
+        if all gradients are finite. But True with float16 parameters, whose gradients GradScaler refuses to unscale.
         """
         released = self._internals.released
         if released is not None and not released.overlaps_forward:
             return True
         params = self._internals.params
-        if not self._takes_loss_scales or any(getattr(assigned(param), "holders", None) for param in params):
+        has_flat_shards = any(getattr(assigned(param), "holders", None) for param in params)
+        if not self._takes_loss_scales or has_flat_shards:
             return False
         return not self._is_step_hooked_or_wrapped() or any(param.dtype == torch.float16 for param in params)
 
@@ -81,7 +81,7 @@ class ShardedOptimizer(OptimizerInterface):
     def _is_step_hooked_or_wrapped(self) -> bool:
         """Whether ``step`` has hooks or is replaced by a wrapper, other than the call counter of torch's schedulers."""
         step: Any = self.step
-        while getattr(step, "__globals__", None) is vars(lr_scheduler):
+        while getattr(step, "__globals__", None) is vars(lr_scheduler):  # the counter is a function of that module
             step = step.__wrapped__
         is_replaced = getattr(step, "__func__", step) is not type(self).step
         return is_replaced or bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
@@ -107,8 +107,8 @@ class ShardedOptimizer(OptimizerInterface):
                 raise ValueError(
                     f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
                 )
-            if said := explained(param_group.keys() & OPTIONS.keys()):
-                raise ValueError(f"got a param group with options that shardopt does not have{said}")
+            if advice := explained(param_group.keys() & OPTIONS.keys()):
+                raise ValueError(f"got a param group with options that shardopt does not have{advice}")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -116,7 +116,7 @@ class ShardedOptimizer(OptimizerInterface):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                WeightFormat.of(param.dtype, completed)
+                WeightFormat.of(param.dtype, completed)  # raises for a dtype that the options do not allow
                 check_repayment(param.dtype, completed)
             self._internals.residency.check(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
@@ -154,7 +154,8 @@ class ShardedOptimizer(OptimizerInterface):
         """Waits until steps in worker threads are finished and offloaded state is complete in the host's memory.
 
         Call this before reading :attr:`state` by hand, or parameters whose steps overlap with the next forward pass
-        (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves.
+        (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves. If the
+        model was cast to another dtype, low bits of master weights in the state are adapted or dropped.
         """
         if self._internals.released is not None:
             self._internals.released.wait()
@@ -199,20 +200,19 @@ class ShardedOptimizer(OptimizerInterface):
             ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
         """
         self.synchronize()
-        chosen = None if params is None else list(params)
-        known = set(map(id, self._internals.params))
-        if chosen is not None and not known.issuperset(map(id, chosen)):
+        chosen = self._internals.params if params is None else list(params)
+        if not set(map(id, self._internals.params)).issuperset(map(id, chosen)):
             raise ValueError(
                 "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
                 "these, such as list(module.parameters())"
             )
         self._internals.invalidate_steps()
-        if chosen is None:
-            self.state.clear()
+        for param in chosen:
+            self.state.pop(param, None)
+        if params is None:
+            self.state.clear()  # also of parameters that ZeRO 3 has in no param group between steps
             for group in self.param_groups:
                 self.reset_group(group)
-        for param in chosen or ():
-            self.state.pop(param, None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -301,6 +301,7 @@ class ShardedOptimizer(OptimizerInterface):
         self.synchronize()
         check_keys(self.state, self.param_groups)
         state_dict = super().state_dict()
+        # Without empty dicts, which reading the state of a parameter that has none leaves in torch's defaultdict.
         state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if (ranges := flat_ranges(group["params"])) is not None:
@@ -309,12 +310,13 @@ class ShardedOptimizer(OptimizerInterface):
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
                     group.pop(option, None)
-            state = state_dict["state"]
+            states = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
-                if index in state:
-                    of_rows = {key: x.clone() for key, x in state[index].items() if key == ROW_MOMENTS}
-                    decoded = self._internals.state_of(param, group).decode(state[index])
-                    state[index] = {"step": state[index]["step"].clone(), **decoded, **of_rows}
+                if index in states:
+                    state = states[index]
+                    moments = self._internals.state_of(param, group).decode(state)
+                    row_moments = {ROW_MOMENTS: state[ROW_MOMENTS].clone()} if ROW_MOMENTS in state else {}
+                    states[index] = {"step": state["step"].clone(), **moments, **row_moments}
         return state_dict
 
     @without_autograd
@@ -327,6 +329,7 @@ class ShardedOptimizer(OptimizerInterface):
                 unsigned moments are negative. Nothing was changed.
         """
         self.synchronize()
+        # After the users' hooks, on their result.
         last_hook = self.register_load_state_dict_pre_hook(
             lambda _, loaded: convert_state_dict(self._internals, loaded)
         )
@@ -334,7 +337,7 @@ class ShardedOptimizer(OptimizerInterface):
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
-        self._internals.clip_coefficient = None
+        self._internals.clip_coefficient = None  # of gradients of other weights
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
@@ -382,6 +385,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by ``load_state_dict``, whose tensors are wrapped, and when the optimizer is copied or unpickled."""
         state = dict(state)
         numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)
         if "state" in state:
@@ -389,14 +393,14 @@ class ShardedOptimizer(OptimizerInterface):
                 if isinstance(value, WrappedState):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        if numbers is not None:  # of a copy, whose parameters have lost theirs
+        if numbers is not None:  # a copy, whose parameters have lost their numbers in the model
             give_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
         if asleep is not None:
             self._internals.residency.asleep = asleep
         self._internals.invalidate_steps(discard_gradients=True)
 
-    def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:  # with their param groups
         for group in self.param_groups:
             for param in group["params"]:
                 yield group, param

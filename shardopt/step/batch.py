@@ -60,12 +60,11 @@ class Batch:
         if offload is None:
             call: Call = make(self.kernel_rows, steps)
         else:
-            new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
+            units = np.cumsum((np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
             is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
             fields = PARAM_FIELDS if is_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
-            extents, units = rows["extent"], np.cumsum(new_unit)
-            call = StreamedCall(self.kernel_rows, steps, extents, units, fields, transfers, size, make)
+            call = StreamedCall(self.kernel_rows, steps, rows["extent"], units, fields, transfers, size, make)
         self.call: Call = call if self.strided is None else StridedCall(self.kernel_rows, self.elements, call)
 
     def fill(self, watched: _C.Inputs) -> bool:
