@@ -73,7 +73,7 @@ class NewtonSchulz:
         return x
 
     def _in_float32(self, x: Tensor) -> Tensor:
-        """The iteration in float32, with products and sums rounded to bfloat16; four buffers are reused in each step."""
+        """The iteration in float32, with products and sums rounded to bfloat16; all steps reuse four buffers."""
         x = x.float()
         result = torch.empty_like(x)
         gram, polynomial = x.new_empty(2, len(x), len(x))

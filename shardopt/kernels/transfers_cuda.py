@@ -20,10 +20,10 @@ SLOT_COUNT = 3
 
 
 class CopyRanges(NamedTuple):
-    """Memory ranges to copy in one call: addresses in the memory where operands stay, offsets in a slot, and bytes."""
+    """Memory ranges to copy in one call."""
 
-    home: Addresses
-    offset: npt.NDArray[np.int64]
+    home: Addresses  # in the memory where the operands stay between steps
+    offset: npt.NDArray[np.int64]  # in a slot
     nbytes: npt.NDArray[np.int64]
 
 
@@ -75,7 +75,7 @@ class CudaTransfers:
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def begin_phase(self) -> None:
-        """Must be called before a phase's first fetch: orders fetches after the current stream computes gradients."""
+        """Call before a phase's first fetch: makes fetches wait for the current stream, which computes gradients."""
         _refuse_capture()
         _run_postponed_finalizers()
         if self._to_host:
@@ -117,7 +117,7 @@ class CudaTransfers:
         return slot.emptied
 
     def end_phase(self) -> None:
-        """Must be called after a phase's last copy: later work in the current stream waits for updated parameters."""
+        """Call after a phase's last copy back: makes the current stream wait for the updated parameters."""
         if self._to_host:
             torch.cuda.current_stream(self._device).wait_stream(self._return_stream)
 

@@ -199,8 +199,8 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
         params = group.get("params") if isinstance(group, Mapping) else None
         if not _is_list(params) or not all(isinstance(index, int | str) for index in params):
             raise ValueError(
-                f"param group {number}: got params as {params!r:.80}, expected a dict with the parameters' numbers; "
-                "load what state_dict() gives"
+                f"param group {number}: got a {type(group).__name__} with params {params!r:.80}, expected a dict with "
+                "the parameters' numbers; load what state_dict() gives"
             )
     return groups, states
 
