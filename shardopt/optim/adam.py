@@ -148,10 +148,9 @@ class Adam(AdamW):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        if group["cautious_weight_decay"]:
-            raise ValueError("cautious_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
-        if group.get("decoupled_weight_decay"):  # of a torch.optim state dict
-            raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
+        for name in ("cautious_weight_decay", "decoupled_weight_decay"):  # a torch.optim state dict has the latter
+            if group.get(name):
+                raise ValueError(f"{name}: got True for Adam, whose weight decay is L2; use AdamW")
 
 
 class AdamW8bit(AdamW, codec="log8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -100,15 +101,12 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        if isinstance(param_group, dict):
-            make_plain(param_group)
-            names = param_group.get("param_names")
-            if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
-                raise ValueError(
-                    f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
-                )
-            if advice := explained(param_group.keys() & OPTIONS.keys()):
-                raise ValueError(f"got a param group with options that shardopt does not have{advice}")
+        make_plain(param_group)
+        names = param_group.get("param_names")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
+        if advice := explained(param_group.keys() & OPTIONS.keys()):
+            raise ValueError(f"got a param group with options that shardopt does not have{advice}")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -329,10 +327,8 @@ class ShardedOptimizer(OptimizerInterface):
                 unsigned moments are negative. Nothing was changed.
         """
         self.synchronize()
-        # After the users' hooks, on their result.
-        last_hook = self.register_load_state_dict_pre_hook(
-            lambda _, loaded: convert_state_dict(self._internals, loaded)
-        )
+        convert = partial(convert_state_dict, self._internals)
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: convert(loaded))  # after the users' hooks
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
@@ -373,8 +369,8 @@ class ShardedOptimizer(OptimizerInterface):
         params = {param: group for group, param in self._all_params()}
         check_weights(weights, params)
         for param, group in params.items():
-            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
+            spec, state = self._internals.state_of(param, group), self.state.get(param, {})
+            state = split_into(spec, param, state, weights[param], self._internals.residency.of(param).state)
             if state:
                 self.state[param] = state
 

@@ -91,7 +91,7 @@ class Prodigy(ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, whose estimate begins with its ``d0``; see :meth:`ShardedOptimizer.add_param_group`."""
-        if isinstance(param_group, dict) and "d0" in param_group:
+        if "d0" in param_group:
             for name in ("d", "d_max"):
                 param_group.setdefault(name, param_group["d0"])
         super().add_param_group(param_group)
@@ -107,6 +107,7 @@ class Prodigy(ShardedOptimizer):
         }
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
         for group in groups:  # schedulers may have set values that cannot be compared
             make_plain(group)
             self.check_group(group)
@@ -126,6 +127,7 @@ class Prodigy(ShardedOptimizer):
                     )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
+        """Estimates ``d`` for the next step (algorithm 4 with prodigyopt's options), and writes it into all groups."""
         groups, first = self.param_groups, self.param_groups[0]  # all have the same estimate
         lr = max(float(group["lr"]) for group in groups)  # the same in all groups, or 0
         distance, s_norm = totals  # <g, p0 - p> and the 1-norm of s
