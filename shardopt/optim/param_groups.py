@@ -105,7 +105,7 @@ def param_groups(
     Call this for the whole model, before or after wrapping and sharding: patterns are matched against the names in the
     bare model, without the prefixes of DistributedDataParallel, FSDP, torch.compile and activation checkpointing. FSDP
     replaces parameters, so make the groups after it; DeepSpeed takes groups that were made before
-    ``deepspeed.initialize``.
+    ``deepspeed.initialize``. Like ``attach(model)``, the call records shards and numbers of the parameters.
 
     Patterns are those of :mod:`fnmatch`: ``*`` stands for any characters, dots too. Upper and lower case differ. Of
     several patterns that give a parameter the same option, the last one in ``overrides`` wins, and any of them wins
@@ -170,19 +170,19 @@ def param_groups(
     read_model(model)
     number_parameters(model)
     named = all_parameter_names(model)
-    lazy = [names[0] for param, names in named.items() if is_lazy(param)]
+    lazy = [names[0] for param, names in named.items() if is_lazy(param)]  # without a shape yet
     if lazy:
         raise ValueError(
             f"got {lazy[0]} of a lazy module, which has no shape yet, expected initialized parameters; take a forward "
             "pass first"
         )
-    tensors = {param: _parts(param, names) for param, names in named.items()}
-    all_names = [name for parts in tensors.values() for part in parts for name in part.names]
+    parts_of = {param: _parts(param, names) for param, names in named.items()}
+    all_names = [name for parts in parts_of.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
     known: list[_Options] = []  # the options of each group
     parameters = []
-    for param, parts in tensors.items():
+    for param, parts in parts_of.items():
         options = _options(parts, patterns, rates)
         key = _comparable(options)
         if key not in known:
