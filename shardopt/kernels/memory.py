@@ -134,7 +134,7 @@ def memoryview_of(tensor: Tensor) -> memoryview:
 
 
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies many tensors, on any device, to host memory; worker threads share the copies within host memory.
+    """Copies tensors on any device into tensors in host memory; worker threads share the copies within host memory.
 
     PyTorch's own copies synchronize their threads after each tensor, which is slow while other programs use the CPU.
     Here the threads synchronize once.
@@ -166,7 +166,7 @@ def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     begins = np.array([tensor.data_ptr() for tensor in tensors], np.int64)  # 0 without elements
     ends = begins + np.array([_span_bytes(tensor) for tensor in tensors], np.int64)
     order = np.argsort(begins, kind="stable")
-    if not np.any(begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]):
+    if not np.any(begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]):  # each begins after all before it end
         return None
     reaching: list[int] = []  # tensors that begin before this one and may end after its beginning
     for index in order.tolist():

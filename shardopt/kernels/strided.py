@@ -50,7 +50,7 @@ class StridedCall:
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
-        # No copies of contiguous tensors.
+        # Contiguous tensors are not copied: these calls return them as they are.
         param_copy, gradient_copy = param.contiguous(), gradient.resolve_neg().contiguous()
         for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
             self._kernel_rows[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)

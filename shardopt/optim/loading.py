@@ -96,7 +96,7 @@ def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict
         if states:
             raise
         groups = merged_groups(optimizer, optimizer.param_groups, reorder_groups(saved, optimizer.param_groups))
-        return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
+        return {**state_dict, "param_groups": groups}  # frameworks load what an optimizer saved before its first step
     groups, loaded, is_of_this_rank = all_or_none(rank_groups, lambda: _match(internals, state_dict))
     if on_any_rank(rank_groups, not is_of_this_rank):  # else the others would wait for the ranks that raise
         whose = "another" if is_of_this_rank else "this"
@@ -109,26 +109,26 @@ def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict
     # State of torch, or dequantized state: neither has low bits.
     of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
 
-    def check() -> None:
+    def check_entries() -> None:
         for spec, of_param, name in zip(specs, entries, names, strict=True):
             if of_param:
                 with as_value_error(name):
                     spec.check_loaded(of_param, name, of_torch=of_torch)
 
-    def converted() -> dict[Any, Any]:
+    def convert_entries() -> dict[Any, Any]:
         state: dict[Any, Any] = {}
         for (param, index, name, spec, _), of_param in zip(loaded, encoded, strict=True):
             if of_param:
                 adopted = spec.adopt(of_param, internals.residency.of(param).state, name)
                 spec.check_local(adopted, name)
                 state[index] = WrappedState(adopted)
-            elif of_param is not None:  # a parameter of which this rank holds nothing
+            elif of_param is not None:
                 state[index] = {}
         return state
 
-    all_or_none(rank_groups, check)
+    all_or_none(rank_groups, check_entries)
     encoded = encode_loaded(specs, entries, names, rank_groups)
-    return {**state_dict, "state": all_or_none(rank_groups, converted), "param_groups": groups}
+    return {**state_dict, "state": all_or_none(rank_groups, convert_entries), "param_groups": groups}
 
 
 def _match(internals: Internals, state_dict: StateDict) -> _Matched:
