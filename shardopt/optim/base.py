@@ -114,7 +114,7 @@ class ShardedOptimizer(OptimizerInterface):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                WeightFormat.of(param.dtype, completed)  # raises for a dtype that the options do not allow
+                WeightFormat.from_options(param.dtype, completed)  # raises for a dtype that the options do not allow
                 check_repayment(param.dtype, completed)
             self._internals.residency.check(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)

@@ -287,7 +287,7 @@ class Internals:
             released.end()
 
     def set_copies(self, copies: Mapping[Tensor, RankGroup]) -> None:
-        """Replaces :attr:`copies` by the replicated parameters that this optimizer has, and their ranks."""
+        """Lets ranks divide the steps of these replicated parameters, as far as this optimizer has the parameters."""
         params = set(self.params)
         self.copies.clear()
         if not self.model_indices:  # else the other ranks' optimizers have other parameters, and could not take part
@@ -309,10 +309,10 @@ class Internals:
         self.clip_coefficient = coefficient
         params = self.params
         stride = -(-len(params) // _SAMPLED_GRADIENTS)
-        spread = (param for first in range(stride) for param in params[first::stride])
+        evenly_spread = (param for first in range(stride) for param in params[first::stride])
         sampled = (
             _ClipSample(ref(param), ref(gradient), gradient._version)
-            for param in spread
+            for param in evenly_spread
             if (gradient := param.grad) is not None and not gradient.is_inference()  # which has no version
         )
         self._clip_samples = list(islice(sampled, _SAMPLED_GRADIENTS))

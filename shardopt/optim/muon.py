@@ -212,10 +212,10 @@ def _coefficients_per_step(coefficients: Any, steps: int) -> tuple[Coefficients,
     Raises:
         ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
     """
-    given = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
+    numbers = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
     try:
-        several: Any = given if isinstance(given[0], Sequence) else [given]
-        triples = [(float(a), float(b), float(c)) for a, b, c in several]
+        rows: Any = numbers if isinstance(numbers[0], Sequence) else [numbers]
+        triples = [(float(a), float(b), float(c)) for a, b, c in rows]
     except (TypeError, ValueError, IndexError, KeyError):
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"
