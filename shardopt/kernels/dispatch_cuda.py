@@ -41,7 +41,7 @@ class CudaCall:
         codec_tables: CodecTables,
         skipped: SkippedElements,
     ) -> None:
-        _refuse_capture_unless(not torch.cuda.is_current_stream_capturing())
+        _refuse_capture_if(torch.cuda.is_current_stream_capturing())
         self._device = device
         self._kernel_rows, self._steps = kernel_rows, steps
         self._codec_tables = [None if table is None else _device_copy(table, device) for table in codec_tables]
@@ -64,13 +64,13 @@ class CudaCall:
         self._scaling = LossScaling(*(None if t is None else t.to(self._device, non_blocking=True) for t in scaling))
         rules, group_bytes = groups["rule"].tobytes(), groups.tobytes()
         if rules != self._rules:  # tasks depend on the rules
-            _refuse_capture_unless(not capturing)
+            _refuse_capture_if(capturing)
             self._lay_out_memory(groups)
             self._rules = rules
         row_bytes = self._uploaded_rows
         if rows_changed or row_bytes is None:
             self._gradients = self._kernel_rows["gradient"].copy()
-            without_gradients = self._kernel_rows.copy()
+            without_gradients = self._kernel_rows.copy()  # kernels read gradients' addresses from self._gradients
             without_gradients["gradient"] = 0
             row_bytes = without_gradients.tobytes()
         changing = [groups, self._kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
@@ -79,7 +79,7 @@ class CudaCall:
             return
         if self._capture_buffer is None:
             self._capture_buffer = _pinned_buffer(self._section_bytes)
-        self._section = 0
+        self._section_offset = 0
         if row_bytes != self._uploaded_rows or self._uploaded_groups is None:
             self._upload(0, *changing)
         else:
@@ -93,7 +93,7 @@ class CudaCall:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
         scale, found_inf, coefficient = self._scaling
         stream = torch.cuda.current_stream(self._device)
-        section = self._base_address + self._section
+        section = self._base_address + self._section_offset
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             for tensor in (self._memory, self._counter):
                 tensor.record_stream(stream)
@@ -126,7 +126,7 @@ class CudaCall:
         begin = 2 * self._section_bytes
         *offsets, end = accumulate((_aligned(table.nbytes) for table in constant.values()), initial=begin)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-        self._stream = torch.cuda.current_stream(self._device)
+        self._stream = torch.cuda.current_stream(self._device)  # other streams that use the memory are recorded
         self._counter.record_stream(self._stream)
         self._base_address = self._memory.data_ptr()
         self._upload(begin, *constant.values())
@@ -150,13 +150,13 @@ class CudaCall:
         packed = _pack_into(torch.empty(self._section_bytes, dtype=torch.uint8, device="cpu"), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, packed)), None)
         if staging is None:
-            _refuse_capture_unless(self._capture_buffer is not None)
+            _refuse_capture_if(self._capture_buffer is None)
             assert self._capture_buffer is not None
             staging, self._capture_buffer = self._capture_buffer.copy_(packed), None
             self._captured.append(staging)
         self._captured_scaling.append(self._scaling)
-        self._section = self._section_bytes
-        self._memory[self._section : self._section + len(staging)].copy_(staging, non_blocking=True)
+        self._section_offset = self._section_bytes
+        self._memory[self._section_offset : self._section_offset + len(staging)].copy_(staging, non_blocking=True)
         self._uploaded_groups = self._uploaded_rows = None  # steps outside of the graph read the first section
 
 
@@ -178,9 +178,9 @@ def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> No
                 tensor.record_stream(stream)
 
 
-def _refuse_capture_unless(ready: bool) -> None:
-    """Raises RuntimeError unless ``ready``: a captured step lacks memory that only an uncaptured step can allocate."""
-    if not ready:
+def _refuse_capture_if(lacks_memory: bool) -> None:
+    """Raises RuntimeError if a captured step lacks memory, which only an uncaptured step can allocate."""
+    if lacks_memory:
         raise RuntimeError(
             "got a step captured into a CUDA graph, expected a step of the same parameters outside of a graph before; "
             "take a step with gradients for the same parameters before each capture"
