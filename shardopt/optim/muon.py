@@ -163,7 +163,10 @@ class Muon(ShardedOptimizer):
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
         _coefficients_per_step(group["ns_coefficients"], 1)
-        _check_split(group["split"])
+        split = group["split"]
+        is_rows = isinstance(split, (tuple, list)) and len(split) > 0 and all(is_whole(n) and n > 0 for n in split)
+        if not (split is None or split == "each" or is_rows):
+            raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
         if group["offload"] == "step":
             raise ValueError(
                 "offload: got 'step' for Muon, which multiplies matrices where the parameters are, expected None or "
@@ -223,13 +226,6 @@ def _coefficients_per_step(coefficients: Any, steps: int) -> tuple[Coefficients,
     if not all(math.isfinite(number) for triple in triples for number in triple):
         raise ValueError(f"ns_coefficients: got {coefficients!r}, expected finite numbers")
     return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
-
-
-def _check_split(split: Any) -> None:  # raises ValueError
-    if split is None or split == "each":
-        return
-    if not isinstance(split, (tuple, list)) or not split or not all(is_whole(rows) and rows > 0 for rows in split):
-        raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
 
 
 def _global_shapes(name: str, param: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -149,10 +149,10 @@ def param_groups(
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
     _check_options(overrides)
-    plain = {pattern: dict(options) for pattern, options in overrides.items()}
-    for options in plain.values():
+    plain_overrides = {pattern: dict(options) for pattern, options in overrides.items()}
+    for options in plain_overrides.values():
         make_plain(options)
-    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain.items()]
+    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain_overrides.items()]
     rates = None
     if rule == "u-mup":
         from shardopt.unit.u_mup import UMup  # here, as shardopt.unit is imported where it is used
@@ -169,28 +169,28 @@ def param_groups(
                 )
     read_model(model)
     number_parameters(model)
-    named = all_parameter_names(model)
-    lazy = [names[0] for param, names in named.items() if is_lazy(param)]  # without a shape yet
+    names_of = all_parameter_names(model)
+    lazy = [names[0] for param, names in names_of.items() if is_lazy(param)]  # without a shape yet
     if lazy:
         raise ValueError(
             f"got {lazy[0]} of a lazy module, which has no shape yet, expected initialized parameters; take a forward "
             "pass first"
         )
-    parts_of = {param: _parts(param, names) for param, names in named.items()}
+    parts_of = {param: _parts(param, names) for param, names in names_of.items()}
     all_names = [name for parts in parts_of.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
-    known: list[_Options] = []  # the options of each group
+    keys: list[_Options] = []  # the options of each group, comparable
     parameters = []
     for param, parts in parts_of.items():
         options = _options(parts, patterns, rates)
         key = _comparable(options)
-        if key not in known:
+        if key not in keys:
             groups.append({"params": [], "param_names": [], **options})
-            known.append(key)
-        index = known.index(key)
+            keys.append(key)
+        index = keys.index(key)
         groups[index]["params"].append(param)
-        groups[index]["param_names"].append(named[param][0])
+        groups[index]["param_names"].append(names_of[param][0])
         for part in parts:
             notes = [] if param.requires_grad else ["frozen"]
             notes += ["float32 state (StableEmbedding)"] if part.float32_state else []

@@ -118,13 +118,12 @@ class Prodigy(ShardedOptimizer):
                 f"d is one for all; {CORRECT}"
             )
         for name in ("beta3", *_ESTIMATE_OPTIONS):
-            first, *others = (_beta3(group) if name == "beta3" else group[name] for group in groups)
-            for other in others:
-                if first != other:
-                    raise ValueError(
-                        f"{name}: got {first!r} and {other!r} in different param groups, expected the same: d is one "
-                        f"for all; {CORRECT}"
-                    )
+            values = dict.fromkeys(_beta3(group) if name == "beta3" else group[name] for group in groups)
+            if len(values) > 1:
+                raise ValueError(
+                    f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same: d is "
+                    f"one for all; {CORRECT}"
+                )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Estimates ``d`` for the next step (algorithm 4 with prodigyopt's options), and writes it into all groups."""
