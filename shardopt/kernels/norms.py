@@ -13,8 +13,8 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, KernelRows, cpu_target
 from shardopt.kernels.dispatch_cuda import pin_packed, use_in_current_stream
 
-#: Launches a norm kernel: arguments are the kind of pass, the number of kernel rows to process from the first on (their
-#: addresses may change between calls), and for the pass ``scale`` the coefficient, float32, 0-d.
+#: Launches a norm kernel: (kind of pass, number of kernel rows to process from the first on, coefficient for ``scale``).
+#: Squares and magnitudes are accumulated at the rows' addresses ``sums``; ``scale`` changes gradients in place.
 NormCall = Callable[..., None]
 
 
@@ -36,8 +36,8 @@ class CudaNormCall:
         counts = -(-kernel_rows["cols"] // _C.cuda_norm_task)
         self._task_counts = np.cumsum([0, *counts.tolist()])  # by the number of rows to process, from the first on
         row_of_task = np.repeat(np.arange(len(kernel_rows)), counts)
-        first = (np.arange(len(row_of_task)) - self._task_counts[row_of_task]) * _C.cuda_norm_task
-        tasks = np.stack([first, row_of_task], 1)
+        first_element = (np.arange(len(row_of_task)) - self._task_counts[row_of_task]) * _C.cuda_norm_task
+        tasks = np.stack([first_element, row_of_task], 1)
         self._tasks = pin_packed(tasks).to(device, non_blocking=True)
         self._uploaded_addresses: bytes | None = None  # the gradients' addresses in the uploaded table
         self._table: Tensor

@@ -18,7 +18,7 @@ class SkippedElements:
     def __init__(self) -> None:
         self._on_host = 0
         self._lock = Lock()  # steps may be taken in several threads
-        # By device: the counter, its last copy in host memory, and the stream of the copies.
+        # By device: the counter, its last copy in host memory, and the stream of the copies (CUDA only).
         self._on_devices: dict[torch.device, tuple[Tensor, Tensor, torch.cuda.Stream | None]] = {}
 
     def add(self, count: int) -> None:

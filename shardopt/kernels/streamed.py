@@ -176,13 +176,13 @@ def _chunk_rows(
 
     Rows with cut blocks (``cut``) have chunks of their own: the phases after the first copy no other chunks.
     """
-    sizes = np.zeros(len(units), np.int64)
+    sizes = np.zeros(len(units), np.int64)  # bytes per row
     for field in fields:
         sizes += np.atleast_2d(extents[field].T).sum(0) * (MAX_GRADIENT_BYTES if field == "gradient" else 1)
     chunk_rows: list[npt.NDArray[np.int64]] = []
     for rows in filter(len, (np.flatnonzero(~cut), np.flatnonzero(cut))):
-        begins = np.flatnonzero(np.diff(units[rows], prepend=-1))
-        first = filled = 0
+        begins = np.flatnonzero(np.diff(units[rows], prepend=-1))  # of transfer units
+        first = filled = 0  # the chunk's first row, and its bytes so far
         for begin, size in zip(begins.tolist(), np.add.reduceat(sizes[rows], begins).tolist(), strict=True):
             if filled and filled + size + UNIT_OVERHEAD > chunk_bytes:
                 chunk_rows.append(rows[first:begin])
