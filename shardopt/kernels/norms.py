@@ -13,7 +13,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, KernelRows, cpu_target
 from shardopt.kernels.dispatch_cuda import pin_packed, use_in_current_stream
 
-#: Launches a norm kernel: (kind of pass, number of kernel rows to process from the first on, coefficient for ``scale``).
+#: Launches a norm kernel: (kind of pass, number of rows to process from the first on, coefficient for ``scale``).
 #: Squares and magnitudes are accumulated at the rows' addresses ``sums``; ``scale`` changes gradients in place.
 NormCall = Callable[..., None]
 
