@@ -97,6 +97,7 @@ class Prodigy(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Adds the estimate ``d``, which is equal in all groups; ``eps`` is in units of ``d``."""
         first = self.param_groups[0]
         return {
             **super().hyper(group),
@@ -167,6 +168,7 @@ def _beta3(group: Mapping[str, Any]) -> float:  # with the default
 
 
 def _bias_correction(group: Mapping[str, Any]) -> float:
+    """The factor of the learning rate that corrects the bias of both moments, as in Adam; 1 without the option."""
     if not group["use_bias_correction"]:
         return 1.0
     beta1, beta2 = map(float, group["betas"])
