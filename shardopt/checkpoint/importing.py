@@ -18,7 +18,7 @@ from shardopt.checkpoint.wording import few, kind_of, named, one_line, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, loading_ranks, reorder_groups
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
 from shardopt.state.names import listed_name
@@ -143,12 +143,12 @@ def import_state(
 
     def read() -> _Source:
         try:
-            with reading("the state dict"):
+            with as_value_error("the state dict"):
                 return _read(optimizer, state_dict, names_by_id)
         except ValueError as error:
             raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
 
-    source = all_or_none(loading_groups(params), read)
+    source = all_or_none(loading_ranks(params), read)
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
     for number, (name, spec, moments, step) in source.states.items():
@@ -209,7 +209,7 @@ def _matched_groups(
     has_names = any(isinstance(key, str) for group in saved_groups for key in group["params"])
     present = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     matched: list[_SavedGroup] = []
-    for index, (saved, group) in enumerate(zip(by_name(saved_groups, present), groups, strict=True)):
+    for index, (saved, group) in enumerate(zip(reorder_groups(saved_groups, present), groups, strict=True)):
         listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
         keys = listed if names and has_names else saved["params"]
         if set(keys) != set(saved["params"]):

@@ -199,7 +199,7 @@ class Restoration:
                 self._unwrapped.internals.put(param, states[param])
             else:
                 self._unwrapped.optimizer.state.pop(param, None)
-        self._unwrapped.internals.forget_tables(anew=True)
+        self._unwrapped.internals.invalidate_steps(discard_gradients=True)
 
     def _check_model(self, claimed: Sequence[bytes]) -> None:
         """Checks that the checkpoint has all of this rank's tensors, in their shapes, and none that no rank has."""
@@ -253,7 +253,7 @@ class Restoration:
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         new = options_after_load(optimizer, group, saved)
-        return {key: x for key, x in new.items() if key in saved or not internals.is_counter(key, x)}
+        return {key: x for key, x in new.items() if key in saved or not internals.is_set_by_steps(key, x)}
 
     def _allocated(self, item: Item, options: _GroupOptions, saved_options: _GroupOptions) -> LoadedItem:
         """Allocates memory to read a parameter and its state into, and determines the formats of both.

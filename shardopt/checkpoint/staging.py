@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks
-from shardopt.kernels.memory import copy_tensors
+from shardopt.kernels.memory import copy_to_host
 
 _ALIGNMENT = 64  # bytes
 
@@ -53,7 +53,7 @@ class Stager:
             piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for piece, tensor in zip(pieces, rectangles, strict=True)
         ]
-        copy_tensors(copies, rectangles)
+        copy_to_host(copies, rectangles)
         in_order = iter(copies)
         return {
             name: replace(chunks, parts={offsets: next(in_order) for offsets in chunks.parts})

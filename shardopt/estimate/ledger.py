@@ -17,7 +17,7 @@ import torch
 
 from shardopt import optim
 from shardopt.estimate.model import Model, ParameterShape, Shape
-from shardopt.kernels.transfers_cuda import SLOTS
+from shardopt.kernels.transfers_cuda import SLOT_COUNT
 from shardopt.layout import Shard
 from shardopt.layout.partition import UNCUT, Cut, GridPartition
 from shardopt.optim import SGD, ShardedOptimizer
@@ -136,7 +136,7 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
     use = report.device if offload is None and setup.zero_offload == "none" else report.host
     _add_state(use, shards, share, setup, model.embeddings)
     if offload is not None:
-        (report.host if offload == "step" else report.device).offload_buffers = SLOTS * CHUNK_BYTES
+        (report.host if offload == "step" else report.device).offload_buffers = SLOT_COUNT * CHUNK_BYTES
     return report
 
 

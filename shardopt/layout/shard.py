@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shardopt.kernels.memory import readable, written
+from shardopt.kernels.memory import readable, unwrapped
 from shardopt.layout.block_grid import BlockGrid, Rectangle
 from shardopt.layout.partition import (
     UNCUT,
@@ -246,7 +246,7 @@ class Shard(_ProcessLocal):
         Raises:
             RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
         """
-        return written(tensor)
+        return unwrapped(tensor)
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient, laid out like the parameter, with memory of its own.

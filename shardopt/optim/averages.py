@@ -67,7 +67,7 @@ _ADEMAMIX_MOMENTS = (
     Moment("exp_avg_sq", signed=False),
 )
 
-#: The kernels count steps in float32.
+#: Upper bound of warm-ups: the kernels' step counts are float32, which is exact up to this number.
 MOST_STEPS = 2**24
 
 
@@ -107,6 +107,7 @@ class AdEMAMix(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Adds the logarithms of decay rates, by which ``beta3`` is interpolated during its warm-up."""
         hyper = super().hyper(group)
         logs = {f"log_{beta}": math.log(hyper[beta]) if hyper[beta] else -math.inf for beta in ("beta1", "beta3")}
         return hyper | logs

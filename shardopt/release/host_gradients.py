@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.norms import take_pass
+from shardopt.kernels.norms import accumulate_norm
 from shardopt.layout import HoldersForSums
 from shardopt.state import residency
 
@@ -53,7 +53,7 @@ class HostGradient:
                 if not is_direct:
                     place.copy_(piece) if first else place.add_(piece)  # in float32, where it is the sum's dtype
                 if squares is not None:
-                    take_pass(place, _C.NormPass.squares, squares)
+                    accumulate_norm(place, _C.NormPass.squares, squares)
             self.squares = squares
         except BaseException:
             self.is_lost = True
@@ -64,7 +64,7 @@ class HostGradient:
         if not largest and self.squares is not None:
             return self.squares
         share = no_share()
-        take_pass(self.sum.view(-1), _C.NormPass.largest if largest else _C.NormPass.squares, share)
+        accumulate_norm(self.sum.view(-1), _C.NormPass.largest if largest else _C.NormPass.squares, share)
         if not largest:
             self.squares = share
         return share

@@ -144,7 +144,7 @@ class ReleasedParameters:
         demand_no_raise(group)
         known = optimizer.state.get(param)
         entries: dict[str, Any] = {} if known is None else known
-        optimizer.begin_step([group])
+        optimizer.record_changes([group])
         view = {**group, "params": [param]}
         step = parameter.stepper.prepare([view], {param: entries}, scaling, on_host)
         if known is None:
@@ -242,9 +242,9 @@ class ReleasedParameters:
         """The parameters that the release steps."""
         return self._parameters.keys()
 
-    def forget(self, *, anew: bool) -> None:
-        """Drops what steppers cached about parameters and state; with ``anew`` also starts a new step."""
-        if anew:
+    def invalidate_steps(self, *, discard_gradients: bool) -> None:
+        """Drops what steppers cached about parameters and state; ``discard_gradients`` also starts a new step."""
+        if discard_gradients:
             self.next_step()
         self.wait()
         for parameter in self._parameters.values():

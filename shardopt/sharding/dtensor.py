@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from shardopt.kernels.memory import readable, written
+from shardopt.kernels.memory import readable, unwrapped
 from shardopt.layout import BlockGrid, HoldersForSums, Shard
 from shardopt.layout.partition import Cut, GridPartition
 from shardopt.sharding.rank_group import TorchRankGroup, local_device, make_group, move_to
@@ -108,7 +108,7 @@ class DTensorShard(Shard):
         return tuple(self._mesh.mesh.flatten().tolist())
 
     def local(self, tensor: Tensor) -> Tensor:
-        return written(_local(tensor))
+        return unwrapped(_local(tensor))
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor):

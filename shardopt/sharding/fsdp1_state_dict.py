@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.layout import all_reduce_any
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
+from shardopt.optim.loading import HELD_ELEMENTS, PACKED_MOMENTS, packed_moments
 from shardopt.report.memory import owner_of
 from shardopt.sharding.rank_group import rank_group_of
 from shardopt.state.options import is_own
@@ -148,9 +148,9 @@ def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any])
             state[index] = pack(spec, spec.new(param.device), words)
         elif unpacked.get(index):
             state[index] = pack(spec, unpacked[index], words)
-    groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
+    groups = [{key: x for key, x in group.items() if key != HELD_ELEMENTS} for group in state_dict["param_groups"]]
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        saved[PACKED_MOMENTS] = moments_of(optimizer._internals.state_of(param, group) for param in group["params"])
+        saved[PACKED_MOMENTS] = packed_moments(optimizer._internals.state_of(param, group) for param in group["params"])
     return {**state_dict, "state": state, "param_groups": groups}
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, merged_groups, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, merged_groups, reorder_groups
 from shardopt.sharding.rank_group import TorchRankGroup
 from shardopt.state.names import listed_name
 
@@ -64,7 +64,7 @@ def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, ShardedOptimizer):
         return state_dict
     saved, states = checked_containers(state_dict)
-    saved = by_name(saved, outer.param_groups)
+    saved = reorder_groups(saved, outer.param_groups)
     groups = merged_groups(inner, outer.param_groups, saved)
     of_torch = all("master_weight_bits" not in group for group in saved)
     param_index = itertools.count()  # by which the state dict lists the state
@@ -74,7 +74,7 @@ def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             entries = checked_entries(states.get(next(param_index)), name)
             if not entries:
                 continue
-            with reading(name):
+            with as_value_error(name):
                 spec.check_loaded(entries, name, of_torch=of_torch)
                 if not spec.has_floats(entries):  # check_loaded has checked floats
                     spec.check_local(entries, name)

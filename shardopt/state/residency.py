@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.memory import check_sign, check_storage
-from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
+from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_FIELDS, STEP_FIELDS, UNIT_OVERHEAD, CopiedFields
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
 from shardopt.state.full_precision import fit_low_bits
@@ -25,7 +25,7 @@ from shardopt.state.warn import warn_user
 
 Offload = Literal["state", "step"] | None
 
-MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
+MOVES: Mapping[str, CopiedFields] = {"state": STATE_FIELDS, "step": STEP_FIELDS}
 
 #: The most bytes that are copied at a time, which is the size of a staging slot.
 CHUNK_BYTES = 32 << 20

@@ -92,7 +92,7 @@ class SliceSpec:
         large = is_quantized(shard.global_shape, group["min_quantized_numel"])
         quantized = bool(moments) and large and not shard.float32_state
         codec = get_codec(group["codec"] if quantized else "fp32")
-        weights = WeightFormat.of(dtype, group)
+        weights = WeightFormat.from_options(dtype, group)
         check_repayment(dtype, group)
         grid = BlockGrid(shard.global_shape, group["block_size"])
         row_grid = _row_grid(shard.global_shape, group)

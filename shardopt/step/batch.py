@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.dispatch_cuda import make_call
-from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall
+from shardopt.kernels.streamed import PARAM_FIELDS, StreamedCall
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload
@@ -52,24 +52,24 @@ class Batch:
     ) -> None:
         offload, self.strided = alike
         steps = np.array([parameter.step for parameter in counted], dtype=np.uint64)
-        self.tables = Tables(rows["kernel_row"].copy(), steps, _CODEC_TABLES)
+        self.kernel_rows = rows["kernel_row"].copy()
         self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
         self.kernels = kernels_of(device, offload)
         self.is_new = True  # until the first update
-        make = partial(make_call, self.kernels, skipped=context.skipped)
+        make = partial(make_call, self.kernels, codec_tables=_CODEC_TABLES, skipped=context.skipped)
         if offload is None:
-            call: Call = make(self.tables)
+            call: Call = make(self.kernel_rows, steps)
         else:
-            new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
+            units = np.cumsum((np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
             is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
-            moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload]
+            fields = PARAM_FIELDS if is_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
-            call = StreamedCall(self.tables, rows["extent"], np.cumsum(new_unit), moves, transfers, size, make)
-        self.call: Call = call if self.strided is None else StridedCall(self.tables, self.elements, call)
+            call = StreamedCall(self.kernel_rows, steps, rows["extent"], units, fields, transfers, size, make)
+        self.call: Call = call if self.strided is None else StridedCall(self.kernel_rows, self.elements, call)
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Writes the gradients' current addresses into the table; returns whether an address has changed."""
-        return watched.fill(self.tables.kernel_rows, self.tensors, self.elements)
+        return watched.fill(self.kernel_rows, self.tensors, self.elements)
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Passes the options, the loss scale and changed rows to the kernel call before it runs.

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.kernels.norms import clip_of, make_norm_call
+from shardopt.kernels.norms import make_norm_call, norm_and_coefficient
 from shardopt.layout import FlatBuffer, HoldersForSums, Shard, shard_of
 from shardopt.state.names import named
 from shardopt.step.inputs import check_gradient
@@ -120,7 +120,7 @@ class GradientNorm:
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
         nothing = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, nothing, largest=largest)
-        norm, coefficient = clip_of(words, max_norm, is_magnitude=largest)
+        norm, coefficient = norm_and_coefficient(words, max_norm, is_magnitude=largest)
         return norm, coefficient
 
     def scale(self, coefficient: Tensor) -> None:

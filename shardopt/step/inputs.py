@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
-from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
+from shardopt.kernels.memory import check_sign, check_storage, find_overlap
 from shardopt.layout import (
     FlatBuffer,
     RankGroup,
@@ -241,7 +241,7 @@ def prepare_states(
             for key in entries:
                 entry = state[param][key]
                 memory.append((f"{parameter.name}: the state {key}", getattr(entry, "_local_tensor", entry)))
-    if found := sharing_memory([tensor for _, tensor in memory]):
+    if found := find_overlap([tensor for _, tensor in memory]):
         first, second = (memory[place][0] for place in found)
         raise RuntimeError(
             f"{second}: got memory that it shares with {first}, expected memory of its own for each, as a step changes "

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, reorder_groups
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.names import listed_name
 from shardopt.state.options import check_options
@@ -189,11 +189,11 @@ class Entries:
         """Installs the state that :meth:`placed` has made in the inner optimizer."""
         self.inner.state[param] = placed
 
-    def forget_tables(self, *, anew: bool = False) -> None:
+    def invalidate_steps(self, *, discard_gradients: bool = False) -> None:
         """Called after a load: keeps the next step from dropping the loaded state; there are no tables here."""
         self.was_made = False
 
-    def is_counter(self, key: str, value: Any) -> bool:
+    def is_set_by_steps(self, key: str, value: Any) -> bool:
         """Whether a step added this number to the param group; a load removes it if the checkpoint lacks it."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
@@ -206,12 +206,12 @@ class Entries:
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, adopted = self.inner.param_groups, dict(states), {}
-        saved = by_name(saved, groups)
+        saved = reorder_groups(saved, groups)
         for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
                 name = listed_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
-                    with reading(name):
+                    with as_value_error(name):
                         adopted[param] = new = self._adopted(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.optim.first_state import only_makes_state
+from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.loading import checked_containers
 from shardopt.removed import explain_removed
 from shardopt.state.loaded_entries import check_keys
@@ -158,7 +158,7 @@ class QuantizedState(Optimizer):
         self.check_group(*self.param_groups)  # parameters may have been sharded since the last step
         if self._internals.was_made:
             self.state.clear()
-        self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._internals.was_made = agree_on_dummy_step(self.param_groups, lambda: any(map(bool, self.state.values())))
         self._step_all(counts=not self._internals.was_made)
         return loss
 

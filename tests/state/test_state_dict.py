@@ -280,8 +280,8 @@ DAMAGE: list[tuple[str, Change, str]] = [
     ),
     ("log8", lambda s: s.update(state=[]), "got a state dict with state as list"),
     ("log8", lambda s: s.pop("param_groups"), "got a state dict with"),
-    ("log8", lambda s: s.update(param_groups=[[0]]), "param group 0: got list, expected a dict"),
-    ("log8", lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got params as"),
+    ("log8", lambda s: s.update(param_groups=[[0]]), "param group 0: got a list with params None"),
+    ("log8", lambda s: s["param_groups"][0].update(params=[[], []]), "param group 0: got a dict with params [[], []]"),
     (
         "log8",
         lambda s: s["param_groups"][0].update(block_size=torch.tensor([128, 128])),

@@ -79,7 +79,7 @@ class Passes:
 
     def momentum_into(self, memory: Tensor) -> Call:
         """Prepares the first pass, to write directions to ``memory``; returns the kernel call for the caller to run."""
-        kernel_rows = self._momentum.tables.kernel_rows
+        kernel_rows = self._momentum.kernel_rows
         changed = self._new_gradients | _point(kernel_rows["param"], memory, self._offsets)
         if self._operands is not None:
             _, gradient = self._operands
@@ -91,7 +91,7 @@ class Passes:
 
     def apply(self, directions: Tensor) -> None:
         """Runs the second pass, which updates the weights by the orthogonalized directions."""
-        kernel_rows = self._apply.tables.kernel_rows
+        kernel_rows = self._apply.kernel_rows
         changed = _point(kernel_rows["gradient"], directions, self._offsets)
         if self._operands is not None:
             param = self._operands[0].detach()

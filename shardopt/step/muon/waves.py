@@ -226,7 +226,7 @@ class WaveStep:
                 in_memory = torch.where(self._found_inf.to(in_memory.device) > 0, before, in_memory)
             kept.copy_(in_memory, non_blocking=True)
         if self._transfers is not None:
-            self._transfers.follow()
+            self._transfers.wait_for_current_stream()
         self._row_moments, self._found_inf, self._transfers = {}, None, None
 
     def _kept_row_moments(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
