@@ -17,8 +17,8 @@ from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import WireFormat
 from shardopt.kernels.autograd import without_autograd
-from shardopt.release.ddp_buckets import reduced_parameters
-from shardopt.release.released import Hook
+from shardopt.release.backward import Hook
+from shardopt.release.ddp_buckets import parameters_in_buckets
 
 #: Gradients of several parameters are combined into messages of about this many bytes.
 _MESSAGE_BYTES = 1 << 25
@@ -76,7 +76,7 @@ class DdpReducer(GradientReducer):
     """Ordered sums of the gradients of a DDP module. Parameters that no rank has used keep the gradient None."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
-        trained = [param for param in reduced_parameters(replica) if param.requires_grad]
+        trained = [param for param in parameters_in_buckets(replica) if param.requires_grad]
         params = [param for param in trained if param.numel()]
         numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
         super().__init__([[params[n] for n in each] for each in numbers], progress, wire, [replica.process_group])

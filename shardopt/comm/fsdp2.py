@@ -14,7 +14,7 @@ from torch.nn import Module
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import WireFormat
-from shardopt.release.fsdp_groups import groups_of
+from shardopt.release.fsdp_groups import torch_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -31,7 +31,7 @@ class FsdpReducer:
 
     def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
         self._name, self._progress, self._format = name, progress, wire
-        (self._group,) = groups_of(module)
+        (self._group,) = torch_groups(module)
         assert isinstance(module, Module)
         self._mesh = _mesh_of(self._group)
         self._sums: Reduction | None = None
@@ -99,7 +99,7 @@ def checked_mesh(model: Module, sharded: dict[str, FSDPModule], wire: WireFormat
     """The mesh of all FSDP2 modules; raises if meshes differ, reductions are customized, or parameters unsharded."""
     meshes, managed = dict[str, list[ProcessGroup]](), set[int]()
     for name, module in sharded.items():
-        groups = groups_of(module)
+        groups = torch_groups(module)
         if len(groups) > 1:
             raise ValueError(f"{name!r}: got parameters on {len(groups)} meshes, expected one; shard its modules apart")
         group = groups[0]

@@ -15,7 +15,7 @@ from shardopt.comm.fsdp2 import FsdpReducer, checked_mesh
 from shardopt.comm.progress import Progress, progresses_of
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
-from shardopt.release.fsdp_groups import groups_of
+from shardopt.release.fsdp_groups import torch_groups
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 if TYPE_CHECKING:
@@ -115,4 +115,4 @@ def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], DistributedDataParal
             "ordered_gradients register one), expected one without a hook, as it can have only one; make it without a "
             "hook"
         )
-    return {name: module for name, module in sharded.items() if groups_of(module)}, next(iter(replicas), None)
+    return {name: module for name, module in sharded.items() if torch_groups(module)}, next(iter(replicas), None)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt.comm.counter import Counter
-from shardopt.release.released import Hook
+from shardopt.release.backward import Hook
 
 
 class Progress:

@@ -79,7 +79,7 @@ def clip_grad_norm_(
     released = [of_one for scaled in optimizers if (of_one := scaled._internals.held_release) is not None]
     _demand_held(params, released)
     for of_one in released:
-        of_one.take_rest()
+        of_one.collect_grads()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
@@ -87,7 +87,7 @@ def clip_grad_norm_(
         norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
-            on_host = {param for of_one in released for param in of_one.held}
+            on_host = {param for of_one in released for param in of_one.host_gradients}
             _check_parameters(params, norm.with_gradient, optimizers, on_host)
         largest = math.isinf(norm_type)
         kept = [of_one.norm_shares(largest=largest) for of_one in released]
@@ -129,7 +129,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 def _demand_held(params: Iterable[Tensor], given: Sequence[Any]) -> None:
     """Raises RuntimeError if a release missing in ``given`` holds gradients of the parameters in host memory."""
     others: list[Any] = [each for each in releases if each.overlaps_forward and each not in given]
-    held = {param for released in others for param in released.held}
+    held = {param for released in others for param in released.host_gradients}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(
             f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "
