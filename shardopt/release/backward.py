@@ -64,7 +64,7 @@ class BackwardRelease:
         self._optimizer, self._micro_batches = optimizer, micro_batches
         self._groups: dict[Tensor, FsdpGroup] = {param: group for group in fsdp_groups(model) for param in group.params}
         self._has_gradients = False  # since the last next_step()
-        self._parameters: dict[Tensor, _ParameterProgress] = {}
+        self._progress: dict[Tensor, _ParameterProgress] = {}
         self._worker = WorkerThread(limit)
         internals, released, index = optimizer._internals, set(params), 0
         for group_index, group in enumerate(optimizer.param_groups):
@@ -74,7 +74,7 @@ class BackwardRelease:
                     check_totals(optimizer, group)
                     name = listed_name(group, group_index, index_in_group)
                     stepper = Stepper(internals, index, name)
-                    self._parameters[param] = _ParameterProgress(name, group_index, index_in_group, index, stepper)
+                    self._progress[param] = _ParameterProgress(name, group_index, index_in_group, index, stepper)
                 index += 1
 
     @without_autograd
@@ -88,29 +88,29 @@ class BackwardRelease:
         Raises:
             RuntimeError: the parameter was stepped since the last ``step()``; or see :meth:`Stepper.prepare`.
         """
-        parameter = self._parameters[param]
-        if parameter.stepped:
+        progress = self._progress[param]
+        if progress.stepped:
             raise self._too_many_gradients(param)
         self._has_gradients = True
         if self._expects_more(param):
             return
-        parameter.gradients += 1
-        if parameter.gradients < self._micro_batches:
+        progress.gradients += 1
+        if progress.gradients < self._micro_batches:
             return
         _wait_for_copy(param.grad)
         step = self._prepare(param, LossScaling(None, None), None)
-        if self._optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
+        if self._optimizer._internals.residency.of(param).offload == "step" and not progress.stepper.communicates:
             self._submit_step(param, step, keeps_gradient=True)
         else:
             step()
         param.grad = None
-        parameter.stepped = True
+        progress.stepped = True
 
     def _too_many_gradients(self, param: Tensor) -> RuntimeError:
         """Makes the error for a gradient that comes after the last micro-batch's."""
         count = self._micro_batches
         return RuntimeError(
-            f"{self._parameters[param].name} {tuple(param.shape)}: got gradient {count + 1} since the last "
+            f"{self._progress[param].name} {tuple(param.shape)}: got gradient {count + 1} since the last "
             f"optimizer.step(), expected {count} at most; give release_gradients() the number of micro_batches, call "
             "optimizer.zero_grad() after a pass that failed, and, if several checkpoints use the parameter, "
             "checkpoint(..., use_reentrant=False)"
@@ -122,58 +122,48 @@ class BackwardRelease:
         return group is not None and group.expects_more
 
     def _prepare(self, param: Tensor, scaling: LossScaling, on_host: Tensor | None) -> Callable[[], None]:
-        """Checks and prepares a parameter's step, which the returned function takes. Stores its first state, if new.
+        """Makes a parameter's state, if it has none, and prepares the step that the returned function takes.
 
-        Args:
-            param: the parameter.
-            scaling: the loss scale.
-            on_host: this rank's part of the gradient, in the host's memory; None if it is in ``.grad``.
-
-        Raises:
-            RuntimeError, ValueError: see :meth:`Stepper.prepare`.
+        ``on_host`` is the gradient if it is not in ``.grad``. See :meth:`Stepper.prepare`, also for exceptions.
         """
         optimizer, group = self._optimizer, self._param_group(param)
-        check_nonfinite(group)
+        check_nonfinite(group)  # again, as users may have changed the option
         has_state = param in optimizer.state
         entries: dict[str, Any] = optimizer.state[param] if has_state else {}
         optimizer.begin_step([group])
         alone = {**group, "params": [param]}
-        step = self._parameters[param].stepper.prepare([alone], {param: entries}, scaling, on_host)
+        step = self._progress[param].stepper.prepare([alone], {param: entries}, scaling, on_host)
         if not has_state:
             optimizer.state[param] = entries
         return step
 
     def _param_group(self, param: Tensor) -> dict[str, Any]:
-        """The current param group of a parameter: ``load_state_dict`` may have replaced the dict.
-
-        Raises:
-            RuntimeError: param groups were changed, so that the parameter is elsewhere.
-        """
-        parameter, groups = self._parameters[param], self._optimizer.param_groups
-        params = groups[parameter.group]["params"] if parameter.group < len(groups) else []
-        if parameter.index_in_group < len(params) and params[parameter.index_in_group] is param:
-            return groups[parameter.group]
+        """The current param group of a parameter: ``load_state_dict`` may have replaced the dict."""
+        progress, groups = self._progress[param], self._optimizer.param_groups
+        params = groups[progress.group]["params"] if progress.group < len(groups) else []
+        if progress.index_in_group < len(params) and params[progress.index_in_group] is param:
+            return groups[progress.group]
         raise RuntimeError(
-            f"{parameter.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when "
+            f"{progress.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when "
             "gradients were released; remove() the release before changing them, and release again"
         )
 
     def _submit_step(self, param: Tensor, step: Callable[[], None], *, keeps_gradient: bool) -> None:
         """Queues a step for the worker thread, and records it as the parameter's pending step."""
-        parameter = self._parameters[param]
+        progress = self._progress[param]
         written = (param.detach(), list(self._optimizer.state[param].values()))
-        parameter.pending = self._worker.submit(
-            param.device, parameter.index, step, written, keeps_gradient=keeps_gradient
+        progress.pending = self._worker.submit(
+            param.device, progress.index, step, written, keeps_gradient=keeps_gradient
         )
         # Autograd must know of the write before it happens: a backward pass that goes on may still need the old value.
         increment_version(param)
 
     def wait(self, *_: Any) -> None:
         """Waits for all steps in the worker thread and raises their exceptions; also a hook of state dicts' methods."""
-        pending = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
+        pending = [progress for progress in self._progress.values() if progress.pending is not None]
         self._worker.wait()
-        for parameter in pending:
-            parameter.pending = None
+        for progress in pending:
+            progress.pending = None
         self._worker.raise_errors()
 
     def check_step(self, closure: object, scaling: LossScaling) -> None:
@@ -200,7 +190,7 @@ class BackwardRelease:
 
     def check_replica(self, replica: Any) -> None:
         """Raises RuntimeError if a DDP module that is running would reduce these gradients after they are stepped."""
-        if not self._parameters.keys().isdisjoint(replica._module_parameters):
+        if not self._progress.keys().isdisjoint(replica._module_parameters):
             raise RuntimeError(
                 "got a model that runs within DistributedDataParallel while gradients are released, expected the "
                 "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
@@ -212,18 +202,18 @@ class BackwardRelease:
         for group in set(self._groups.values()):
             group.reset_counts()
         self._has_gradients = False
-        for parameter in self._parameters.values():
-            parameter.stepped = parameter.read_early = False
-            parameter.gradients = 0
+        for progress in self._progress.values():
+            progress.stepped = progress.read_early = False
+            progress.gradients = 0
 
     def discard(self) -> None:
         """Discards the current step, for ``zero_grad()``; warns of parameters that were stepped, and stay so."""
         had_gradients = self._has_gradients  # False after step(): a step in flight need not be waited for
-        stepped = sum(parameter.stepped for parameter in self._parameters.values())
+        stepped = sum(progress.stepped for progress in self._progress.values())
         self.next_step()
         if stepped:
             warn_user(
-                f"zero_grad() discards a backward pass in which {stepped} of {len(self._parameters)} parameters were "
+                f"zero_grad() discards a backward pass in which {stepped} of {len(self._progress)} parameters were "
                 "stepped already, as their gradients are released: they stay stepped. Load a checkpoint to go back; "
                 "detach() what a backward pass is not to train",
                 RuntimeWarning,
@@ -238,15 +228,15 @@ class BackwardRelease:
     @property
     def params(self) -> Collection[Tensor]:
         """The parameters that the release steps."""
-        return self._parameters.keys()
+        return self._progress.keys()
 
     def forget(self, *, anew: bool) -> None:
         """Waits for steps in flight and drops the steppers' caches; with ``anew`` also discards the current step."""
         if anew:
             self.next_step()
         self.wait()
-        for parameter in self._parameters.values():
-            parameter.stepper.forget()
+        for progress in self._progress.values():
+            progress.stepper.forget()
 
 
 class Hook:

@@ -70,19 +70,14 @@ class BucketHook:
         self._bucket_views: set[Tensor] = set()  # parameters whose .grad this backward pass made a view of a bucket
 
     def add(self, param: Tensor, gradient_ready: Callable[[Tensor], None]) -> Callable[[], object]:
-        """Adds a function to call at the end of each backward pass that gives the parameter a gradient.
-
-        Returns:
-            A function that removes it again.
-        """
+        """Calls a function at the end of each backward pass that gives ``param`` a gradient; returns how to undo it."""
         self._hooks[param] = gradient_ready
         return lambda: self._hooks.pop(param)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Starts the all-reduce of a bucket's mean; DDP calls this for each bucket.
+        """DDP's hook: starts the all-reduce of a bucket's mean. At the last bucket also queues :meth:`_end_pass`.
 
-        Sets each ``.grad`` to a view of the bucket, which frees the old gradient, and queues :meth:`_end_pass` when the
-        bucket is the last one.
+        Sets each ``.grad`` to a view of the bucket, into which DDP has copied it: this frees the old gradient.
         """
         if self._hooks or self._bucket_views:  # without hooks, but with views, if the release ended within this pass
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):

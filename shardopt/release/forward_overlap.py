@@ -30,10 +30,7 @@ _NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # modules that are no
 class ForwardOverlap:
     """Registers hooks in a model, so that whatever reads a parameter first waits until its pending step is done.
 
-    Args:
-        model: the wrapped model. Copies of it do not wait.
-        release: the parameters with their pending steps.
-        undo: gets callbacks that remove the hooks when it is closed.
+    Copies of the model do not wait. ``undo`` gets callbacks that remove the hooks when it is closed.
     """
 
     def __init__(self, model: Module, release: OverlappedRelease, undo: ExitStack) -> None:
@@ -91,12 +88,9 @@ def _let_compiled_code_see_hooks() -> None:
 
 
 def waiting_modules(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
-    """Decides which modules must wait when called.
+    """Maps the modules that must wait when called to those of ``params`` they wait for; returns also the set of layers.
 
     A layer waits for all parameters inside, other modules for those outside of layers: several may wait for one.
-
-    Returns:
-        By module, those of ``params`` that the module waits for; and the layers of the model.
     """
     params_by_reader: dict[Module, list[Tensor]] = {}
     layers: set[Module] = set()

@@ -8,7 +8,7 @@ copies the gradient to the host, and ``step()`` and the next forward pass do the
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,19 +22,14 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease, Hook
 from shardopt.release.ddp_buckets import bucket_hook, parameters_in_buckets
 from shardopt.release.overlapped import OverlappedRelease
-from shardopt.release.worker import DEFAULT_LIMIT
 from shardopt.state.options import is_whole
 
 
-class GradientRelease:
-    """Handle returned by :func:`release_gradients`: :meth:`remove`, or leaving it as a context manager, ends release.
-
-    Args:
-        undo: a stack whose callbacks remove all hooks when it is closed.
-    """
+class GradientRelease(AbstractContextManager["GradientRelease"]):
+    """Handle returned by :func:`release_gradients`: :meth:`remove`, or leaving its context, ends the release."""
 
     def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
+        self._undo = undo  # removes all hooks when it is closed
 
     def remove(self) -> None:
         """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step.
@@ -42,9 +37,6 @@ class GradientRelease:
         Gradients that are held in the host's memory are thrown away, with a warning: call ``optimizer.step()`` before.
         """
         self._undo.close()
-
-    def __enter__(self) -> GradientRelease:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -56,7 +48,7 @@ def release_gradients(
     optimizer: ShardedOptimizer,
     *,
     overlap_forward: bool = False,
-    waiting_gradients: int = DEFAULT_LIMIT,
+    waiting_gradients: int = 4,
     micro_batches: int = 1,
 ) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
@@ -175,12 +167,7 @@ def release_gradients(
 
 
 def _check_model(model: Module, params: list[Tensor]) -> None:
-    """Raises if the model's kind of sharding or its hooks exclude gradient release, or parameters have gradients.
-
-    Args:
-        model: the wrapped model.
-        params: its parameters that the optimizer has and trains.
-    """
+    """Raises if the model or its trained parameters, ``params``, exclude a release, or have gradients already."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no model is an FSDP1 one
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise RuntimeError(

@@ -73,7 +73,7 @@ class OverlappedRelease(BackwardRelease):
         """Allocates host memory (pinned for GPUs) for the parameters' gradients, shaped like ``likes``."""
         homes = make_homes(likes, pin=self._gpu, what="the gradients")
         for param, home in zip(params, homes, strict=True):
-            self._host_sums[param] = HostGradient(self._parameters[param].name, home, shard_of(param).counted())
+            self._host_sums[param] = HostGradient(self._progress[param].name, home, shard_of(param).counted())
 
     @without_autograd
     def gradient_ready(self, param: Tensor) -> None:
@@ -84,10 +84,10 @@ class OverlappedRelease(BackwardRelease):
                 pass did not wait for its last step; or the gradient is sharded otherwise than the parameter, and cannot
                 be redistributed.
         """
-        parameter = self._parameters[param]
-        if parameter.read_early or parameter.pending is not None:
+        progress = self._progress[param]
+        if progress.read_early or progress.pending is not None:
             raise RuntimeError(
-                f"{parameter.name} {tuple(param.shape)}: got a gradient of a value that may have been read before the "
+                f"{progress.name} {tuple(param.shape)}: got a gradient of a value that may have been read before the "
                 "last step was complete, expected the forward pass of the module that has it, within that of the "
                 "model given to release_gradients(); call modules instead of reading their parameters, or leave "
                 "overlap_forward out"
@@ -103,32 +103,20 @@ class OverlappedRelease(BackwardRelease):
             self._copy_to_host(param, is_part=is_part)
 
     def _copy_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
-        """Starts a gradient's copy to the host and clears ``.grad``; ignores gradients that the CPU's step cannot take.
+        """Starts a gradient's copy to the host and clears ``.grad``; leaves sparse gradients and other dtypes there.
 
-        Args:
-            param: the parameter.
-            is_part: whether more parts of this micro-batch's gradient follow, so that it does not count yet.
+        With ``is_part`` more parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
         """
         host, gradient = self._host_sums.get(param), param.grad
         if host is None or gradient is None or gradient.layout != torch.strided:
             return
-        with named(self._parameters[param].name):
+        with named(self._progress[param].name):
             local = shard_of(param).local_gradient(gradient)
         if local.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
             return
         if host.count == self._micro_batches:
             raise self._too_many_gradients(param)
-        like = self._sum_like(local, local.dtype)
-        if (host.sum.shape, host.sum.dtype) != (like.shape, like.dtype):  # changed since the release
-            if host.count:
-                raise RuntimeError(
-                    f"got a gradient of shape {tuple(local.shape)} and {local.dtype} after one for "
-                    f"{tuple(host.sum.shape)} and {host.sum.dtype}, expected equal ones within a step; call "
-                    "optimizer.zero_grad(), and change the model between steps only"
-                )
-            self.wait()
-            self._allocate([param], [like])
-            host = self._host_sums[param]
+        host = self._fitting_sum(param, local)
         is_first = host.count == 0
         host.count += not is_part
         host.is_incomplete = host.is_incomplete and not is_first
@@ -139,31 +127,43 @@ class OverlappedRelease(BackwardRelease):
         host.copied = self._worker.submit(param.device, -1, add, (source, gradient), keeps_gradient=True).future
         param.grad = None
 
-    def wait_for_steps(self, params: Iterable[Tensor]) -> None:
-        """Waits for the steps of these parameters before a forward pass reads them; raises the steps' exceptions.
+    def _fitting_sum(self, param: Tensor, gradient: Tensor) -> HostGradient:
+        """A parameter's sum on the host; allocates another if shape or dtype were changed, as by ``model.to()``."""
+        host, like = self._host_sums[param], self._sum_like(gradient, gradient.dtype)
+        if (host.sum.shape, host.sum.dtype) == (like.shape, like.dtype):
+            return host
+        if host.count:
+            raise RuntimeError(
+                f"got a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} after one for "
+                f"{tuple(host.sum.shape)} and {host.sum.dtype}, expected equal ones within a step; call "
+                "optimizer.zero_grad(), and change the model between steps only"
+            )
+        self.wait()
+        self._allocate([param], [like])
+        return self._host_sums[param]
 
-        Ignores parameters that are not released. Others no longer count as read too early.
-        """
+    def wait_for_steps(self, params: Iterable[Tensor]) -> None:
+        """Waits for these parameters' steps, so that a forward pass may read them; raises the steps' exceptions."""
         for param in params:
-            parameter = self._parameters.get(param)
-            if parameter is None:
+            progress = self._progress.get(param)
+            if progress is None:  # not released
                 continue
-            parameter.read_early = False
-            if (step := parameter.pending) is not None:
+            progress.read_early = False  # what is read from here on is the new value
+            if (step := progress.pending) is not None:
                 step.wait()
-                parameter.pending = None
+                progress.pending = None
                 step.future.result()
 
     def end_forward(self) -> None:
         """Waits for all steps. In training, marks parameters whose steps no hook waited for as maybe read too early."""
-        unread = [parameter for parameter in self._parameters.values() if parameter.pending is not None]
+        unread = [progress for progress in self._progress.values() if progress.pending is not None]
         self.wait()
-        for parameter in unread if torch.is_grad_enabled() else ():
-            parameter.read_early = True
+        for progress in unread if torch.is_grad_enabled() else ():
+            progress.read_early = True
 
     @without_autograd
     def collect_grads(self) -> None:
-        """Adds ``.grad`` to gradients that are on the host, and clears it; RuntimeError if that is a gradient too many."""
+        """Adds ``.grad`` to gradients on the host and clears it; RuntimeError if that is one gradient too many."""
         for param in self.host_gradients:
             if param.grad is not None:  # set by hand, or accumulated while no hook was called
                 self._copy_to_host(param)
@@ -193,9 +193,7 @@ class OverlappedRelease(BackwardRelease):
 
     @without_autograd
     def unscale(self, factor: Tensor, found: dict[Any, Tensor], found_inf: Tensor, *, allow_fp16: bool) -> None:
-        """Unscales the gradients on the host, and writes to ``found`` whether one is inf or NaN on any rank.
-
-        Collective, as :class:`torch.amp.GradScaler` does neither for gradients outside of ``.grad``.
+        """Unscales gradients on the host, as GradScaler does those in ``.grad``, and looks for inf and NaN. Collective.
 
         Args:
             factor: the inverse loss scale, one element.
@@ -209,10 +207,10 @@ class OverlappedRelease(BackwardRelease):
                 "float32 parameters and torch.autocast, or leave unscale_ out: scaler.step(optimizer) unscales exactly"
             )
         shares = {holders: [words] for holders, words in self.norm_shares(largest=False).items()}
-        holders_of_all = (shard_of(param).counted() for param in self._parameters)
+        holders_of_all = (shard_of(param).counted() for param in self._progress)
         total = OverAll(holders_of_all).total(shares, zero_share(), largest=False)
         is_finite = math.isfinite(_C.sum_value(total.numpy()))
-        for device in {param.device for param in self._parameters}:
+        for device in {param.device for param in self._progress}:
             flag = torch.full_like(found_inf, not is_finite, device=device)
             found[device] = torch.maximum(found.get(device, flag), flag)
         if float(factor) != 1.0:
@@ -250,7 +248,7 @@ class OverlappedRelease(BackwardRelease):
             """Starts the prepared steps, and counts their gradients as used."""
             for param, step in steps.items():
                 host = self._host_sums[param]
-                if self._parameters[param].stepper.communicates:
+                if self._progress[param].stepper.communicates:
                     self.wait()
                     step()
                 else:

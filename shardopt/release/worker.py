@@ -10,9 +10,6 @@ from weakref import WeakSet
 
 import torch
 
-#: Default limit of unfinished tasks: each keeps its gradient in memory until it is done.
-DEFAULT_LIMIT = 4
-
 _workers: WeakSet[WorkerThread] = WeakSet()
 
 
@@ -56,7 +53,7 @@ class WorkerTask:
         self._copied: torch.cuda.Event | None = None  # the end of the copies that the function has queued
 
     def run(self) -> None:
-        """Runs the function, on a GPU after the work queued before the submission; sets :attr:`future`, never raises."""
+        """Runs the function, on a GPU after work queued before the submission; sets :attr:`future` and never raises."""
         try:
             if self._stream is None or self._submitted is None:
                 self._work()
@@ -106,10 +103,9 @@ class WorkerThread:
 
         Args:
             device: the parameter's device.
-            index: a number; tasks with odd and even ones use two CUDA streams, so that a step need not wait until the
-                copies of the step before it are done.
-            work: the function to run.
-            keep_alive: objects whose memory the function uses, referenced until it has run.
+            index: a number. Tasks with odd and with even numbers use two CUDA streams, so that one task need not wait
+                for the other's copies.
+            work, keep_alive: see :class:`WorkerTask`.
             keeps_gradient: whether the task keeps a gradient on the device: if so, first waits while the number of
                 unfinished tasks is at the limit.
 

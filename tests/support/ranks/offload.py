@@ -141,7 +141,7 @@ def before_steps(call: Callable[[int], object]) -> Iterator[None]:
 
     def submit(self: BackwardRelease, param: Tensor, step: Callable[[], None], **options: Any) -> None:
         def late() -> None:
-            call(self._parameters[param].index)
+            call(self._progress[param].index)
             step()
 
         original(self, param, late, **options)
