@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,25 +36,30 @@ def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
     return list(replica._module_parameters)
 
 
-def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
-    """Returns a DDP module's :class:`BucketHook`, shared by all releases; registers one if the module has none.
+def register_hook(replica: DistributedDataParallel, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+    """Registers a DDP module's communication hook, which DDP calls with ``state`` and each bucket of gradients.
 
     Raises:
         RuntimeError: the DDP module has another communication hook, and can have no second.
     """
+    try:
+        if replica._comm_hooks:
+            raise RuntimeError("a communication hook is registered")
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # DDP reads hook's annotations
+    except RuntimeError as error:
+        raise RuntimeError(
+            "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
+            "ordered_gradients register one), expected one without a hook, as it can have only one; make it without"
+        ) from error
+
+
+def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
+    """Returns a DDP module's :class:`BucketHook`, shared by all releases; registers one if the module has none."""
     for _, state in replica._comm_hooks:
         if isinstance(state, BucketHook):
             return state
     hook = BucketHook(replica)
-    try:
-        if replica._comm_hooks:
-            raise RuntimeError("a communication hook is registered")
-        replica.register_comm_hook(hook, lambda hook, bucket: hook.reduce(bucket))  # DDP refuses string annotations
-    except RuntimeError as error:
-        raise RuntimeError(
-            "got DistributedDataParallel with a communication hook (mixed_precision registers one, too), expected "
-            "none: it can have no second; make it without"
-        ) from error
+    register_hook(replica, hook, BucketHook.reduce)
     return hook
 
 

@@ -18,7 +18,7 @@ class FsdpGroup:
     """Wraps methods of an ``FSDPParamGroup``: parameters that fully_shard all-gathers and reduce-scatters together.
 
     If a forward pass uses a module several times, fully_shard reduces gradients, and calls post-accumulate hooks, once
-    per use whose inputs need gradients. It reduces those of uses without such inputs at the end of the backward pass.
+    per use whose inputs need gradients; gradients of uses without such inputs come at the end of the backward pass.
     The wrapped methods count the uses, for :attr:`expects_more`.
 
     Args:

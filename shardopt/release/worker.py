@@ -105,7 +105,8 @@ class WorkerThread:
             device: the parameter's device.
             index: a number. Tasks with odd and with even numbers use two CUDA streams, so that one task need not wait
                 for the other's copies.
-            work, keep_alive: see :class:`WorkerTask`.
+            work: see :class:`WorkerTask`.
+            keep_alive: see :class:`WorkerTask`.
             keeps_gradient: whether the task keeps a gradient on the device: if so, first waits while the number of
                 unfinished tasks is at the limit.
 
