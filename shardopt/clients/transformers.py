@@ -45,11 +45,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         self._resume_from = resume_from
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the arguments.
-
-        Raises:
-            ValueError: ``save_only_model`` is False, so that Trainer would write an optimizer file, too.
-        """
+        """Raises ValueError if ``save_only_model`` is False, so that Trainer would write an optimizer file, too."""
         if not args.save_only_model:
             raise ValueError(
                 "got save_only_model=False with PortableCheckpoint, which saves the optimizer, expected "
@@ -108,12 +104,7 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         self._max_norm = max_norm
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the arguments.
-
-        Raises:
-            ValueError: ``max_grad_norm`` is not 0, so that Trainer would clip, too; or Trainer trains by DeepSpeed,
-                which clips by itself.
-        """
+        """Raises ValueError if Trainer would clip, too (``max_grad_norm`` is not 0), or DeepSpeed would."""
         if args.max_grad_norm:
             raise ValueError(
                 f"got max_grad_norm={args.max_grad_norm} with ClipGradNorm, expected "

@@ -101,15 +101,11 @@ class BucketHook:
         return reduced
 
     def _end_pass(self) -> None:
-        """Calls the parameters' functions when all buckets are reduced, at the end of the backward pass.
-
-        Gradients that are left, as for more micro-batches, become tensors of their own, since DDP without
-        ``gradient_as_bucket_view`` expects no view of a bucket in ``.grad``.
-        """
+        """Calls the parameters' functions when all buckets are reduced, at the end of the backward pass."""
         for param, gradient_ready in self._hooks.items():
             if param.grad is not None:
                 gradient_ready(param)
         for param in self._bucket_views:
-            if param.grad is not None and not self._has_views:
-                param.grad = param.grad.clone()
+            if param.grad is not None and not self._has_views:  # kept for more micro-batches
+                param.grad = param.grad.clone()  # without gradient_as_bucket_view DDP expects no view of a bucket
         self._bucket_views.clear()

@@ -92,10 +92,8 @@ def release_gradients(
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or copied to the host: it returns 0 and *does
     nothing*, which shardopt cannot detect. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
-    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed could
-    not be kept, rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
-    :func:`shardopt.comm.ordered_gradients`.
+    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss. Always excluded
+    are rules with sums over all parameters, ZeroRedundancyOptimizer, and the cases below that raise RuntimeError.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. If a backward pass raises,
     ``optimizer.zero_grad()`` discards it, so that training can go on (``model.zero_grad()`` does not), and warns that

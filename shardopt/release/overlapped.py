@@ -40,7 +40,6 @@ class OverlappedRelease(BackwardRelease):
     Takes the base class's arguments, but ``limit`` is how many copies to the host may be in flight.
 
     Raises:
-        ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
         MemoryError: the host has too little memory for the gradients.
     """
 
@@ -60,7 +59,7 @@ class OverlappedRelease(BackwardRelease):
         self._allocate(offloaded, likes)
         self._staging = Staging(pin=self._gpu is not None)
         # Squares for the norm are summed as gradients arrive, but only if the last step asked for the norm.
-        self._sums_squares, self._norm_was_read = True, False
+        self._squares_on_arrival, self._norm_was_read = True, False
         self.forward_overlap: object = None  # keeps the ForwardOverlap alive, as its hooks hold weak references
         self._found_inf: Mapping[Any, Tensor] = {}  # by device, the loss scaler's flags of this step
         self.is_unscaling = False  # whether GradScaler._unscale_grads_ is running
@@ -118,9 +117,11 @@ class OverlappedRelease(BackwardRelease):
             raise self._too_many_gradients(param)
         host = self._fitting_sum(param, local)
         is_first = host.count == 0
-        host.count += not is_part
-        host.is_incomplete = host.is_incomplete and not is_first
-        squares = zero_share() if self._sums_squares and host.count == self._micro_batches else None
+        if is_first:
+            host.is_incomplete = False
+        if not is_part:
+            host.count += 1
+        squares = zero_share() if self._squares_on_arrival and host.count == self._micro_batches else None
         source = local.resolve_neg().contiguous()
         # Must not hold a reference to the release: it may be garbage-collected while this task is queued.
         add = partial(host.add, source, self._staging, is_first=is_first, squares=squares)
@@ -156,10 +157,11 @@ class OverlappedRelease(BackwardRelease):
 
     def end_forward(self) -> None:
         """Waits for all steps. In training, marks parameters whose steps no hook waited for as maybe read too early."""
-        unread = [progress for progress in self._progress.values() if progress.pending is not None]
+        not_waited_for = [progress for progress in self._progress.values() if progress.pending is not None]
         self.wait()
-        for progress in unread if torch.is_grad_enabled() else ():
-            progress.read_early = True
+        if torch.is_grad_enabled():
+            for progress in not_waited_for:
+                progress.read_early = True
 
     @without_autograd
     def collect_grads(self) -> None:
@@ -171,12 +173,11 @@ class OverlappedRelease(BackwardRelease):
     def norm_shares(self, *, largest: bool) -> Shares:
         """Waits for the gradients on the host; returns their contribution to the norm, by the ranks that share them.
 
-        Args:
-            largest: whether to take the largest magnitude, which reads the gradients; otherwise the sum of squares,
-                usually computed already as the gradients arrived.
+        With ``largest`` reads the gradients for their largest magnitude. Else it is the sum of squares, computed as
+        gradients arrived, if the last step asked for it, too.
         """
         self.wait()
-        # All parameters' sets of ranks are keys, as all ranks must all-reduce the same: without a gradient, of zero.
+        # Sets of ranks without any gradient have a share of zero, as all ranks must all-reduce the same sets.
         shares: dict[Counted | None, list[Tensor]] = {host.holders: [zero_share()] for host in self._host_sums.values()}
         for host in self.host_gradients.values():
             host.check_complete()
@@ -260,7 +261,7 @@ class OverlappedRelease(BackwardRelease):
     def next_step(self) -> None:
         """Starts a new step: discards gradients on the host, and notes whether the last step read the norm."""
         if self._has_gradients:
-            self._sums_squares, self._norm_was_read = self._norm_was_read, False
+            self._squares_on_arrival, self._norm_was_read = self._norm_was_read, False
         super().next_step()
         self._discard_host_gradients()
 
