@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 def product(
     x: Tensor, weight: Tensor, output: float = 1.0, of_input: float = 1.0, of_weight: float = 1.0, fp8: bool = False
 ) -> Tensor:
-    """``output x weight^T``, (..., outputs), with other factors for the gradients, ``gradient weight`` and ``gradient^T x``.
+    """``output x weight^T``, (..., outputs); its gradients ``gradient weight``, ``gradient^T x`` have other factors.
 
     Products of narrower operands are accumulated and multiplied by their factor in float32, and then rounded. With
     ``fp8`` the operands are rounded without a scale, saturating: ``x`` and ``weight`` to E4M3, in the backward pass,
