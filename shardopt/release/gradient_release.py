@@ -8,6 +8,7 @@ copies the gradient to the host, and ``step()`` and the next forward pass do the
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease, Hook
-from shardopt.release.ddp_buckets import bucket_hook, parameters_in_buckets
+from shardopt.release.ddp_buckets import BucketHook, bucket_hook, parameters_in_buckets
 from shardopt.release.overlapped import OverlappedRelease
 from shardopt.state.options import is_whole
 
@@ -136,32 +137,38 @@ def release_gradients(
     _check_model(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     replica_of = {param: replica for replica in replicas for param in parameters_in_buckets(replica)}
-    used_replicas = dict.fromkeys(replica_of[param] for param in params if param in replica_of)
-    bucket_hooks = {replica: bucket_hook(replica) for replica in used_replicas}
+    bucket_hooks = {param: bucket_hook(replica_of[param]) for param in params if param in replica_of}
     kind = OverlappedRelease if overlap_forward else BackwardRelease
     release = kind(optimizer, model, params, waiting_gradients, micro_batches)
     optimizer._internals.begin_release(release)
-    gradient_ready, wait = Hook(release.gradient_ready), Hook(release.wait)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
+    _register_hooks(release, model, bucket_hooks, undo)
+    for replica in dict.fromkeys(replica_of[param] for param in bucket_hooks):
+        undo.callback(replica.register_forward_pre_hook(Hook(release.begin_replica)).remove)
+    return GradientRelease(undo)
+
+
+def _register_hooks(
+    release: BackwardRelease, model: Module, bucket_hooks: Mapping[Tensor, BucketHook], undo: ExitStack
+) -> None:
+    """Registers a release's hooks in the model: DDP's for parameters in ``bucket_hooks``. ``undo`` will remove them."""
+    gradient_ready, wait = Hook(release.gradient_ready), Hook(release.wait)
     for module in model.modules():
         undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-    for param in params:
-        if param in replica_of:
-            undo.callback(bucket_hooks[replica_of[param]].add(param, gradient_ready))
+    for param in release.params:
+        if param in bucket_hooks:
+            undo.callback(bucket_hooks[param].add(param, gradient_ready))
         else:
             handle = param.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
             undo.callback(handle.remove)
-    for replica in bucket_hooks:
-        undo.callback(replica.register_forward_pre_hook(Hook(release.begin_replica)).remove)
     check = partial(_check_running_replica, Hook(release.check_replica))
     undo.callback(model.register_forward_pre_hook(check).remove)
     if isinstance(release, OverlappedRelease):
         from shardopt.release.forward_overlap import ForwardOverlap  # here, as it imports torch's compiler
 
         release.forward_overlap = ForwardOverlap(model, release, undo)
-    return GradientRelease(undo)
 
 
 def _check_model(model: Module, params: list[Tensor]) -> None:

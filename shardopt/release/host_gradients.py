@@ -75,11 +75,7 @@ class HostGradient:
         step()
 
     def check_complete(self) -> None:
-        """Checks that no copy that has ended so far has failed.
-
-        Raises:
-            RuntimeError: a copy raised an exception, so that the sum is incomplete.
-        """
+        """Raises RuntimeError if a copy that has ended so far has raised an exception: the sum is incomplete."""
         if self.is_incomplete:
             raise RuntimeError(
                 f"{self.name}: got a gradient that did not arrive in the host's memory, as its copy raised an "

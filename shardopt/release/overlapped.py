@@ -37,10 +37,8 @@ class OverlappedRelease(BackwardRelease):
     With ``offload="step"`` gradients are copied to the host, where the CPU sums them over micro-batches and steps the
     parameters. Other gradients stay in ``.grad``, and the optimizer's ``step()`` steps these parameters at once.
 
-    Takes the base class's arguments, but ``limit`` is how many copies to the host may be in flight.
-
-    Raises:
-        MemoryError: the host has too little memory for the gradients.
+    Arguments are the base class's, but ``limit`` is how many copies to the host may be in flight. Raises MemoryError if
+    the host has too little memory for the gradients.
     """
 
     overlaps_forward = True

@@ -99,7 +99,7 @@ class WorkerThread:
     def submit(
         self, device: torch.device, index: int, work: Callable[[], None], keep_alive: object, *, keeps_gradient: bool
     ) -> WorkerTask:
-        """Queues a task.
+        """Queues a task. With ``keeps_gradient`` raises, instead, what an earlier task raised.
 
         Args:
             device: the parameter's device.
@@ -109,9 +109,6 @@ class WorkerThread:
             keep_alive: see :class:`WorkerTask`.
             keeps_gradient: whether the task keeps a gradient on the device: if so, first waits while the number of
                 unfinished tasks is at the limit.
-
-        Raises:
-            Exception: with ``keeps_gradient``, what an earlier task raised; the new task is not queued.
         """
         with self._lock:
             if keeps_gradient:
