@@ -273,14 +273,14 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
             bucket = buffer.buckets[number]
             size = bucket.grad_data.numel() // dist.get_world_size(group)
             shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, ranks)
-            known = ranges[number]["param_map"].get(param)
-            theirs = (known["param"].start, known["param"].end) if known else (0, 0)
-            ours = (shard.start, shard.end) if shard.numel else (0, 0)
-            if theirs != ours:
+            entry = ranges[number]["param_map"].get(param)
+            listed = (entry["param"].start, entry["param"].end) if entry else (0, 0)
+            computed = (shard.start, shard.end) if shard.numel else (0, 0)
+            if listed != computed:
                 raise UnknownShardError(
-                    f"got elements {theirs} of a parameter of shape {tuple(param.shape)} on this rank, expected {ours} "
-                    "by the parameter's bucket; this version of Megatron-Core shards in a way that shardopt does not "
-                    "know"
+                    f"got elements {listed} of a parameter of shape {tuple(param.shape)} on this rank, expected "
+                    f"{computed} by the parameter's bucket; this version of Megatron-Core shards in a way that shardopt "
+                    "does not know"
                 )
             shards[param] = shard
     ordered = dict.fromkeys(param for chunk in wrapper.model_chunks for param in chunk.parameters())
@@ -335,8 +335,8 @@ def stepped_by_group(
 def _unwrapped(model: Module) -> Iterator[Module]:
     """Gives a model, then the modules inside of its wrappers (DistributedDataParallel, Float16Module) one by one."""
     yield model
-    while isinstance(inner := getattr(model, "module", None), Module):
-        model = inner
+    while isinstance(wrapped := getattr(model, "module", None), Module):
+        model = wrapped
         yield model
 
 

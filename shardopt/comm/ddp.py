@@ -77,8 +77,9 @@ class DdpReducer(GradientReducer):
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
         trained = [param for param in parameters_in_buckets(replica) if param.requires_grad]
         params = [param for param in trained if param.numel()]
-        numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
-        super().__init__([[params[n] for n in each] for each in numbers], progress, wire, [replica.process_group])
+        index_lists, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
+        messages = [[params[index] for index in indices] for indices in index_lists]
+        super().__init__(messages, progress, wire, [replica.process_group])
         self._reduced_buckets: list[int] = []  # indices of buckets that DDP has asked to reduce in this backward pass
         register_hook(replica, self._reduced_buckets, _skip_all_reduce)
         # This hook keeps self alive: a reference from a parameter's hook would be a cycle that is never collected.

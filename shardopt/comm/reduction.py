@@ -69,11 +69,11 @@ class Reduction:
     def _add_replicas(self, pieces: Tensor, replicas: ProcessGroup) -> None:
         """Under HSDP: adds the micro-batches of all replicas, each of which gets a part of all partial sums."""
         size, count, first = replicas.size(), len(pieces), self._progress.first_micro_batch
-        inner = PairwiseSum(first + replicas.rank() * count)
-        inner.add(map(self.wire.decode, pieces))
+        own_sum = PairwiseSum(first + replicas.rank() * count)
+        own_sum.add(map(self.wire.decode, pieces))
         numel = -(-self.wire.numel // size)  # of a replica's part
         padding = numel * size - self.wire.numel
-        message = torch.stack([pad(x, (0, padding)).view(size, numel) for x in inner.tensors], 1)
+        message = torch.stack([pad(x, (0, padding)).view(size, numel) for x in own_sum.tensors], 1)
         levels = [partial_levels(first + replica * count, count) for replica in range(size)]
         received_sizes, sent_sizes = [len(each) for each in levels], [message.shape[1]] * size
         received = message.new_empty(sum(received_sizes), numel)

@@ -166,14 +166,14 @@ def residual_split(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
     With :func:`residual_add`, computes ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
     """
-    of_branch, of_skip = multipliers.branch_and_skip(tau)
-    return scale_bwd(x, of_branch), scale_bwd(x, of_skip)
+    branch_weight, skip_weight = multipliers.branch_and_skip(tau)
+    return scale_bwd(x, branch_weight), scale_bwd(x, skip_weight)
 
 
 def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
     """The weighted sum of a residual branch and its skip connection; :func:`residual_split` weights their gradients."""
-    of_branch, of_skip = multipliers.branch_and_skip(tau)
-    return scale_fwd(branch, of_branch) + scale_fwd(skip, of_skip)
+    branch_weight, skip_weight = multipliers.branch_and_skip(tau)
+    return scale_fwd(branch, branch_weight) + scale_fwd(skip, skip_weight)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:

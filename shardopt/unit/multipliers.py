@@ -120,8 +120,8 @@ def mse_loss() -> float:
 
 def branch_and_skip(tau: float) -> tuple[float, float]:
     """The weights of the branch and of the skip connection in a residual sum, ``(tau f(x) + x) / sqrt(1 + tau^2)``."""
-    norm_of_weights = sqrt(1 + tau**2)
-    return tau / norm_of_weights, 1 / norm_of_weights
+    root = sqrt(1 + tau**2)
+    return tau / root, 1 / root
 
 
 def residual_weights(layers: int, mult: float = 1.0, attention_ratio: float = 1.0) -> tuple[float, ...]:

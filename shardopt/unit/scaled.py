@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
         rows = to_fp8(rows, _FORWARD) if fp8 else rows
         # The backward pass rounds the weight again: FSDP frees the gathered weight, but would not free a rounded copy.
         ctx.save_for_backward(rows, weight)
-        ctx.factors = of_input, of_weight
+        ctx.input_factor, ctx.weight_factor = of_input, of_weight
         ctx.fp8, ctx.shape, ctx.dtype = fp8, x.shape, x.dtype
         operand = to_fp8(weight, _FORWARD) if fp8 else weight
         return _matmul(rows, operand.t(), output, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -68,13 +68,13 @@ class _Product(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, weight.shape[0])
         gradient = to_fp8(gradient, _GRADIENT) if ctx.fp8 else gradient
-        of_x = of_weight = None
+        x_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             operand = to_fp8(weight, _FORWARD) if ctx.fp8 else weight
-            of_x = _matmul(gradient, operand, ctx.factors[0], ctx.dtype).view(ctx.shape)
+            x_gradient = _matmul(gradient, operand, ctx.input_factor, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = _matmul(gradient.t(), rows, ctx.factors[1], weight.dtype)
-        return of_x, of_weight, None, None, None, None
+            weight_gradient = _matmul(gradient.t(), rows, ctx.weight_factor, weight.dtype)
+        return x_gradient, weight_gradient, None, None, None, None
 
 
 def product(
