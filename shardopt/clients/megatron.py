@@ -279,8 +279,8 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
             if listed != computed:
                 raise UnknownShardError(
                     f"got elements {listed} of a parameter of shape {tuple(param.shape)} on this rank, expected "
-                    f"{computed} by the parameter's bucket; this version of Megatron-Core shards in a way that shardopt "
-                    "does not know"
+                    f"{computed} by the parameter's bucket; this version of Megatron-Core shards in a way that "
+                    "shardopt does not know"
                 )
             shards[param] = shard
     ordered = dict.fromkeys(param for chunk in wrapper.model_chunks for param in chunk.parameters())
