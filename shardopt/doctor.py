@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardopt
 from shardopt import _C
-from shardopt.clients.names import is_known as knows_names
+from shardopt.clients.names import is_supported as knows_names
 from shardopt.kernels.dispatch import cpu_target, use_cpu_target
 from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
 from shardopt.sharding.deepspeed.hooks import is_known

@@ -21,7 +21,7 @@ from shardopt.kernels.transfers_cuda import SLOT_COUNT
 from shardopt.layout import Shard
 from shardopt.layout.partition import UNCUT, Cut, GridPartition
 from shardopt.optim import SGD, ShardedOptimizer
-from shardopt.release.released import demand_no_totals
+from shardopt.release.backward import check_totals
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
 from shardopt.state.residency import CHUNK_BYTES
@@ -91,7 +91,7 @@ class Setup:
             raise ValueError(f"offload: got {offload!r} with {self.backend}, expected zero_offload, or fsdp2")
         optimizer, group = self.group()
         if self.release_gradients:
-            demand_no_totals(optimizer, group)
+            check_totals(optimizer, group)
 
     @property
     def stage(self) -> int:

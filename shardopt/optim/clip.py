@@ -79,7 +79,7 @@ def clip_grad_norm_(
     held_releases = list(filter(None, (scaled._internals.held_release for scaled in optimizers)))
     _refuse_held_elsewhere(params, held_releases)
     for release in held_releases:
-        release.take_rest()
+        release.collect_grads()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
@@ -87,7 +87,7 @@ def clip_grad_norm_(
         norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
-            on_host = {param for release in held_releases for param in release.held}
+            on_host = {param for release in held_releases for param in release.host_gradients}
             _check_parameters(params, norm.with_gradient, optimizers, on_host)
         largest = math.isinf(norm_type)
         kept = [release.norm_shares(largest=largest) for release in held_releases]
@@ -131,7 +131,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
 def _refuse_held_elsewhere(params: Iterable[Tensor], given: Sequence[Any]) -> None:
     """Raises RuntimeError if a release missing in ``given`` holds gradients of the parameters in host memory."""
     others: list[Any] = [release for release in releases if release.overlaps_forward and release not in given]
-    held = {param for release in others for param in release.held}
+    held = {param for release in others for param in release.host_gradients}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(
             f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "

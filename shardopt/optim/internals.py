@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Interface to the parameters that the backward pass steps; see ``ReleasedParameters`` in shardopt/release."""
+    """Interface to the parameters that the backward pass steps; see ``BackwardRelease`` in shardopt/release."""
 
     @property
     def overlaps_forward(self) -> bool: ...
@@ -118,7 +118,7 @@ class Internals:
 
     @property
     def held_release(self) -> Any:
-        """The release with ``overlap_forward``, which holds gradients until ``step()``, or None (release/held.py)."""
+        """The release with ``overlap_forward``, which keeps gradients until ``step()``, or None (overlapped.py)."""
         return self.released if self.released is not None and self.released.overlaps_forward else None
 
     @property
@@ -247,7 +247,7 @@ class Internals:
         groups, state = self.optimizer.param_groups, self.optimizer.state
 
         def has_begun() -> bool:
-            has_held_gradients = self.held_release is not None and bool(self.held_release.held)
+            has_held_gradients = self.held_release is not None and bool(self.held_release.host_gradients)
             step_counts = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
             return has_held_gradients or any(map(float, step_counts))
 

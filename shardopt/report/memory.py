@@ -98,11 +98,11 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(kind_of(key), _local(value))
-    module = sys.modules.get("shardopt.comm.progress")  # without this module there are no sums
-    if module is not None:
-        for progress in module.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
-            for counter in progress.counters:
-                for tensor in counter.tensors:
+    progress = sys.modules.get("shardopt.comm.progress")  # without it there are no sums
+    if progress is not None:
+        for counted in progress.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
+            for pairwise in counted.sums:
+                for tensor in pairwise.tensors:
                     add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):
         for device, nbytes in owner._internals.residency.buffer_bytes.items():

@@ -35,7 +35,7 @@ HOOKS = {
         # TrainingArguments(optim=...) takes our optimizers' names.
         ("transformers.training_args", "clients.names:add_names"),
         # Trainer finds our optimizers' classes by these names.
-        ("transformers.trainer", "clients.names:find_by_name"),
+        ("transformers.trainer", "clients.names:patch_trainer"),
     ),
 }
 PACKAGES = tuple(HOOKS)

@@ -120,12 +120,12 @@ state.residency:StateResidency.put | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
 kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | let go
 state.residency:_move | torch.cuda.synchronize(device) | slept
-release.deferred:DeferredStep.take | self._stream.wait_event(self._ready) | released step
-release.deferred:DeferredStep.wait | self._back.synchronize() | released forward @ behind 0
-release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step @ behind 0
-release.deferred:DeferredSteps.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
-release.host_gradients:_arrived | copied.synchronize() | held
-release.host_gradients:_arrived | copied.synchronize() | held in parts
+release.worker:WorkerTask.run | self._stream.wait_event(self._submitted) | released step
+release.worker:WorkerTask.wait | self._copied.synchronize() | released forward @ behind 0
+release.worker:WorkerThread.wait | .wait_stream(stream) | released step @ behind 0
+release.worker:WorkerThread.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
+release.host_gradients:_wait_for_piece | copied.synchronize() | held
+release.host_gradients:_wait_for_piece | copied.synchronize() | held in parts
 """
 
 

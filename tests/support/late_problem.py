@@ -338,7 +338,7 @@ def messages(device: torch.device) -> Named:
         progress.done = t
         whole = values((2, 300), t).to(device) * 0.5
         out = torch.empty(300, device=device)
-        scattered.push(whole, out)
+        scattered.reduce_scatter(whole, out)
         found[f"scattered {t}"] = out
     return on_cpu(found)
 

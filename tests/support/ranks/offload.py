@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from shardopt.kernels.transfers_cuda import SLOT_COUNT, CopyRanges, CudaTransfers, Slot
-from shardopt.release.deferred import DeferredSteps
+from shardopt.release.backward import BackwardRelease
 from shardopt.state import residency
 
 
@@ -134,27 +136,18 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 
 @contextmanager
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
-    """Inside, something is called in the other thread before each step there, with the ``number`` of its submission.
+    """Inside, ``call(index)`` runs in the worker thread before the step of the optimizer's parameter ``index``."""
+    original = BackwardRelease._submit_step
 
-    Arrivals of gradients are left out.
-    """
-    original = DeferredSteps.submit
-
-    def submit(
-        self: DeferredSteps, device: torch.device, number: int, work: Callable[[], None], keeps: object, **more: Any
-    ) -> Any:
+    def submit(self: BackwardRelease, param: Tensor, step: Callable[[], None], **options: Any) -> None:
         def late() -> None:
-            if number >= 0:
-                call(number)
-            work()
+            call(self._progress[param].index)
+            step()
 
-        return original(self, device, number, late, keeps, **more)
+        original(self, param, late, **options)
 
-    DeferredSteps.submit = submit
-    try:
+    with patch.object(BackwardRelease, "_submit_step", submit):
         yield
-    finally:
-        DeferredSteps.submit = original
 
 
 def slow_steps(seconds: float) -> AbstractContextManager[None]:
