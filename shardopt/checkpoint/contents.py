@@ -250,6 +250,6 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
             continue
         is_empty = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
         if spec is not None and is_empty and not state:
-            state = spec.new(_CPU)
+            state = spec.new_state(_CPU)
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

@@ -131,7 +131,7 @@ def import_state(
         entries, parameters[name] = _converted(spec, moments, name)
         of_rows = spec.entries.get(ROW_MOMENTS)  # state that no other package has: begins with zeros
         if of_rows is not None:
-            entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
+            entries[ROW_MOMENTS] = spec.wrap_local(ROW_MOMENTS, of_rows.allocate(torch.device("cpu")))
         state[index] = {**entries, "step": step}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return ImportReport(package, parameters, tuple(ignored))
@@ -324,4 +324,4 @@ def _own(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
     part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()
     if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
         part = part.clone()
-    return spec.like(key, part)
+    return spec.wrap_local(key, part)

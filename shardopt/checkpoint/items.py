@@ -113,7 +113,7 @@ class Item:
         values, low_bits = new.store(old.load(self.values, self.state.pop(LOW_BITS, None)))
         if low_bits is not None and self.state:
             self.state[LOW_BITS] = low_bits
-        for key, entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
+        for key, entry in (self.saved.unquantized or ()) if self.saved is not None and self.state else ():
             is_whole = not entry.shape or entry.shape != self.shard.local_shape
             if not is_whole and entry.dtype == old.dtype:  # the weights' dtype, in quantize_state
                 self.state[key] = self.state[key].to(new.dtype)
@@ -164,7 +164,7 @@ def tensors_of(
     if spec is None:
         return tensors
     for key, value in state.items():
-        if spec.is_whole(key):
+        if spec.is_replicated(key):
             chunks = Chunks.whole(value, _of_first_element(spec.shard) if to_save else WHOLE)
         else:
             chunks = chunks_of(spec.shard, value, spec.grid_of(key), to_save=to_save)

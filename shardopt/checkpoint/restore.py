@@ -22,9 +22,9 @@ from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, line, named, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
-from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
+from shardopt.state.encoding import FloatMoments, encode_slices, sharing_ranks
 from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
-from shardopt.wrapper.entries import OF_QUANTIZE_STATE
+from shardopt.wrapper.entries import WRAPPED_NAME
 from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ class Restoration:
             item.convert_weights()
         #: Moments that ranks encode together, as they share blocks. Decoded here, where no rank waits for another.
         self._shared = [
-            (item, Floats(item.spec, item.moments(), item.name))
+            (item, FloatMoments(item.spec, item.moments(), item.name))
             for item in self._items
             if item.spec is not None and item.state_conversion and sharing_ranks(item.spec) is not None
         ]
@@ -236,7 +236,7 @@ class Restoration:
                 f"{self._folder}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
         saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
-        if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
+        if saved_by != own and any(str(name).startswith(WRAPPED_NAME) for name in (saved_by, own)):
             raise CheckpointError(
                 f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
@@ -305,7 +305,7 @@ class Restoration:
         old, new = item.weight_formats
         if (has_state and id(item.param) in self._owned_ids) or old != new:
             with self._in_memory():
-                item.state = saved.new(_CPU)
+                item.state = saved.new_state(_CPU)
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -332,7 +332,7 @@ class Restoration:
         if item.saved is None or not item.state:
             return
         with self._naming():
-            item.saved.check_local(item.state, item.name)
+            item.saved.check_values(item.state, item.name)
 
     def _check_steps(self) -> None:
         """Checks that parameters of one flat buffer have equal step counts, as the buffer's state has only one."""

@@ -157,7 +157,7 @@ def _add_state(
         is_matrix = len(shard.global_shape) > 1 and shard.global_shape not in embeddings
         options = {**group, "algorithm": "muon" if is_matrix else "adamw"}  # which Muon alone reads
         spec = SliceSpec.of(shard, setup.stepped_dtype, options, optimizer.rule(options).moments)
-        for key, value in spec.new(torch.device("meta")).items():
+        for key, value in spec.new_state(torch.device("meta")).items():
             totals[kind_of(key)] += count * value.nbytes
     for kind, nbytes in totals.items():
         setattr(use, kind, getattr(use, kind) - (-nbytes // share))

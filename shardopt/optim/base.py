@@ -21,13 +21,13 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
 from shardopt.removed import OPTIONS, explained
-from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.full_precision import check_float32_weights, float32_weights, store_float32_weights
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
-    make_plain,
+    convert_sequences,
     warn_of_misspelt,
     with_defaults,
 )
@@ -52,7 +52,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
-        make_plain(defaults)
+        convert_sequences(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
@@ -101,7 +101,7 @@ class ShardedOptimizer(OptimizerInterface):
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
         if isinstance(param_group, dict):
-            make_plain(param_group)
+            convert_sequences(param_group)
             names = param_group.get("param_names")
             if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
                 raise ValueError(
@@ -344,7 +344,8 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         return {
-            p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
+            p: float32_weights(self._internals.state_of(p, group), p, self.state.get(p, {}))
+            for group, p in self._all_params()
         }
 
     @without_autograd
@@ -363,10 +364,10 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         params = {param: group for group, param in self._all_params()}
-        check_weights(weights, params)
+        check_float32_weights(weights, params)
         for param, group in params.items():
             spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
+            state = store_float32_weights(spec, param, old, weights[param], self._internals.residency.of(param).state)
             if state:
                 self.state[param] = state
 

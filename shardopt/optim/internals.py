@@ -28,8 +28,8 @@ from shardopt.layout import (
 from shardopt.optim.first_state import only_makes_state
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.untrained import Untrained
-from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.options import TABLE_FORMAT, make_plain
+from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.state.options import TABLE_FORMAT, convert_sequences
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -147,7 +147,7 @@ class Internals:
         ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
         spec, where = self.state_of(param, options), self.residency.of(param)
-        of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        of_slices = [state or each.new_state(_CPU) for state, each in zip(states, spec.slices, strict=True)]
         return spec, spec.join(
             [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
         )
@@ -200,7 +200,7 @@ class Internals:
         """
         optimizer = self.optimizer
         if isinstance(options, dict):
-            make_plain(options)
+            convert_sequences(options)
         optimizer.check_group(options)
         lr = options["lr"]
         on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
@@ -214,11 +214,11 @@ class Internals:
     def fit_to_changes(self) -> None:
         """Adapts to what users may have changed: normalizes option values, and fits low bits to the weights' dtype."""
         for group in self.optimizer.param_groups:
-            make_plain(group)
+            convert_sequences(group)
             for param in group["params"]:
                 state = self.optimizer.state.get(param)
                 if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
-                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
+                    reset_stale_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
 from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, is_whole
+from shardopt.state.options import Options, Unpack, is_int
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -158,7 +158,7 @@ class Muon(ShardedOptimizer):
             raise ValueError(
                 f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _SCALES))}"
             )
-        if not is_whole(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
+        if not is_int(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
@@ -227,7 +227,7 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
 def _check_split(split: Any) -> None:
     if split is None or split == "each":
         return
-    if not isinstance(split, (tuple, list)) or not split or not all(is_whole(rows) and rows > 0 for rows in split):
+    if not isinstance(split, (tuple, list)) or not split or not all(is_int(rows) and rows > 0 for rows in split):
         raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
 
 

@@ -22,7 +22,7 @@ from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
 from shardopt.release.deferred import MOST_WAITING
 from shardopt.release.held import HeldParameters
 from shardopt.release.released import Hook, ReleasedParameters
-from shardopt.state.options import is_whole
+from shardopt.state.options import is_int
 
 
 class GradientRelease:
@@ -151,7 +151,7 @@ def release_gradients(
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
     for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
-        if not is_whole(value) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]

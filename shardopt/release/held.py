@@ -23,7 +23,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.released import ReleasedParameters
-from shardopt.state.host_memory import demand_memory, make_homes
+from shardopt.state.host_memory import allocate_host_tensors, demand_host_memory
 from shardopt.state.names import named
 from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
@@ -56,10 +56,10 @@ class HeldParameters(ReleasedParameters):
     ) -> None:
         super().__init__(optimizer, model, params, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
-        foreseen = residency.foreseen_bytes
+        foreseen = residency.unallocated_bytes
         held = [param for param in params if residency.of(param).offload == "step"]
         likes = [self._like(shard_of(param).local(param), param.dtype) for param in held]
-        demand_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
+        demand_host_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None)
         self._gradients: dict[Tensor, HostGradient] = {}
         self._make_room(held, likes)
@@ -75,7 +75,7 @@ class HeldParameters(ReleasedParameters):
 
     def _make_room(self, params: Iterable[Tensor], likes: Sequence[Tensor]) -> None:
         """Allocates a piece of host memory (pinned for GPUs) for gradients with the shapes and dtypes of ``likes``."""
-        homes = make_homes(likes, pin=self._pin, what="the gradients")
+        homes = allocate_host_tensors(likes, pin=self._pin, what="the gradients")
         for param, home in zip(params, homes, strict=True):
             self._gradients[param] = HostGradient(self._parameters[param].name, home, shard_of(param).counted())
 

@@ -56,7 +56,7 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
-            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_local`.
+            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_values`.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):
@@ -64,7 +64,7 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved, states = checked_containers(state_dict)
     saved = by_name(saved, outer.param_groups)
     groups = merged_groups(inner, outer.param_groups, saved)
-    of_torch = all("master_weight_bits" not in group for group in saved)
+    may_lack_low_bits = all("master_weight_bits" not in group for group in saved)
     index = 0
     for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
@@ -74,7 +74,7 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             if not entries:
                 continue
             with reading(name):
-                spec.check_loaded(entries, name, of_torch=of_torch)
-                if not spec.has_floats(entries):  # check_loaded has checked floats
-                    spec.check_local(entries, name)
+                spec.check_loaded(entries, name, may_lack_low_bits=may_lack_low_bits)
+                if not spec.has_float_moments(entries):  # check_loaded has checked floats
+                    spec.check_values(entries, name)
     return {**state_dict, "param_groups": saved}

@@ -14,7 +14,7 @@ from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 
-def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
+def float32_weights(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Joins parameter and low bits to float32 weights, sharded like the parameter. ``state`` may still be empty."""
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -27,11 +27,11 @@ def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     return spec.shard.like_parameter(weights)
 
 
-#: The parameter's dtype at the last call of :func:`fit_low_bits`, by the tensor with the state's step count.
+#: The parameter's dtype at the last call of :func:`reset_stale_low_bits`, by the tensor with the state's step count.
 _SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
-def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
+def reset_stale_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
     """Drops or resets low bits, with a warning, if the parameter was cast to another dtype after a step.
 
     Master weights then equal the parameter again. Changes ``state`` in place; new low bits are on ``device``.
@@ -43,7 +43,7 @@ def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torc
     if (has and not wants) or (seen != param.dtype and (has or wants)):
         state.pop(LOW_BITS, None)
         if wants:
-            state[LOW_BITS] = spec.like(LOW_BITS, spec.entries[LOW_BITS].new(device))
+            state[LOW_BITS] = spec.wrap_local(LOW_BITS, spec.entries[LOW_BITS].allocate(device))
         warn_user(
             f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
             "weights begin equal to the parameters; take full_precision_parameters() before a cast, and load them "
@@ -52,7 +52,7 @@ def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torc
         )
 
 
-def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
+def check_float32_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
     """Checks that weights, by parameter, can be loaded into all parameters of an optimizer.
 
     Raises:
@@ -70,7 +70,9 @@ def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) 
             raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
 
 
-def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
+def store_float32_weights(
+    spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device
+) -> StateDict:
     """Writes float32 weights, sharded like the parameter, to the parameter and the low bits; returns the state.
 
     If low bits must be kept and ``state`` is empty, makes a new state on ``device``; but a frozen parameter gets none,
@@ -80,7 +82,7 @@ def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tenso
     if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
         local.copy_(wide)
         return state
-    state = state or spec.new(device)
+    state = state or spec.new_state(device)
     _check_state(state)
     local.copy_(wide)  # includes padding, which is in no slice
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):

@@ -15,7 +15,9 @@ _PAGE = 4096  # bytes
 _ALIGNMENT = 64  # of each tensor, in bytes
 
 
-def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Tensor]:
+def allocate_host_tensors(
+    likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state"
+) -> list[Tensor]:
     """Allocates uninitialized CPU tensors with the shapes and dtypes of ``likes`` in one contiguous buffer.
 
     The buffer is freed when the last tensor is. Each tensor has its own storage, as torch.save refuses several dtypes
@@ -25,7 +27,7 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
         MemoryError: the host has too little memory, or refuses to lock it.
     """
     *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes), initial=0)
-    demand_memory(nbytes, ranks=1)  # other ranks may have their memory already
+    demand_host_memory(nbytes, ranks=1)  # other ranks may have their memory already
     try:
         pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
@@ -50,7 +52,7 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
     return homes
 
 
-def demand_memory(nbytes: int, ranks: int) -> None:
+def demand_host_memory(nbytes: int, ranks: int) -> None:
     """Raises MemoryError if the host has less available memory than ``nbytes`` for each of its ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:

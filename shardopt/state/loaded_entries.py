@@ -61,10 +61,10 @@ def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
     if not value.dtype.is_floating_point:
         raise ValueError(f"{name}: got {key} of {value.dtype}, expected floats; was it saved by another optimizer?")
     if not are_finite(value, signed=signed):
-        raise unsound(key, name, signed=signed)
+        raise invalid_values(key, name, signed=signed)
 
 
-def unsound(what: str, name: str, *, signed: bool) -> ValueError:
+def invalid_values(what: str, name: str, *, signed: bool) -> ValueError:
     """The error for NaN, Inf or wrongly negative values in state: one of them would spoil its whole block's codes."""
     got, expected = ("NaN or Inf", "") if signed else ("NaN, Inf or numbers below zero", " >= 0")
     return ValueError(

@@ -100,7 +100,7 @@ PLACEMENT = ("offload",)
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
-def is_own(options: Container[str]) -> bool:
+def is_shardopt_group(options: Container[str]) -> bool:
     """Whether a param group, live or from a state dict, belongs to one of shardopt's own optimizers."""
     return all(option in options for option in STATE_FORMAT)
 
@@ -129,11 +129,11 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: isinstance(x, int) and MIN_BLOCK_SIZE <= x <= MAX_BLOCK_SIZE and not x & (x - 1),
         f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
     ),
-    "min_quantized_numel": (lambda x: is_whole(x) and x >= 0, "a whole number >= 0"),
+    "min_quantized_numel": (lambda x: is_int(x) and x >= 0, "a whole number >= 0"),
     "nonfinite": (lambda x: x in ("skip", "raise", "propagate"), "'skip', 'raise' or 'propagate'"),
-    "master_weight_bits": (lambda x: x is None or (is_whole(x) and x in (24, 32)), "None, 24 or 32"),
+    "master_weight_bits": (lambda x: x is None or (is_int(x) and x in (24, 32)), "None, 24 or 32"),
     "stochastic_rounding": (lambda x: isinstance(x, bool), "True or False"),
-    "stochastic_rounding_seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "stochastic_rounding_seed": (lambda x: is_int(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
     "maximize": (lambda x: isinstance(x, bool), "True or False"),
     "offload": (lambda x: x in (None, "state", "step"), "None, 'state' or 'step'"),
     "differentiable": (lambda x: not x, "False: shardopt does not support it"),
@@ -179,7 +179,7 @@ def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         )
 
 
-def is_whole(value: object) -> TypeGuard[int]:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -188,7 +188,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
-def make_plain(group: dict[str, Any]) -> None:
+def convert_sequences(group: dict[str, Any]) -> None:
     """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of Python numbers.
 
     State dicts that contain them can then be loaded with ``torch.load(weights_only=True)``.
@@ -249,7 +249,7 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
             _check_range(name, group[name], least, largest)
     betas = group.get("betas", (0.0,) * beta_count)
     if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
-        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {CORRECT}")
+        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {REMEDY}")
     for index, beta in enumerate(betas):
         _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
 
@@ -263,7 +263,7 @@ def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> 
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
 
-def check_flag(group: Mapping[str, Any], name: str) -> None:
+def check_bool(group: Mapping[str, Any], name: str) -> None:
     """Checks a hyper-parameter that is True or False.
 
     Raises:
@@ -273,7 +273,7 @@ def check_flag(group: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
 
 
-CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
+REMEDY = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
@@ -292,4 +292,4 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
         bounds = f">= 0.0 {bounds}"
     elif largest not in (_BELOW_ONE, LARGEST):
         bounds = f"from {least} to {largest}"
-    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {CORRECT}")
+    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {REMEDY}")

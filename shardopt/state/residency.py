@@ -16,8 +16,8 @@ from shardopt.kernels.memory import check_sign, check_storage
 from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
-from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import demand_memory, make_homes
+from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.state.host_memory import allocate_host_tensors, demand_host_memory
 from shardopt.state.names import named
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
@@ -31,7 +31,7 @@ MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 CHUNK_BYTES = 32 << 20
 
 #: For tests: makes CPU-to-CPU transfers with slots of the given size. None: state of CPU parameters is not offloaded.
-FROM_CPU: Callable[[int], CudaTransfers] | None = None
+MAKE_CPU_TRANSFERS: Callable[[int], CudaTransfers] | None = None
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -59,7 +59,7 @@ class Residency(NamedTuple):
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
-            nbytes = sum(entry.new(_META).nbytes for key, entry in spec.entries.items() if key != "step")
+            nbytes = sum(entry.allocate(_META).nbytes for key, entry in spec.entries.items() if key != "step")
             element_bytes = nbytes / max(param.numel(), 1)
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
@@ -115,13 +115,13 @@ class StateResidency:
     Attributes:
         asleep: whether :meth:`sleep` has moved all state to host memory, until :meth:`wake`. That memory is kept for
             the next sleep: pinning it takes longer than the copies.
-        foreseen_bytes: bytes of state that will be offloaded, but has no host memory yet as nothing is decided.
+        unallocated_bytes: bytes of state that will be offloaded, but has no host memory yet as nothing is decided.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorSpec]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
         self._decisions: MutableMapping[Tensor, _Decision] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self.foreseen_bytes = 0
+        self.unallocated_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self.asleep = False
         self._sleep_buffers: list[Tensor] = []  # host memory for state that is asleep
@@ -145,7 +145,7 @@ class StateResidency:
         likes = [torch.empty_like(entry.local, device=_META) for entry in entries]
         if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._sleep_buffers]:
             self._sleep_buffers = []  # freed before new memory is allocated
-            self._sleep_buffers = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
+            self._sleep_buffers = allocate_host_tensors(likes, pin=_a_gpu(entry.device for entry in entries))
         _move(entries, self._sleep_buffers)
         self.asleep = True
 
@@ -168,8 +168,8 @@ class StateResidency:
             RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
         """
         if not state:
-            state.update(spec.new(self.of(param).state))
-        fit_low_bits(spec, param, state, self.of(param).state)
+            state.update(spec.new_state(self.of(param).state))
+        reset_stale_low_bits(spec, param, state, self.of(param).state)
         for key in spec.entries.keys() & state.keys():
             with named(f"{name}: state {key}"):
                 entry = state[key] if key == "step" else spec.shard.local(state[key])
@@ -186,7 +186,7 @@ class StateResidency:
         if where.offload == "step":
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
-                    state[key] = spec.like(key, spec.shard.local(value).cpu())
+                    state[key] = spec.wrap_local(key, spec.shard.local(value).cpu())
         homes = self._decisions[param].homes if self._is_decided(param) else {}
         for key, home in homes.items():
             if key in state:
@@ -194,15 +194,15 @@ class StateResidency:
                 if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
                     self.synchronize()  # copies to this memory may be in flight
                     home.copy_(local)
-                    state[key] = spec.like(key, home)
+                    state[key] = spec.wrap_local(key, home)
 
     def transfers(self, device: torch.device, offload: str) -> CudaTransfers:
         """Staging slots and copy streams of a device for ``offload`` "state" or "step", made on first use."""
         key = (device, offload)
         if key not in self._transfers:
             if device.type == "cpu":
-                assert FROM_CPU is not None
-                self._transfers[key] = FROM_CPU(CHUNK_BYTES)
+                assert MAKE_CPU_TRANSFERS is not None
+                self._transfers[key] = MAKE_CPU_TRANSFERS(CHUNK_BYTES)
             else:
                 if offload == "step":
                     warn_of_one_thread()
@@ -226,18 +226,18 @@ class StateResidency:
             transfers.synchronize()
 
     def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that host memory suffices to offload all state, or an added param group's; sets ``foreseen_bytes``.
+        """Checks that host memory suffices to offload all state, or an added param group's; sets ``unallocated_bytes``.
 
         Raises:
             MemoryError: the host has too little memory for all its ranks, if none has allocated its part yet.
             RuntimeError: ``offload`` is not possible for a parameter.
         """
-        before, groups = (0, self._optimizer.param_groups) if added is None else (self.foreseen_bytes, [added])
+        before, groups = (0, self._optimizer.param_groups) if added is None else (self.unallocated_bytes, [added])
         chosen = self._choose(groups).values()
         new = sum(entry.nbytes for decision in chosen for entry in decision.entries.values())
         if new:
-            demand_memory(before + new, ranks_here())
-        self.foreseen_bytes = before + new
+            demand_host_memory(before + new, ranks_here())
+        self.unallocated_bytes = before + new
 
     def _movable(self) -> list[_Movable]:
         """Entries for :meth:`sleep` and :meth:`wake`: all but step counts, of parameters that are not offloaded."""
@@ -280,10 +280,10 @@ class StateResidency:
                             "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters "
                             "or DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
                         )
-                    if spec.exchanges_columns:
+                    if spec.has_column_cut_blocks:
                         offload = None
                     else:
-                        entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
+                        entries = {key: entry.allocate(_META) for key, entry in spec.entries.items() if key != "step"}
                 chosen[param] = _Decision(param.device, Residency.of(offload, param.device), entries, {})
         return chosen
 
@@ -292,11 +292,11 @@ class StateResidency:
         chosen = self._choose(self._optimizer.param_groups)
         moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
         likes = [like for entries in moved.values() for like in entries.values()]
-        homes = iter(make_homes(likes, pin=_a_gpu(param.device for param in moved)) if likes else ())
+        homes = iter(allocate_host_tensors(likes, pin=_a_gpu(param.device for param in moved)) if likes else ())
         for param, entries in moved.items():
             chosen[param] = chosen[param]._replace(homes={key: next(homes) for key in entries})
         self._decisions.update(chosen)
-        self.foreseen_bytes = 0
+        self.unallocated_bytes = 0
 
 
 def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
@@ -306,7 +306,7 @@ def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
     for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
         torch.cuda.synchronize(device)
     for (_, state, key, spec), place in zip(entries, places, strict=True):
-        state[key] = place if spec is None else spec.like(key, place)
+        state[key] = place if spec is None else spec.wrap_local(key, place)
 
 
 def _a_gpu(devices: Iterable[torch.device]) -> torch.device | None:
@@ -334,4 +334,4 @@ def warn_of_one_thread() -> None:
 
 
 def _can_offload(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU is not None)
+    return device.type == "cuda" or (device.type == "cpu" and MAKE_CPU_TRANSFERS is not None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardopt.layout import FlatShard, RankGroup
-from shardopt.state.encoding import shared_blocks
+from shardopt.state.encoding import cut_quantized_blocks
 from shardopt.state.names import listed_name
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, StepPlan
@@ -47,7 +47,7 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
         Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
     """
     shard, rule = slice_.shard, group.rule
-    found = {shard.row_owners: bool(shared_blocks(slice_))}
+    found = {shard.row_owners: bool(cut_quantized_blocks(slice_))}
     if rule.totals:
         counted = shard.counted()
         found[counted.ranks if counted else None] = True
@@ -75,7 +75,7 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-    is_sized = slice_.exchanges_columns
+    is_sized = slice_.has_column_cut_blocks
     is_held = is_sized or 0 not in parameter.shard.local_shape
     known_as = slice_.name or parameter.name
     return Line(parameter.index, parameter.device, known_as, says, is_sized, is_held, is_joint)

@@ -120,7 +120,7 @@ def _checked(
     """Checks this rank's state tensors and returns them: codes and scales per moment, and the weights' low bits."""
     codes, scales = [], []
     for moment in spec.moments:
-        coded, codec = spec.local_coded(state, moment), moment.codec(spec.codec)
+        coded, codec = spec.codes_and_scales(state, moment), moment.codec(spec.codec)
         _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state)
         if coded.scales is not None:
             numel = math.prod(spec.shard.scales(spec.grid).local_shape) * codec.scales(signed=moment.signed)
@@ -141,7 +141,7 @@ def _rectangles(
     spec: SliceSpec, param: Tensor, residency: Residency, begins: Sequence[int]
 ) -> Iterator[tuple[Rectangle, int]]:
     """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
-    divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
+    divides = spec.codec.blockwise and (spec.has_column_cut_blocks or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
         pieces = whole.cut_before(begins)
         for rectangle in chain.from_iterable(uncut.divided(spec.grid) for uncut in pieces) if divides else pieces:

@@ -111,7 +111,7 @@ class StepTables:
         assert spec is not None
         seed = self.groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
         parameter.offload = where.offload
-        if spec.exchanges_columns:
+        if spec.has_column_cut_blocks:
             (of_slice,) = spec.split(state)
             parameter.columns = CutColumns.of(spec.slices[0], of_slice, parameter.device)
         rows = list(rows_of(parameter, spec.shard.local(param), state, where, seed, extremes_of))

@@ -40,7 +40,7 @@ CODING_ENDS = ("_codes", "_scales")
 #: Suffix of the saved codec's name: every entry has scales of its own, unlike in shardopt's own optimizers.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
-OF_QUANTIZE_STATE = "quantize_state of "
+WRAPPED_NAME = "quantize_state of "
 #: Checkpoints store Python numbers as 0-d tensors of these dtypes, with the type in the entry's name: ``step:int``.
 _NUMBERS: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
@@ -113,7 +113,7 @@ class Entries:
         """Spec of the named quantized entries, each with its own scales. ``options`` overrides codec and block size."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
         spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
-        return TensorSpec(shard, (replace(spec, kept=()),))
+        return TensorSpec(shard, (replace(spec, unquantized=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether state of this global shape is quantized, and not marked to stay in floats (StableEmbedding)."""
@@ -155,7 +155,7 @@ class Entries:
     @property
     def name(self) -> str:
         """The name under which a checkpoint records this optimizer; a load compares it."""
-        return OF_QUANTIZE_STATE + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
+        return WRAPPED_NAME + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
 
     def form(
         self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
@@ -166,8 +166,8 @@ class Entries:
         """
         names = coded_names(stored)
         coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
-        kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
-        return replace(coding.slices[0], kept=kept)
+        unquantized = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
+        return replace(coding.slices[0], unquantized=unquantized)
 
     def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, StateDict]:
         """Spec and entries of a parameter's present state as a checkpoint saves it: Python numbers become tensors."""
@@ -226,7 +226,7 @@ class Entries:
             self.saved_options(saved, names, exact=True)
         form = self.coding(shard, names)
         coded = {key: x for key, x in loaded.items() if key in form.entries}
-        form.check_loaded(coded, name, of_torch=True)
+        form.check_loaded(coded, name, may_lack_low_bits=True)
         kept = {key: x for key, x in loaded.items() if key not in coded}
         if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes, too
             like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
@@ -234,8 +234,8 @@ class Entries:
                 if isinstance(x, Tensor) and x.dim():
                     check_entry(x, like, key, name)
         floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
-        state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
-        self.coding(shard, coded_names(state)).check_local(state, name)
+        state = {**self.encoded(param, floats), **form.state_from_loaded(coded, param.device, name)}
+        self.coding(shard, coded_names(state)).check_values(state, name)
         return state
 
 

@@ -229,7 +229,7 @@ class QuantizedState(Optimizer):
                 what = "a flat shard (FSDP1, DeepSpeed's ZeRO)"
             elif by_parameter and shard.holders is not None:
                 what = "sharded, while an update of this optimizer depends on all of the parameter"
-            elif entries.is_quantized(shard) and entries.coding(shard, ["exp_avg"]).exchanges_columns:
+            elif entries.is_quantized(shard) and entries.coding(shard, ["exp_avg"]).has_column_cut_blocks:
                 what = f"sharded by columns that end within blocks of {entries.options['block_size']} elements"
             if what is not None:
                 raise RuntimeError(

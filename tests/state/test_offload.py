@@ -246,7 +246,7 @@ def test_state_that_was_loaded_later_moves_in() -> None:
 
 
 def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "FROM_CPU", None)
+    monkeypatch.setattr(residency, "MAKE_CPU_TRANSFERS", None)
     model, optimizer = make("state")
     run(model, optimizer, steps=1)
     assert all(optimizer._internals.residency.of(param).offload is None for param in model.parameters())
@@ -523,7 +523,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # raises in a build without CUDA
     gpu = torch.device("cuda", 1)
     likes = [torch.empty(n, device="meta") for n in (1250, 0, 3)]
-    *others, last = host_memory.make_homes(likes, pin=gpu)
+    *others, last = host_memory.allocate_host_tensors(likes, pin=gpu)
     ((_, address, nbytes),) = calls
     assert (address % 4096, nbytes, last.data_ptr()) == (0, 8192, address + 5056)
     del others
@@ -533,7 +533,7 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     assert calls == [(1, address, nbytes), (1, address)]
     with pytest.raises(MemoryError, match=r"got CUDA error 2 .* offload=None"):
-        host_memory.make_homes(likes, pin=gpu)
+        host_memory.allocate_host_tensors(likes, pin=gpu)
     assert len(calls) == 3
 
 
@@ -541,11 +541,11 @@ def test_replaced_parameters_let_their_memory_go(monkeypatch: pytest.MonkeyPatch
     alive: list[weakref.ref[Tensor]] = []
 
     def noted(likes: Any, **options: Any) -> list[Tensor]:
-        homes = host_memory.make_homes(likes, **options)
+        homes = host_memory.allocate_host_tensors(likes, **options)
         alive.extend(map(weakref.ref, homes))
         return homes
 
-    monkeypatch.setattr(residency, "make_homes", noted)
+    monkeypatch.setattr(residency, "allocate_host_tensors", noted)
     param = parameter()
     optimizer = over(param)
     for _ in range(3):

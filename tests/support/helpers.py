@@ -227,7 +227,7 @@ class ReferenceOptimizer:
         self.params = {name: param.detach().clone() for name, param in params.items()}
         self.state: dict[str, dict[str, Tensor]] = {}
         for name, param in params.items():
-            state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
+            state = optimizer.state.get(param) or self._spec(name).new_state(torch.device("cpu"))
             self.state[name] = {key: value.clone() for key, value in state.items()}
         self.nonfinite = 0
         first = optimizer.param_groups[0]
@@ -258,7 +258,7 @@ class ReferenceOptimizer:
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
-            state.update(spec.coded_entries(stepped.coded))
+            state.update(spec.state_from_coded(stepped.coded))
             self.nonfinite += stepped.nonfinite
 
     def _reference(self, name: str, gradient: Tensor, hyper: Mapping[str, float], **more: Any) -> Any:
@@ -266,7 +266,7 @@ class ReferenceOptimizer:
         group = self._groups[original]
         rule = self._optimizer.rule(group)
         step = {"step": int(state["step"]), "block_size": group["block_size"], "nonfinite": group["nonfinite"]}
-        coded = [spec.local_coded(state, moment) for moment in spec.moments]
+        coded = [spec.codes_and_scales(state, moment) for moment in spec.moments]
         weights = {
             "param": self.params[name],
             "weights": spec.weights,

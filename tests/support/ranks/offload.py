@@ -55,12 +55,12 @@ def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] = 
         chunk_bytes: what is copied at a time.
         transfers: how to copy.
     """
-    saved = (residency.FROM_CPU, residency.CHUNK_BYTES)
-    residency.FROM_CPU, residency.CHUNK_BYTES = transfers, chunk_bytes
+    saved = (residency.MAKE_CPU_TRANSFERS, residency.CHUNK_BYTES)
+    residency.MAKE_CPU_TRANSFERS, residency.CHUNK_BYTES = transfers, chunk_bytes
     try:
         yield
     finally:
-        residency.FROM_CPU, residency.CHUNK_BYTES = saved
+        residency.MAKE_CPU_TRANSFERS, residency.CHUNK_BYTES = saved
 
 
 class LateTransfers(HostTransfers):
