@@ -148,7 +148,7 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
     states: dict[Tensor, Any] = {}
     for param, group in group_of.items():
         try:
-            form, held = owner.internals.held(param, owner.groups[group])
+            form, held = owner.internals.current_state(param, owner.groups[group])
         except ValueError as error:
             raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {line(error)}") from error
         states[param] = form.slices, form.split(held)

@@ -183,7 +183,9 @@ class Restoration:
         """Builds the optimizer's state of a parameter or flat buffer, on its device, from the state of its items."""
         assert self._owner is not None
         assert items[0].group is not None
-        return self._owner.internals.placed(param, self._options[items[0].group], [item.state for item in items])
+        return self._owner.internals.state_from_checkpoint(
+            param, self._options[items[0].group], [item.state for item in items]
+        )
 
     def commit(self) -> None:
         """Copies into parameters and buffers, sets the param groups' options, and assigns the state that was built."""
@@ -201,7 +203,7 @@ class Restoration:
                 apply(each, new, dropped)
         for param in self._owned:
             if param in self._states:
-                self._owner.internals.put(param, self._states[param])
+                self._owner.internals.install(param, self._states[param])
             else:
                 self._owner.optimizer.state.pop(param, None)
         self._owner.internals.forget_tables(anew=True)
@@ -255,7 +257,7 @@ class Restoration:
         assert self._owner is not None
         optimizer, internals = self._owner.optimizer, self._owner.internals
         if isinstance(optimizer, QuantizedState):
-            optimizer._internals.saved_options(saved, ())
+            optimizer._internals.checkpoint_options(saved, ())
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         new = merged(optimizer, group, saved)
@@ -286,12 +288,12 @@ class Restoration:
         stored, internals = self._entries.get(item.name, {}), self._owner.internals
         options, saved_options = self._options[item.group], saved_groups[item.group]
         with self._naming():
-            item.spec = internals.form(item.shard, item.local.dtype, options, stored)
+            item.spec = internals.spec_of_entries(item.shard, item.local.dtype, options, stored)
             if not stored:
                 return
             of_state = {key: saved_options[key] for key in {*STATE_FORMAT, *internals.format} & saved_options.keys()}
             # Entries do not depend on repay, which would refuse some dtypes of weights here.
-            saved = internals.form(item.shard, dtype, {**options, **of_state, "repay": False}, stored)
+            saved = internals.spec_of_entries(item.shard, dtype, {**options, **of_state, "repay": False}, stored)
             if stored.keys() != saved.entries.keys():
                 saved_by = named(self._index.header.get("optimizer"))
                 raise CheckpointError(

@@ -118,7 +118,7 @@ class ShardedOptimizer(OptimizerInterface):
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.of(param.dtype, completed)
                 check_repayment(param.dtype, completed)
-            self._internals.residency.check(self.param_groups[-1])
+            self._internals.residency.check_host_memory(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
         except Exception:  # after any error the optimizer stays as it was
             self.param_groups.pop()
@@ -147,7 +147,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.use_numbers(self._internals.params)
         self._internals.share(copies_in(model))
         self._internals.forget_tables()
-        self._internals.residency.check()
+        self._internals.residency.check_host_memory()
 
     @without_autograd
     def synchronize(self) -> None:
@@ -332,7 +332,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.coefficient = None
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
-                self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
+                self._internals.residency.move_state(param, self._internals.state_of(param, group), self.state[param])
 
     @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
@@ -367,7 +367,9 @@ class ShardedOptimizer(OptimizerInterface):
         check_float32_weights(weights, params)
         for param, group in params.items():
             spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = store_float32_weights(spec, param, old, weights[param], self._internals.residency.of(param).state)
+            state = store_float32_weights(
+                spec, param, old, weights[param], self._internals.residency.decide(param).state_device
+            )
             if state:
                 self.state[param] = state
 

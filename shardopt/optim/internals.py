@@ -129,34 +129,35 @@ class Internals:
     #: Entries that checkpoints add to the options of each param group.
     format: Mapping[str, Any] = MappingProxyType({})
 
-    def form(
-        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
+    def spec_of_entries(
+        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], entries: Mapping[str, Any]
     ) -> SliceSpec:
-        """Describes the state of one shard under these options; ``stored``, a checkpoint's entries, does not matter."""
+        """Describes the state of one shard, given its options; a checkpoint's ``entries`` matter to wrappers only."""
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
+    def current_state(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
         """Returns the spec and the entries of a parameter's present state, for a checkpoint to save."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
-    def placed(
+    def state_from_checkpoint(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> tuple[TensorSpec, dict[str, Any]]:
         """Copies state that a checkpoint has read to the parameter's devices; returns its spec and its entries.
 
         ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
-        spec, where = self.state_of(param, options), self.residency.of(param)
-        of_slices = [state or each.new_state(_CPU) for state, each in zip(states, spec.slices, strict=True)]
-        return spec, spec.join(
-            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
-        )
+        spec, (_, state_device, step_device) = self.state_of(param, options), self.residency.decide(param)
+        of_slices = []
+        for slice_, entries in zip(spec.slices, states, strict=True):
+            on_host = entries or slice_.new_state(_CPU)
+            of_slices.append({k: x.to(step_device if k == "step" else state_device) for k, x in on_host.items()})
+        return spec, spec.join(of_slices)
 
-    def put(self, param: Tensor, placed: tuple[TensorSpec, dict[str, Any]]) -> None:
-        """Replaces a parameter's state by the result of :meth:`placed`."""
-        spec, state = placed
+    def install(self, param: Tensor, made: tuple[TensorSpec, dict[str, Any]]) -> None:
+        """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
+        spec, state = made
         self.optimizer.state[param] = state
-        self.residency.put(param, spec, state)
+        self.residency.move_state(param, spec, state)
 
     def is_counter(self, key: str, value: Any) -> bool:
         """Whether loading a checkpoint without this param group entry removes it, as set by steps: False for all."""
@@ -218,7 +219,9 @@ class Internals:
             for param in group["params"]:
                 state = self.optimizer.state.get(param)
                 if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
-                    reset_stale_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
+                    reset_stale_low_bits(
+                        self.state_of(param, group), param, state, self.residency.decide(param).state_device
+                    )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
         state: dict[Any, Any] = {}
         for (param, index, name, spec, _), of_param in zip(loaded, encoded, strict=True):
             if of_param:
-                adopted = spec.state_from_loaded(of_param, internals.residency.of(param).state, name)
+                adopted = spec.state_from_loaded(of_param, internals.residency.decide(param).state_device, name)
                 spec.check_values(adopted, name)
                 state[index] = Adopted(adopted)
             elif of_param is not None:

@@ -24,7 +24,7 @@ from shardopt.release.host_gradients import HostGradient, Staging, no_share
 from shardopt.release.loss_scaling import follow_loss_scalers
 from shardopt.release.released import ReleasedParameters
 from shardopt.state.host_memory import allocate_host_tensors, demand_host_memory
-from shardopt.state.names import named
+from shardopt.state.names import naming_errors
 from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
@@ -57,7 +57,7 @@ class HeldParameters(ReleasedParameters):
         super().__init__(optimizer, model, params, waiting_gradients, micro_batches)
         residency = optimizer._internals.residency
         foreseen = residency.unallocated_bytes
-        held = [param for param in params if residency.of(param).offload == "step"]
+        held = [param for param in params if residency.decide(param).offload == "step"]
         likes = [self._like(shard_of(param).local(param), param.dtype) for param in held]
         demand_host_memory(foreseen + sum(like.nbytes for like in likes), ranks_here())
         self._pin = next((param.device for param in held if param.device.type == "cuda"), None)
@@ -110,7 +110,7 @@ class HeldParameters(ReleasedParameters):
         held, gradient = self._gradients.get(param), param.grad
         if held is None or gradient is None or gradient.layout != torch.strided:
             return
-        with named(self._parameters[param].name):
+        with naming_errors(self._parameters[param].name):
             part = shard_of(param).local_gradient(gradient)
         if part.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
             return

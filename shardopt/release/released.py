@@ -116,7 +116,7 @@ class ReleasedParameters:
             return
         _wait_for_copy(param.grad)
         step = self._prepare(param, LossScaling(None, None), None)
-        if self._optimizer._internals.residency.of(param).offload == "step" and not parameter.stepper.communicates:
+        if self._optimizer._internals.residency.decide(param).offload == "step" and not parameter.stepper.communicates:
             self._defer(param, step, keeps_gradient=True)
         else:
             step()

@@ -20,7 +20,7 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
+def naming_errors(name: str) -> Iterator[None]:
     """Context manager that puts a parameter's name before the message of a plain RuntimeError raised inside."""
     try:
         yield

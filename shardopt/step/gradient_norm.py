@@ -15,7 +15,7 @@ from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.kernels.norms import clip_of, make_norm_call
 from shardopt.layout import Counted, FlatBuffer, Shard, shard_of
-from shardopt.state.names import named
+from shardopt.state.names import naming_errors
 from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
 
@@ -207,7 +207,7 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
     """This rank's shard of a gradient that is not yet in the tables; if a copy, ``copied`` gets the original."""
     shard = shards[index]
     assert shard is not None
-    with named(f"parameter {index} {shard.global_shape}"):
+    with naming_errors(f"parameter {index} {shard.global_shape}"):
         part = shard.local_gradient(gradient)
     original = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
     if part is not original:

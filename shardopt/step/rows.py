@@ -56,7 +56,7 @@ def rows_of(
     """
     columns = parameter.columns
     assert parameter.spec is not None
-    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.steps)
+    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.step_device)
     for place, (spec, of_slice) in enumerate(zip(parameter.spec.slices, parameter.spec.split(state), strict=True)):
         elements, size = spec.elements(param), _block_size(spec)
         codes, scales, low_bits = _checked(parameter.name, spec, elements, of_slice, residency)
@@ -121,15 +121,15 @@ def _checked(
     codes, scales = [], []
     for moment in spec.moments:
         coded, codec = spec.codes_and_scales(state, moment), moment.codec(spec.codec)
-        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state)
+        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state_device)
         if coded.scales is not None:
             numel = math.prod(spec.shard.scales(spec.grid).local_shape) * codec.scales(signed=moment.signed)
-            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
+            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state_device)
         codes.append(coded.codes)
         scales.append(coded.scales)
     low_bits = state[LOW_BITS] if spec.weights.low_bits else None
     if low_bits is not None:
-        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state)
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state_device)
     return codes, scales, low_bits
 
 

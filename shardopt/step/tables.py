@@ -68,7 +68,7 @@ class StepTables:
         self._sums: ExactSums | None = None
         if any(group.rule.sums for group in groups):
             self._sums = ExactSums(
-                (parameter, rule, kernels_of(parameter.device, context.residency.of(param).offload))
+                (parameter, rule, kernels_of(parameter.device, context.residency.decide(param).offload))
                 for param, parameter in zip(params, inputs, strict=True)
                 if parameter.spec is not None and (rule := groups[parameter.group].rule).sums
             )
@@ -107,7 +107,7 @@ class StepTables:
         self, parameter: Input, param: Tensor, state: StateDict, extremes_of: Mapping[tuple[Shard, int], list[int]]
     ) -> list[Row]:
         """Makes a parameter's table rows, and sets ``offload``, ``columns`` and ``step`` of its description."""
-        spec, where = parameter.spec, self._context.residency.of(param)
+        spec, where = parameter.spec, self._context.residency.decide(param)
         assert spec is not None
         seed = self.groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
         parameter.offload = where.offload

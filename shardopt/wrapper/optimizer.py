@@ -5,7 +5,8 @@ A step goes through the parameters: each one's state is decoded, the inner optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import StateDict
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.entries import Entries, local_of
+from shardopt.wrapper.entries import Entries, local_if_sharded
 from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
 
 #: Keys of a param group that hold lists with an item per parameter.
@@ -156,10 +157,14 @@ class QuantizedState(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since the last step
-        if self._internals.was_made:
+        if self._internals.only_made_state:
             self.state.clear()
-        self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-        self._step_all(counts=not self._internals.was_made)
+        only_makes = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._internals.only_made_state = only_makes
+        with self._restored(attributes=only_makes):
+            numbers = _numbers_in(vars(self._inner))
+            for group in self.param_groups.copy():
+                self._step_group(group, numbers, counts=not only_makes)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
@@ -178,7 +183,7 @@ class QuantizedState(Optimizer):
                 continue
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if stored := state_dict["state"].get(index):
-                    floats = self._internals.decoded(param, stored)
+                    floats = self._internals.decode_state(param, stored)
                     state_dict["state"][index] = {key: _copied(x) for key, x in floats.items()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
@@ -197,7 +202,7 @@ class QuantizedState(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self.check_group(*checked_containers(state_dict)[0])
-        for_inner, states = self._internals.adopt(state_dict)
+        for_inner, states = self._internals.convert_state_dict(state_dict)
         self._inner.load_state_dict(for_inner)
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
@@ -229,7 +234,7 @@ class QuantizedState(Optimizer):
                 what = "a flat shard (FSDP1, DeepSpeed's ZeRO)"
             elif by_parameter and shard.holders is not None:
                 what = "sharded, while an update of this optimizer depends on all of the parameter"
-            elif entries.is_quantized(shard) and entries.coding(shard, ["exp_avg"]).has_column_cut_blocks:
+            elif entries.is_quantized(shard) and entries.quantized_spec(shard, ["exp_avg"]).has_column_cut_blocks:
                 what = f"sharded by columns that end within blocks of {entries.options['block_size']} elements"
             if what is not None:
                 raise RuntimeError(
@@ -241,42 +246,45 @@ class QuantizedState(Optimizer):
     @without_autograd
     def _quantize_present_state(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
-        self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
+        self.state.update({param: self._internals.encode_state(param, self.state[param]) for param in params})
 
-    def _step_all(self, *, counts: bool) -> None:
-        """Steps all parameters that have gradients. Unless ``counts``, nothing changes but that their state is made.
+    @contextmanager
+    def _restored(self, *, attributes: bool) -> Iterator[None]:
+        """Restores the inner optimizer's param groups after the block and, if ``attributes``, all its attributes."""
+        groups, before = self.param_groups, vars(self._inner).copy()
+        try:
+            yield
+        finally:
+            if attributes:
+                vars(self._inner).clear()  # also counters that the step has added
+                vars(self._inner).update(before)
+            self._inner.param_groups = groups
+
+    def _step_group(self, group: dict[str, Any], numbers: Mapping[str, float], *, counts: bool) -> None:
+        """Steps the parameters of one param group that have gradients; leaves ``inner.param_groups`` changed.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
-        parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
+        parameter begins with the same values of its param group, and of ``numbers``, the inner optimizer's attributes
+        that are numbers. Unless ``counts``, nothing changes but that the parameters' state is made.
         """
-        inner, groups, attributes = self._inner, self.param_groups, vars(self._inner)
-        before = attributes.copy()
-        numbers = {key: x for key, x in attributes.items() if type(x) in (int, float)}
-        try:
-            for group in groups:
-                positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
-                for at in positions or (None,):  # a step without gradients advances counters, too
-                    for key in [key for key, x in attributes.items() if type(x) in (int, float)]:
-                        del attributes[key]  # a counter may have begun as an attribute of the class
-                    attributes.update(numbers)
-                    alone = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
-                    of_param = {key: [] if at is None else [group[key][at]] for key in _PARAMS if key in group}
-                    inner.param_groups = [{**alone, **of_param}]
-                    if at is None:
-                        inner.step()
-                    else:
-                        self._step_parameter(group["params"][at], counts)
-                    alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                for key, value in alone.items() if counts else ():
-                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                        group[key].copy_(value)  # schedulers keep a reference to this tensor
-                    else:
-                        group[key] = value
-        finally:
-            inner.param_groups = groups
-            if not counts:
-                attributes.clear()  # also counters that the step has added
-                attributes.update(before)
+        inner, attributes = self._inner, vars(self._inner)
+        indices = [index for index, param in enumerate(group["params"]) if param.grad is not None]
+        for index in indices or (None,):  # a step without gradients advances counters, too
+            for key in _numbers_in(attributes):
+                del attributes[key]  # a counter may have begun as an attribute of the class
+            attributes.update(numbers)
+            options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+            of_param = {key: [] if index is None else [group[key][index]] for key in _PARAMS if key in group}
+            inner.param_groups = [{**options, **of_param}]
+            if index is None:
+                inner.step()
+            else:
+                self._step_parameter(group["params"][index], counts)
+        for key, value in inner.param_groups[0].items() if counts else ():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)  # schedulers keep a reference to this tensor
+            elif key not in _PARAMS:
+                group[key] = value
 
     def _step_parameter(self, param: Tensor, counts: bool) -> None:
         """Steps one parameter; a failure restores its state. Unless ``counts``, weights and step counts are reset.
@@ -290,10 +298,10 @@ class QuantizedState(Optimizer):
             assert param.grad is not None
             target.grad = shard.local_gradient(param.grad)
         weights = None if counts else target.detach().clone()
-        stored = new = states.pop(param, {})
-        if stored:
-            floats = self._internals.decoded(param, stored)
-            states[target] = {key: local_of(shard, x) for key, x in floats.items()} if is_local else floats
+        result = states.pop(param, {})  # the old state, until the step has succeeded
+        if result:
+            floats = self._internals.decode_state(param, result)
+            states[target] = {key: local_if_sharded(shard, x) for key, x in floats.items()} if is_local else floats
         try:
             self._inner.param_groups[0]["params"] = [target]
             self._inner.step()
@@ -305,11 +313,15 @@ class QuantizedState(Optimizer):
                     floats[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
-            new = self._internals.encoded(param, floats)
+            result = self._internals.encode_state(param, floats)
         finally:
             states.pop(target, None)
-            if new:
-                states[param] = new
+            if result:
+                states[param] = result
+
+
+def _numbers_in(attributes: Mapping[str, Any]) -> dict[str, float]:
+    return {key: x for key, x in attributes.items() if type(x) in (int, float)}
 
 
 def _sharded(shard: Shard, x: Any) -> Any:

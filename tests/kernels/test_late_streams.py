@@ -116,7 +116,7 @@ step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalar
 step.tables:StepTables._run_on | self._context.captured.append | captured
 step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
 step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
-state.residency:StateResidency.put | self.synchronize() | replaced
+state.residency:StateResidency.move_state | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
 kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | let go
 state.residency:_move | torch.cuda.synchronize(device) | slept

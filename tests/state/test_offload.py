@@ -155,7 +155,7 @@ def test_muon_has_matrices_only(is_released: bool) -> None:
             loss_of(model, make_batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert {optimizer._internals.residency.of(param).offload for param in params} == {offload}
+        assert {optimizer._internals.residency.decide(param).offload for param in params} == {offload}
         runs.append((model, optimizer))
     assert_equal(runs[1], runs[0])
 
@@ -180,7 +180,7 @@ def test_a_run_turns_it_on_or_off(tmp_path: Path, before: str | None, after: str
     for pair in (first, second):
         run(*pair, first=2, steps=2)
     assert_equal(second, first)
-    kinds = {second[1]._internals.residency.of(param).offload for param in second[0].parameters() if param.numel()}
+    kinds = {second[1]._internals.residency.decide(param).offload for param in second[0].parameters() if param.numel()}
     assert kinds == {after}
 
 
@@ -242,14 +242,14 @@ def test_state_that_was_loaded_later_moves_in() -> None:
         run(*pair, first=2, steps=2)
     assert_equal(runs[1], runs[0])
     assert torch.equal(added[0], added[1])
-    assert runs[1][1]._internals.residency.of(added[1]).offload == "state"
+    assert runs[1][1]._internals.residency.decide(added[1]).offload == "state"
 
 
 def test_on_the_cpu_there_is_nothing_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "MAKE_CPU_TRANSFERS", None)
     model, optimizer = make("state")
     run(model, optimizer, steps=1)
-    assert all(optimizer._internals.residency.of(param).offload is None for param in model.parameters())
+    assert all(optimizer._internals.residency.decide(param).offload is None for param in model.parameters())
     assert optimizer._internals.residency.buffer_bytes == {}
 
 
@@ -449,7 +449,7 @@ def stepped(optimizer: ShardedOptimizer, *params: nn.Parameter) -> None:
 
 
 def offloads(optimizer: ShardedOptimizer, *params: nn.Parameter) -> list[str | None]:
-    return [optimizer._internals.residency.of(param).offload for param in params]
+    return [optimizer._internals.residency.decide(param).offload for param in params]
 
 
 def test_too_little_host_memory_is_told_at_once(available: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
