@@ -75,10 +75,8 @@ def encode_slices(slices: Sequence[FloatMoments], rank_groups: Sequence[RankGrou
     """Quantizes float moments to state entries. Collective: ranks that share blocks all-reduce the blocks' extremes.
 
     All ranks that share blocks must call this with the same slices in the same order. If one rank of a group fails,
-    for example for lack of memory, all ranks of the group raise.
-
-    Raises:
-        ValueError: only some of the ranks with column shards of a parameter have moments of it.
+    for example for lack of memory, or because only some ranks with column shards of a parameter have moments of it, all
+    ranks of the group raise.
     """
     agreed: list[dict[str, Tensor]] = [{} for _ in slices]
     for relative in (False, True):  # moments in units of another's root come second: its agreed scales must be known
@@ -101,10 +99,7 @@ def encode_loaded(
     """Quantizes the float moments in loaded state (as torch.optim saves it); leaves other entries unchanged.
 
     Collective: all ranks that share parameters must call this with the same tensors, in the same order. Entries have
-    passed :meth:`TensorSpec.check_loaded`; they are None for a tensor without state.
-
-    Raises:
-        ValueError: see :func:`encode_slices`.
+    passed :meth:`TensorSpec.check_loaded`; they are None for a tensor without state. Errors: :func:`encode_slices`.
     """
     slices: list[FloatMoments] = []
     for spec, entries, name in zip(specs, loaded, names, strict=True):
@@ -164,10 +159,9 @@ def _local_extremes(
 def _with_reduced(
     agreed: Sequence[Mapping[str, Tensor]], messages: Mapping[RankGroup, _Message], slices: Sequence[FloatMoments]
 ) -> list[dict[str, Tensor]]:
-    """Adds the all-reduced extremes of this rank's blocks to each slice's ``agreed`` ones, by moment.
+    """Returns each slice's ``agreed`` extremes, by moment, with the all-reduced ones of this rank's blocks added.
 
-    Raises:
-        ValueError: only some of the ranks with column shards of a parameter have moments of it.
+    Raises ValueError if only some of the ranks with column shards of a parameter have moments of it.
     """
     results = [dict(known) for known in agreed]
     for (index, moment), reduced in (item for message in messages.values() for item in message.items()):

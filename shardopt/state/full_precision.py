@@ -54,11 +54,7 @@ def reset_stale_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, devi
 
 
 def check_float32_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
-    """Checks that weights, by parameter, can be loaded into all parameters of an optimizer.
-
-    Raises:
-        ValueError: weights are missing, unknown or of another shape, dtype or sharding.
-    """
+    """Raises ValueError if weights, by parameter, are missing, unknown or of another shape, dtype or sharding."""
     if weights.keys() != set(params):
         raise ValueError(
             f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "

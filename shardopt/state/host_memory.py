@@ -23,8 +23,7 @@ def allocate_host_tensors(
     The buffer is freed when the last tensor is. Each tensor has its own storage, as torch.save refuses several dtypes
     in one. With ``pin`` the buffer is pinned for copies of that GPU. ``what`` names the contents in errors.
 
-    Raises:
-        MemoryError: the host has too little memory, or refuses to lock it.
+    Raises MemoryError if the host has too little memory, or refuses to pin it.
     """
     *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes), initial=0)
     demand_host_memory(nbytes, ranks=1)  # other ranks may have their memory already

@@ -101,16 +101,12 @@ TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed"
 
 
 def is_shardopt_group(options: Container[str]) -> bool:
-    """Whether a param group, live or from a state dict, belongs to one of shardopt's own optimizers."""
+    """Whether a param group, of an optimizer or a state dict, belongs to one of shardopt's own optimizers."""
     return all(option in options for option in STATE_FORMAT)
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the defaults of all options that are not given.
-
-    Raises:
-        TypeError: an option is unknown.
-    """
+    """Returns the options with the defaults of all that are not given. Raises TypeError if an option is unknown."""
     unknown = set(options) - set(DEFAULTS)
     if unknown:
         close = [match for name in sorted(unknown) for match in get_close_matches(name, DEFAULTS, 1)]
@@ -141,11 +137,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Checks the options in a param group.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
+    """Raises ValueError if an option in a param group has a value that is not allowed."""
     for name, (is_allowed, expected) in _VALUES.items():
         if not is_allowed(group[name]):
             raise ValueError(f"{name}: got {group[name]!r}, expected {expected}")
@@ -167,11 +159,7 @@ def repays(group: Mapping[str, Any]) -> bool:
 
 
 def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Checks that weights of ``dtype`` are precise enough for ``repay``, if the param group has it on.
-
-    Raises:
-        ValueError: the param group repays, but its weights have 16 bits, in which the repayment would be lost again.
-    """
+    """Raises ValueError if a param group repays, but weights of ``dtype`` would lose the repayment by rounding."""
     if repays(group) and dtype in (torch.bfloat16, torch.float16) and group["master_weight_bits"] is None:
         raise ValueError(
             f"repay: got a parameter of {dtype} without master weights, expected float32 or master_weight_bits: 16-bit "
@@ -189,7 +177,7 @@ _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
 def convert_sequences(group: dict[str, Any]) -> None:
-    """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of Python numbers.
+    """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of numbers, in place.
 
     State dicts that contain them can then be loaded with ``torch.load(weights_only=True)``.
     """
@@ -202,6 +190,7 @@ def convert_sequences(group: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Tuples in place of sequences at all depths, and Python's ints and floats in place of other number types."""
     if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -239,10 +228,9 @@ _RANGES = {
 
 
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
-    """Checks the hyper-parameters in a param group. A learning rate on a GPU is skipped: reading it would synchronize.
+    """Raises ValueError if a hyper-parameter in a param group is out of range, or infinite in float32.
 
-    Raises:
-        ValueError: a hyper-parameter is out of range, or infinite in float32.
+    A learning rate on a GPU is skipped: reading it would synchronize.
     """
     for name, (least, largest) in _RANGES.items():
         if name in group:
@@ -255,28 +243,22 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
-    """Checks a hyper-parameter that is a number from 0 up to ``most``, or from 0 to below 1 if ``most`` is 1.
-
-    Raises:
-        ValueError: the hyper-parameter is no number, or out of range.
-    """
+    """Raises ValueError unless a hyper-parameter is a number from 0 to ``most``, or to below 1 if ``most`` is 1."""
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
 
 def check_bool(group: Mapping[str, Any], name: str) -> None:
-    """Checks a hyper-parameter that is True or False.
-
-    Raises:
-        ValueError: the hyper-parameter is neither.
-    """
+    """Raises ValueError unless a hyper-parameter is True or False."""
     if not isinstance(group[name], bool):
         raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
 
 
+#: The end of errors about hyper-parameters.
 REMEDY = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
+    """Raises ValueError unless ``value``, a number or a tensor of one, is from ``least`` to ``largest``."""
     if type(value) is float and least <= value <= largest:  # fast path for steps, which check what schedulers changed
         return
     if isinstance(value, Tensor):

@@ -5,10 +5,9 @@ numbers, so that quantizing them again would give other codes.
 
 An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ... In this order they contain:
 
-1. the element's bytes of all entries of the parameter's shape (codes, moments that are not quantized, low bits), in the
-   order of :attr:`SliceSpec.entries`;
-2. a part of the bytes of its block's scales. They are spread over the block's elements, from the first element on, with
-   as many bytes in each as the parameter's shortest block needs to have room for all;
+1. its bytes of entries of the parameter's shape (codes, plain moments, low bits), in :attr:`SliceSpec.entries`' order;
+2. a part of the bytes of its block's scales, which are spread over the block's elements from the first element on, with
+   as many bytes in each as the parameter's shortest block needs;
 3. a part of its row's second moment, if there is one: rows count as blocks;
 4. zeros: FSDP1 demands the same entries of all parameters.
 
@@ -162,10 +161,8 @@ class _Field(NamedTuple):
         if self.grid is not None and is_flat:  # other shards have no packed state to exchange
             shared = shared_blocks(self.spec.shard, self.grid)
         cut_blocks = torch.zeros((shared.count, self.item_bytes + 1), dtype=torch.int32, device="cpu")
-        if packed is None:
-            return _Unpacked(self, None, shared, cut_blocks)
-        if self.grid is None:
-            return _Unpacked(self, self.view(packed), shared, cut_blocks)
+        if packed is None or self.grid is None:
+            return _Unpacked(self, None if packed is None else self.view(packed), shared, cut_blocks)
         elements, is_local = self.block_elements(self.grid, packed.device)
         carried = packed.new_zeros((*is_local.shape, self.nbytes))
         carried[is_local] = self.view(packed)[elements]
@@ -195,8 +192,7 @@ class _Unpacked(NamedTuple):
     def entries(self, name: str) -> StateDict:
         """Converts the bytes to state entries, once ``cut_blocks`` was all-reduced. Completes ``items`` in place.
 
-        Raises:
-            ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
+        Raises ValueError if all ranks together have more or fewer bytes of a block's scales than the scales have.
         """
         field, items, shared, cut_blocks = self
         assert items is not None
@@ -238,11 +234,7 @@ def _fields(spec: SliceSpec) -> list[_Field]:
 
 
 def _unpack_local(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
-    """Reads each slice's fields from a tensor's loaded entries; without their bytes if the state is not packed.
-
-    Raises:
-        ValueError: packed state is of another parameter, another optimizer or other options.
-    """
+    """Reads each slice's fields from a tensor's loaded entries; without their bytes if the state is not packed."""
     packed = _packed_bytes(spec, entries, name) if entries is not None and is_packed(entries) else None
     return [
         [field.unpack(None if packed is None else slice_.elements(packed)) for field in _fields(slice_)]
@@ -251,10 +243,9 @@ def _unpack_local(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str
 
 
 def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Tensor:
-    """Checks packed state of this rank, and returns its bytes as uint8, ``(numel, 4 * words)``.
+    """Returns the bytes of packed state as uint8, ``(numel, 4 * words)``.
 
-    Raises:
-        ValueError: packed state is of another parameter, another optimizer or other options.
+    Raises ValueError if the state is of another parameter, another optimizer or other options.
     """
     if not (isinstance(spec.shard, FlatBuffer | FlatShard) or type(spec.shard) is Shard):
         raise ValueError(

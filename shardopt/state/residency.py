@@ -50,11 +50,6 @@ class Residency(NamedTuple):
     state_device: torch.device
     step_device: torch.device
 
-    @classmethod
-    def for_device(cls, device: torch.device, offload: Offload) -> Residency:
-        """The residency for a parameter on ``device`` with this option."""
-        return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
-
     def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
         """How many of the parameter's elements can be copied at a time, so that all operands fit into one slot."""
         if self.offload == "step":
@@ -71,14 +66,13 @@ class _Decision(NamedTuple):
     Attributes:
         device: the parameter's device at the time of the decision.
         residency: the chosen devices.
-        meta_entries: if the state is offloaded, meta tensors like all its entries but ``step``.
-        host_entries: with ``offload="state"``, the host tensors that store these entries, pinned for a GPU.
+        entries: if the state is offloaded, tensors like all its entries but ``step``: on the meta device at first; then,
+            with ``offload="state"``, host tensors that store the entries, pinned for a GPU.
     """
 
     device: torch.device
     residency: Residency
-    meta_entries: dict[str, Tensor]
-    host_entries: dict[str, Tensor]
+    entries: dict[str, Tensor]
 
 
 class _Movable(NamedTuple):
@@ -88,6 +82,7 @@ class _Movable(NamedTuple):
         device: the parameter's device.
         state: the parameter's entries, ``optimizer.state[param]``, in which the moved tensor replaces the old one.
         key: the entry's name.
+        local: the entry's plain tensor on this rank.
         spec: describes the state; None for a parameter that is in no param group now, as with ZeRO 3 between steps:
             its entries are plain tensors.
     """
@@ -95,12 +90,8 @@ class _Movable(NamedTuple):
     device: torch.device
     state: StateDict
     key: str
+    local: Tensor
     spec: TensorSpec | None
-
-    @property
-    def local(self) -> Tensor:
-        """The entry's plain tensor on this rank, a DTensor's local tensor."""
-        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
 
 
 class StateResidency:
@@ -128,15 +119,12 @@ class StateResidency:
         self._sleep_buffers: list[Tensor] = []  # host memory for state that is asleep
 
     def decide(self, param: Tensor) -> Residency:
-        """Decides the residency of all parameters without one, and allocates host memory for offloaded state.
-
-        Returns:
-            The parameter's residency. All calls but the first merely look it up, unless parameters were added or moved.
-        """
+        """Returns a parameter's residency. If it has none, decides on all parameters, and allocates host memory."""
         if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
             self._decide_all()
-        decided = self._is_decided(param)
-        residency = self._decisions[param].residency if decided else Residency.for_device(param.device, None)
+        residency = Residency(None, param.device, param.device)
+        if self._is_decided(param):
+            residency = self._decisions[param].residency
         if self.asleep and residency.offload is None:
             return residency._replace(state_device=_CPU)
         return residency
@@ -144,8 +132,7 @@ class StateResidency:
     def sleep(self) -> None:
         """Moves all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
 
-        Raises:
-            MemoryError: the host has too little memory. Nothing was moved.
+        Raises MemoryError, and moves nothing, if the host has too little memory.
         """
         if self.asleep:
             return
@@ -175,8 +162,7 @@ class StateResidency:
     def prepare_state(self, name: str, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
         """Prepares ``state`` for a step, in place: creates or checks its entries, and moves them to their devices.
 
-        Raises:
-            RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
+        Raises RuntimeError if an entry has no memory, is a negative view, or is not sharded like the parameter.
         """
         device = self.decide(param).state_device
         if not state:
@@ -203,7 +189,7 @@ class StateResidency:
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.wrap_local(key, spec.shard.local(value).cpu())
-        host_entries = self._decisions[param].host_entries if self._is_decided(param) else {}
+        host_entries = self._decisions[param].entries if residency.offload == "state" else {}
         for key, host in host_entries.items():
             if key not in state:
                 continue
@@ -244,19 +230,15 @@ class StateResidency:
             transfers.synchronize()
 
     def check_host_memory(self, added_group: dict[str, Any] | None = None) -> None:
-        """Checks that the host's memory suffices to offload all state, and sets :attr:`unallocated_bytes`.
+        """Checks that the host has memory for the offloaded state of all its ranks; updates :attr:`unallocated_bytes`.
 
-        Args:
-            added_group: the param group that was added since the last call, to check it alone; None to check all.
-
-        Raises:
-            MemoryError: the host has too little memory for all its ranks, if none has allocated its part yet.
-            RuntimeError: ``offload`` is not possible for a parameter.
+        With ``added_group``, only the state of that new param group is added to the bytes that are known already.
+        Raises MemoryError, or RuntimeError if ``offload`` is not possible for a parameter.
         """
         groups = self._optimizer.param_groups if added_group is None else [added_group]
         known = 0 if added_group is None else self.unallocated_bytes
         decisions = self._choose(groups).values()
-        new = sum(entry.nbytes for decision in decisions for entry in decision.meta_entries.values())
+        new = sum(entry.nbytes for decision in decisions for entry in decision.entries.values())
         if new:
             demand_host_memory(known + new, ranks_here())
         self.unallocated_bytes = known + new
@@ -271,7 +253,8 @@ class StateResidency:
             spec = self._state_of(param, group_of[param]) if param in group_of else None
             for key, value in state.items():
                 if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
-                    entries.append(_Movable(param.device, state, key, spec))
+                    local = value if spec is None else spec.shard.local(value)
+                    entries.append(_Movable(param.device, state, key, local, spec))
         return entries
 
     def _is_decided(self, param: Tensor) -> bool:
@@ -282,36 +265,35 @@ class StateResidency:
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
     def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
-        """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory.
-
-        Raises:
-            RuntimeError: ``offload`` is not possible for a parameter.
-        """
+        """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory."""
         chosen: dict[Tensor, _Decision] = {}
         for group in groups:
             for param in group["params"]:
                 if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
                     continue
-                meta_entries = None
-                if group["offload"] is not None:
+                offload, entries = group["offload"], None
+                if offload is not None:
                     try:
-                        spec = self._state_of(param, group)
+                        entries = _offloaded_entries(self._state_of(param, group), offload)
                     except UnknownShardError:  # decided once the parameter's shard is known
                         continue
-                    meta_entries = _offloaded_entries(spec, group["offload"])
-                residency = Residency.for_device(param.device, None if meta_entries is None else group["offload"])
-                chosen[param] = _Decision(param.device, residency, meta_entries or {}, {})
+                if entries is None:
+                    offload = None
+                state_device = param.device if offload is None else _CPU
+                step_device = _CPU if offload == "step" else param.device
+                residency = Residency(offload, state_device, step_device)
+                chosen[param] = _Decision(param.device, residency, entries or {})
         return chosen
 
     def _decide_all(self) -> None:
         """Chooses a residency for all parameters without one, and allocates host memory for offloaded state."""
         chosen = self._choose(self._optimizer.param_groups)
-        offloaded = {param: x.meta_entries for param, x in chosen.items() if x.residency.offload == "state"}
+        offloaded = {param: x.entries for param, x in chosen.items() if x.residency.offload == "state"}
         formats = [entry for entries in offloaded.values() for entry in entries.values()]
         gpu = _first_gpu(param.device for param in offloaded)
         host_tensors = iter(allocate_host_tensors(formats, pin=gpu) if formats else ())
         for param, entries in offloaded.items():
-            chosen[param] = chosen[param]._replace(host_entries={key: next(host_tensors) for key in entries})
+            chosen[param] = chosen[param]._replace(entries={key: next(host_tensors) for key in entries})
         self._decisions.update(chosen)
         self.unallocated_bytes = 0
 
@@ -319,8 +301,7 @@ class StateResidency:
 def _offloaded_entries(spec: TensorSpec, offload: Offload) -> dict[str, Tensor] | None:
     """Meta tensors like the entries that are offloaded for a parameter; None if its state stays on its device.
 
-    Raises:
-        RuntimeError: ``offload`` is not possible for the parameter.
+    Raises RuntimeError if ``offload`` is not possible for the parameter.
     """
     if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
         raise RuntimeError(
@@ -338,7 +319,7 @@ def _move(entries: Sequence[_Movable], destinations: Sequence[Tensor]) -> None:
         destination.copy_(entry.local, non_blocking=True)
     for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
         torch.cuda.synchronize(device)
-    for (_, state, key, spec), destination in zip(entries, destinations, strict=True):
+    for (_, state, key, _, spec), destination in zip(entries, destinations, strict=True):
         state[key] = destination if spec is None else spec.wrap_local(key, destination)
 
 

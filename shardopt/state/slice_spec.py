@@ -16,7 +16,7 @@ from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import BlockGrid, Rectangle, Shard, is_quantized
-from shardopt.state.loaded_entries import checked_step, invalid_values
+from shardopt.state.loaded_entries import checked_step, invalid_values_error
 from shardopt.state.options import check_repayment
 
 StateDict = dict[str, Any]
@@ -87,17 +87,13 @@ class SliceSpec:
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
         """Makes the spec for a slice of a parameter with this dtype, given its param group and its rule's moments.
 
-        Raises:
-            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
+        Raises ValueError if the group's weight format, or ``repay``, does not suit the dtype.
         """
-        large = is_quantized(shard.global_shape, group["min_quantized_numel"])
-        quantized = bool(moments) and large and not shard.float32_state
-        codec = get_codec(group["codec"] if quantized else "fp32")
-        weights = WeightFormat.of(dtype, group)
+        shape, weights = shard.global_shape, WeightFormat.of(dtype, group)
         check_repayment(dtype, group)
-        grid = BlockGrid(shard.global_shape, group["block_size"])
-        row_grid = _row_grid(shard.global_shape, group)
-        return cls(shard, grid, codec, moments, weights, row_grid)
+        is_coded = bool(moments) and is_quantized(shape, group["min_quantized_numel"]) and not shard.float32_state
+        codec = get_codec(group["codec"] if is_coded else "fp32")
+        return cls(shard, BlockGrid(shape, group["block_size"]), codec, moments, weights, _row_grid(shape, group))
 
     def elements(self, local: Tensor) -> Tensor:
         """A view of the slice's part of a local tensor: in a flat buffer a range of the first dimension, else all."""
@@ -190,21 +186,19 @@ class SliceSpec:
         local, agreed = [x.float() for x in values], agreed or {}
         if not self.codec.blockwise:
             return self.state_from_coded(encode_moments(self.codec, self.moments, local))
-        encoded: list[Coded] = []
-        for moment, x in zip(self.moments, local, strict=True):
-            codec, scales = moment.codec(self.codec), None
-            if self.has_scales(moment):
-                scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
-                if moment.name in agreed:  # column shards store scales of all blocks of a row, also of other ranks'
-                    scales.copy_(codec.scales_for(agreed[moment.name], signed=moment.signed).view_as(scales))
-            encoded.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
+        state = {key: entry.allocate(local[0].device) for key, entry in self.moment_entries.items()}
+        encoded = [self.codes_and_scales(state, moment) for moment in self.moments]  # views of the state
+        for moment, (_, scales) in zip(self.moments, encoded, strict=True):
+            if moment.name in agreed and scales is not None:  # column shards store scales of other ranks' blocks, too
+                codec, extremes = moment.codec(self.codec), agreed[moment.name]
+                scales.copy_(codec.scales_for(extremes, signed=moment.signed).view_as(scales))
         for rectangle in self._rectangles():
             coded, _ = self._encode_rectangle(local, rectangle, agreed)
             for whole, (codes, scales) in zip(encoded, coded, strict=True):
                 self._write_blocks(whole.codes, rectangle, codes)
                 if whole.scales is not None and scales is not None:
                     _block_view(whole.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
-        return self.state_from_coded(encoded)
+        return state
 
     def extremes(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Extremes of this rank's elements in each block, by moment; ranks that share blocks all-reduce their maxima.
@@ -262,15 +256,14 @@ class SliceSpec:
         return Coded(codes, scales)
 
     def check_values(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values in this rank's part of a loaded state: the step count, all moments, second moments of rows.
+        """Checks this rank's part of a loaded state: the step count, all moments, and the second moments of rows.
 
-        Raises:
-            ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
+        Raises ValueError if one is not finite, or is below zero and not signed; or if the step is no whole number.
         """
         if self.unquantized is None:  # else the step count is the wrapped optimizer's
             checked_step(state, name)
         if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
-            raise invalid_values(ROW_MOMENTS, name, signed=False)
+            raise invalid_values_error(ROW_MOMENTS, name, signed=False)
         coded = [self.codes_and_scales(state, moment) for moment in self.moments]
         if not self.codec.blockwise:
             self._check_coded(coded, name)
@@ -284,7 +277,7 @@ class SliceSpec:
         for moment, (codes, scales) in by_moment.items():
             if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
                 what = "" if scales is None else f" with {self.scales_name(moment)}"
-                raise invalid_values(self.codes_name(moment) + what, name, signed=moment.signed)
+                raise invalid_values_error(self.codes_name(moment) + what, name, signed=moment.signed)
         if not self.has_relative_moments:
             return
         # A relative moment decodes to its scale times the unsigned moment's root, so this product must be finite, too.
@@ -297,7 +290,7 @@ class SliceSpec:
             assert scales is not None
             if not are_finite(largest_root * scales[..., :1], signed=True):
                 scales_names = f"{self.scales_name(moment)} and {self.scales_name(unsigned)}"
-                raise invalid_values(f"{self.codes_name(moment)} with {scales_names}", name, signed=True)
+                raise invalid_values_error(f"{self.codes_name(moment)} with {scales_names}", name, signed=True)
 
     def _rectangles(self) -> Iterator[Rectangle]:
         """Divides the slice into rectangles of at most :data:`_MAX_CODED_NUMEL` elements, to bound temporary memory."""

@@ -36,21 +36,6 @@ class TensorSpec:
     shard: Shard
     slices: tuple[SliceSpec, ...]
 
-    @classmethod
-    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
-        """Makes the spec for a tensor with this shard and dtype, given its param group and its rule's moments.
-
-        Raises:
-            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
-        """
-        if not isinstance(shard, FlatBuffer):
-            return cls(shard, (SliceSpec.of(shard, dtype, group, moments),))
-        slices = []
-        for part in shard.segments:
-            spec = SliceSpec.of(part.shard, dtype, group, moments)
-            slices.append(replace(spec, offset=part.offset, name=part.name, number=part.number))
-        return cls(shard, tuple(slices))
-
     @property
     def moments(self) -> tuple[Moment, ...]:
         """The rule's moments, the same in all slices."""
@@ -225,5 +210,15 @@ class TensorSpec:
 
 
 def tensor_spec_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
-    """The spec of a parameter's state in a param group; see :meth:`TensorSpec.of`."""
-    return TensorSpec.of(shard_of(param), param.dtype, group, moments)
+    """The spec of a parameter's state in a param group, given its rule's moments.
+
+    Raises ValueError if the group's weight format, or ``repay``, does not suit the parameter's dtype.
+    """
+    shard = shard_of(param)
+    if not isinstance(shard, FlatBuffer):
+        return TensorSpec(shard, (SliceSpec.of(shard, param.dtype, group, moments),))
+    slices = []
+    for segment in shard.segments:
+        spec = SliceSpec.of(segment.shard, param.dtype, group, moments)
+        slices.append(replace(spec, offset=segment.offset, name=segment.name, number=segment.number))
+    return TensorSpec(shard, tuple(slices))
