@@ -343,10 +343,8 @@ class ShardedOptimizer(OptimizerInterface):
             of a flat one. 4 bytes per element.
         """
         self.synchronize()
-        return {
-            p: float32_weights(self._internals.state_of(p, group), p, self.state.get(p, {}))
-            for group, p in self._all_params()
-        }
+        spec_of = self._internals.state_of
+        return {p: float32_weights(spec_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()}
 
     @without_autograd
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
@@ -366,10 +364,8 @@ class ShardedOptimizer(OptimizerInterface):
         params = {param: group for group, param in self._all_params()}
         check_float32_weights(weights, params)
         for param, group in params.items():
-            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = store_float32_weights(
-                spec, param, old, weights[param], self._internals.residency.decide(param).state_device
-            )
+            spec, device = self._internals.state_of(param, group), self._internals.residency.decide(param).state_device
+            state = store_float32_weights(spec, param, self.state.get(param, {}), weights[param], device)
             if state:
                 self.state[param] = state
 

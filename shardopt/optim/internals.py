@@ -147,11 +147,10 @@ class Internals:
         ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
         spec, (_, state_device, step_device) = self.state_of(param, options), self.residency.decide(param)
-        of_slices = []
-        for slice_, entries in zip(spec.slices, states, strict=True):
-            on_host = entries or slice_.new_state(_CPU)
-            of_slices.append({k: x.to(step_device if k == "step" else state_device) for k, x in on_host.items()})
-        return spec, spec.join(of_slices)
+        of_slices = [state or each.new_state(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        return spec, spec.join(
+            [{k: x.to(step_device if k == "step" else state_device) for k, x in state.items()} for state in of_slices]
+        )
 
     def install(self, param: Tensor, made: tuple[TensorSpec, dict[str, Any]]) -> None:
         """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
@@ -219,9 +218,8 @@ class Internals:
             for param in group["params"]:
                 state = self.optimizer.state.get(param)
                 if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
-                    reset_stale_low_bits(
-                        self.state_of(param, group), param, state, self.residency.decide(param).state_device
-                    )
+                    device = self.residency.decide(param).state_device
+                    reset_stale_low_bits(self.state_of(param, group), param, state, device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
 from shardopt.report.memory import owner_of
 from shardopt.sharding.rank_group import rank_group_of
-from shardopt.state.options import is_shardopt_group
+from shardopt.state.options import is_shardopt
 from shardopt.state.packed import is_packed, pack, words_per_element
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_spec import TensorSpec
@@ -199,18 +199,16 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
 
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is shardopt's, or a wrapper of one, and has parameters that FSDP1 flattened."""
-    return any(
-        is_shardopt_group(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups
-    )
+    return any(is_shardopt(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
 def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(is_shardopt_group(group) for group in state_dict["param_groups"])
+        return any(is_shardopt(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
-    return is_shardopt_group(options)
+    return is_shardopt(options)
 
 
 def _is_flattened(param: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -11,16 +10,12 @@ from typing import Any, Literal, TypedDict, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack as Unpack
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
 from shardopt.removed import explained
 from shardopt.state.warn import warn_user
-
-if sys.version_info >= (3, 11):
-    from typing import Unpack as Unpack
-else:
-    from typing_extensions import Unpack as Unpack
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE: int = _C.max_block_size
@@ -100,7 +95,7 @@ PLACEMENT = ("offload",)
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
-def is_shardopt_group(options: Container[str]) -> bool:
+def is_shardopt(options: Container[str]) -> bool:
     """Whether a param group, of an optimizer or a state dict, belongs to one of shardopt's own optimizers."""
     return all(option in options for option in STATE_FORMAT)
 

@@ -31,9 +31,6 @@ MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 #: The most bytes that are copied at a time, which is the size of a staging slot.
 CHUNK_BYTES = 32 << 20
 
-#: Set by tests to offload state of CPU parameters, too: makes CPU-to-CPU transfers with slots of the given size.
-MAKE_CPU_TRANSFERS: Callable[[int], CudaTransfers] | None = None
-
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -66,8 +63,8 @@ class _Decision(NamedTuple):
     Attributes:
         device: the parameter's device at the time of the decision.
         residency: the chosen devices.
-        entries: if the state is offloaded, tensors like all its entries but ``step``: on the meta device at first; then,
-            with ``offload="state"``, host tensors that store the entries, pinned for a GPU.
+        entries: if the state is offloaded, tensors like all its entries but ``step``: meta tensors; with
+            ``offload="state"``, once allocated, the host tensors that store the entries, pinned for a GPU.
     """
 
     device: torch.device
@@ -120,11 +117,10 @@ class StateResidency:
 
     def decide(self, param: Tensor) -> Residency:
         """Returns a parameter's residency. If it has none, decides on all parameters, and allocates host memory."""
-        if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
+        if self._needs_decision(param):
             self._decide_all()
-        residency = Residency(None, param.device, param.device)
-        if self._is_decided(param):
-            residency = self._decisions[param].residency
+        is_decided = self._is_decided(param)
+        residency = self._decisions[param].residency if is_decided else Residency(None, param.device, param.device)
         if self.asleep and residency.offload is None:
             return residency._replace(state_device=_CPU)
         return residency
@@ -204,13 +200,9 @@ class StateResidency:
         """Staging slots and copy streams of a device for ``offload`` "state" or "step", made on first use."""
         key = (device, offload)
         if key not in self._transfers:
-            if device.type == "cpu":
-                assert MAKE_CPU_TRANSFERS is not None
-                self._transfers[key] = MAKE_CPU_TRANSFERS(CHUNK_BYTES)
-            else:
-                if offload == "step":
-                    warn_of_one_thread()
-                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
+            if offload == "step":
+                warn_of_one_thread()
+            self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
         return self._transfers[key]
 
     @property
@@ -248,7 +240,7 @@ class StateResidency:
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():
-            if not state or not _can_offload(param.device) or self.decide(param).offload is not None:
+            if not state or not can_offload(param.device) or self.decide(param).offload is not None:
                 continue
             spec = self._state_of(param, group_of[param]) if param in group_of else None
             for key, value in state.items():
@@ -260,16 +252,17 @@ class StateResidency:
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._decisions and self._decisions[param].device == param.device
 
-    def _has_use(self, param: Tensor) -> bool:
-        """Whether a parameter has or will get state: False for a frozen parameter without a gradient and state."""
-        return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
+    def _needs_decision(self, param: Tensor) -> bool:
+        """Whether a parameter could be offloaded, has or will get state (unlike frozen ones), and has no decision."""
+        gets_state = param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
+        return can_offload(param.device) and gets_state and not self._is_decided(param)
 
     def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
         """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory."""
         chosen: dict[Tensor, _Decision] = {}
         for group in groups:
             for param in group["params"]:
-                if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
+                if not self._needs_decision(param):
                     continue
                 offload, entries = group["offload"], None
                 if offload is not None:
@@ -347,6 +340,6 @@ def warn_of_one_thread() -> None:
         )
 
 
-def _can_offload(device: torch.device) -> bool:
-    """Whether state of parameters on ``device`` can be moved to the host: it is a GPU, or a test's stand-in for one."""
-    return device.type == "cuda" or (device.type == "cpu" and MAKE_CPU_TRANSFERS is not None)
+def can_offload(device: torch.device) -> bool:
+    """Whether state of parameters on ``device`` can be moved to the host. Tests replace this function."""
+    return device.type == "cuda"
