@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_spec import TensorSpec
+from shardopt.state.tensor_spec import LoadedEntries, TensorSpec
 
 
 def cut_quantized_blocks(spec: SliceSpec) -> list[int]:
@@ -91,15 +91,12 @@ def encode_slices(slices: Sequence[FloatMoments], rank_groups: Sequence[RankGrou
 
 
 def encode_loaded(
-    specs: Sequence[TensorSpec],
-    loaded: Sequence[Mapping[str, Any] | None],
-    names: Sequence[str],
-    rank_groups: Sequence[RankGroup],
-) -> list[Mapping[str, Any] | None]:
+    specs: Sequence[TensorSpec], loaded: Sequence[LoadedEntries], names: Sequence[str], groups: Sequence[RankGroup]
+) -> list[LoadedEntries]:
     """Quantizes the float moments in loaded state (as torch.optim saves it); leaves other entries unchanged.
 
     Collective: all ranks that share parameters must call this with the same tensors, in the same order. Entries have
-    passed :meth:`TensorSpec.check_loaded`; they are None for a tensor without state. Errors: :func:`encode_slices`.
+    passed :meth:`TensorSpec.check_loaded`. Raises what :func:`encode_slices` does.
     """
     slices: list[FloatMoments] = []
     for spec, entries, name in zip(specs, loaded, names, strict=True):
@@ -107,10 +104,10 @@ def encode_loaded(
         if entries and spec.has_float_moments(entries):
             values = spec.split_moments(entries)
         slices += [FloatMoments(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(rank_groups, any(x.values is not None for x in slices)):
+    if not on_any_rank(groups, any(x.values is not None for x in slices)):
         return list(loaded)
-    encoded = iter(encode_slices(slices, rank_groups))
-    results: list[Mapping[str, Any] | None] = []
+    encoded = iter(encode_slices(slices, groups))
+    results: list[LoadedEntries] = []
     for spec, entries in zip(specs, loaded, strict=True):
         # Of a tensor's slices, all or none had float moments.
         states = [state for state in islice(encoded, len(spec.slices)) if state is not None]

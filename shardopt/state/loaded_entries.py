@@ -27,10 +27,7 @@ def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
-    """Raises ValueError unless an entry is a dense tensor with values, and has the type, shape, sharding of another.
-
-    ``key`` is the entry's name, and ``name`` the parameter's, for errors.
-    """
+    """Raises ValueError unless entry ``key`` is a dense tensor with the type, shape and sharding of ``expected``."""
     is_alike = (
         isinstance(value, Tensor)
         and type(value) is type(expected)
@@ -69,10 +66,7 @@ def invalid_values_error(what: str, name: str, *, signed: bool) -> ValueError:
 
 
 def checked_step(loaded: Mapping[str, Any], name: str) -> float:
-    """Returns the loaded step count, or 1 if there is none: torch's SGD saves momentum, but no count.
-
-    Raises ValueError if the count is no single whole number >= 0.
-    """
+    """Returns the loaded step count, checked to be a whole number >= 0; 1 if there is none, as torch's SGD has none."""
     step = loaded.get("step", 1.0)
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
         step = step.item()

@@ -23,20 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import (
-    BlockGrid,
-    FlatBuffer,
-    FlatShard,
-    RankGroup,
-    Shard,
-    all_or_none,
-    on_any_rank,
-    reduce_together,
-)
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, RankGroup, Shard
+from shardopt.layout.rank_group import all_or_none, on_any_rank, reduce_together
 from shardopt.state.encoding import SharedBlocks, shared_blocks
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_spec import TensorSpec
+from shardopt.state.tensor_spec import LoadedEntries, TensorSpec
 
 _PREFIX = "packed_"
 _EXACT = f"{_PREFIX}exact"
@@ -72,18 +64,13 @@ def pack(spec: TensorSpec, state: Mapping[str, Any], words: int) -> StateDict:
 
 
 def unpack_loaded(
-    specs: Sequence[TensorSpec],
-    loaded: Sequence[Mapping[str, Any] | None],
-    names: Sequence[str],
-    rank_groups: Sequence[RankGroup],
-) -> list[Mapping[str, Any] | None]:
-    """Unpacks the packed ones of tensors' states; returns others unchanged, and None for a tensor without state.
+    specs: Sequence[TensorSpec], loaded: Sequence[LoadedEntries], names: Sequence[str], rank_groups: Sequence[RankGroup]
+) -> list[LoadedEntries]:
+    """Unpacks those of some tensors' loaded entries that are packed, and returns all others unchanged.
 
     Collective: each rank has some bytes of the scales of cut blocks, which are all-reduced. All ranks must call this
-    with the same tensors, in the same order, if any of them has flat shards. The ranks of a group raise together.
-
-    Raises:
-        ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
+    with the same tensors, in the same order, if any of them has flat shards. The ranks of a group raise together, a
+    ValueError if packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
     if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
@@ -128,11 +115,9 @@ class _Field(NamedTuple):
         return packed[:, self.offset : self.offset + self.nbytes]
 
     def block_elements(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which elements carry the bytes of this rank's blocks: the first ones of each block, as many as needed.
+        """Finds the elements that carry the bytes of this rank's blocks: the first ones of each block.
 
-        Returns:
-            The local indices of the elements that are on this rank; and a mask ``(blocks, elements per block)`` that
-            is True for these elements, False for those on other ranks.
+        Returns local indices of those on this rank, and a mask ``(blocks, elements per block)`` that is True for them.
         """
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
         ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
@@ -224,16 +209,17 @@ def _fields(spec: SliceSpec) -> list[_Field]:
     fields: list[_Field] = []
     offset = 0
     for grid, of_grid in entry_bytes.items():
-        # The last block of each row may be shorter than the others.
-        shortest = 1 if grid is None else grid.row_numel % grid.block_size or grid.block_size
+        shortest_block = 1  # elements
+        if grid is not None:  # the last block of each row may be shorter than the others
+            shortest_block = grid.row_numel % grid.block_size or grid.block_size
+        nbytes = -(-sum(of_grid.values()) // shortest_block)
         if of_grid:
-            nbytes = -(-sum(of_grid.values()) // shortest)
             fields.append(_Field(spec, grid, of_grid, offset, nbytes))
             offset += nbytes
     return fields
 
 
-def _unpack_local(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
+def _unpack_local(spec: TensorSpec, entries: LoadedEntries, name: str) -> list[list[_Unpacked]]:
     """Reads each slice's fields from a tensor's loaded entries; without their bytes if the state is not packed."""
     packed = _packed_bytes(spec, entries, name) if entries is not None and is_packed(entries) else None
     return [
@@ -275,8 +261,8 @@ def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Te
 
 
 def _joined_state(
-    spec: TensorSpec, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
-) -> Mapping[str, Any] | None:
+    spec: TensorSpec, entries: LoadedEntries, slices: Sequence[Sequence[_Unpacked]], name: str
+) -> LoadedEntries:
     """Returns a tensor's unpacked state, once the bytes of cut blocks were all-reduced; other state unchanged."""
     if entries is None or not is_packed(entries):
         return entries

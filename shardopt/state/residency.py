@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -208,12 +209,11 @@ class StateResidency:
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
         """Bytes of staging slots, and of host memory that is kept for the next :meth:`sleep`, by device."""
-        nbytes: dict[torch.device, int] = {}
+        nbytes: Counter[torch.device] = Counter()
         for (device, offload), transfers in self._transfers.items():
-            buffer_device = _CPU if offload == "step" else device
-            nbytes[buffer_device] = nbytes.get(buffer_device, 0) + transfers.nbytes
+            nbytes[_CPU if offload == "step" else device] += transfers.nbytes
         if self._sleep_buffers and not self.asleep:
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(buffer.nbytes for buffer in self._sleep_buffers)
+            nbytes[_CPU] += sum(buffer.nbytes for buffer in self._sleep_buffers)
         return nbytes
 
     def synchronize(self) -> None:

@@ -38,10 +38,7 @@ _MAX_CODED_NUMEL = 1 << 20
 
 
 class EntryFormat(NamedTuple):
-    """A state entry's shape on this rank, its dtype, and its initial values.
-
-    ``fill`` has one value for all elements, or one per index of the last dimension.
-    """
+    """A state entry's shape on this rank, dtype, initial value: a number, or one per index of the last dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -178,10 +175,8 @@ class SliceSpec:
     def encode(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor] | None = None) -> StateDict:
         """Quantizes this rank's float moments without communication; :func:`encoding.encode_slices` adds that.
 
-        Args:
-            values: one tensor of the slice's shape per moment.
-            agreed: by moment, extremes as :meth:`extremes` returns them, all-reduced over the ranks that share blocks;
-                0 for blocks that only this rank has.
+        ``agreed`` has, by moment, what :meth:`extremes` returned, all-reduced over the ranks that share blocks, and 0
+        for blocks that only this rank has.
         """
         local, agreed = [x.float() for x in values], agreed or {}
         if not self.codec.blockwise:
@@ -201,10 +196,10 @@ class SliceSpec:
         return state
 
     def extremes(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Extremes of this rank's elements in each block, by moment; ranks that share blocks all-reduce their maxima.
+        """Extremes of this rank's elements in each block, by moment: int32 ``(blocks, 2)`` in the order of the scales.
 
-        They are int32 ``(blocks, 2)`` in the order of the scales. Those of a moment that is coded in units of another
-        one's root are right only if ``agreed`` has the other one's, since these determine the root's codes.
+        Extremes of a moment that is coded in units of another one's root are right only if ``agreed`` has the other
+        one's for shared blocks, since they determine the codes of the root.
         """
         local = [x.float() for x in values]
         found = {m.name: self.zero_extremes(local[0].device) for m in self.moments if self.has_scales(m)}

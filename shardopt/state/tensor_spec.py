@@ -23,6 +23,9 @@ from shardopt.state.slice_spec import LOW_BITS, NON_MOMENTS, ROW_MOMENTS, EntryF
 #: Entries of torch.optim's state (NAdam's) that a load ignores, as the step count determines them.
 _IGNORED = frozenset(["mu_product"])
 
+#: A tensor's entries in a state dict, by name; None for a tensor without state.
+LoadedEntries = Mapping[str, Any] | None
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -146,9 +149,7 @@ class TensorSpec:
             name: the parameter's name in errors.
             may_lack_low_bits: whether the state may be torch.optim's: master weights then begin equal to the parameter.
 
-        Raises:
-            ValueError: the entries are of another optimizer, or of a parameter of another shape, or have float moments
-                that are not finite.
+        Raises ValueError if the entries are of another optimizer or another shape, or float moments are not finite.
         """
         self._check_names(loaded, name, may_lack_low_bits=may_lack_low_bits)
         has_float_moments, expected = self.has_float_moments(loaded), self.new_state(torch.device("meta"))
