@@ -89,27 +89,21 @@ class Entries:
         return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
     def check_format(self, saved: Mapping[str, Any], names: Collection[str], options: Mapping[str, Any]) -> None:
-        """Checks that a saved param group's quantized entries ``names`` have the format that ``options`` give.
-
-        Raises:
-            ValueError: quantize_state did not save them, or not in this format, or an entry's sign differs here.
-        """
-        got, expected = {key: saved.get(key) for key in self.format}, self._format(options)
-        if isinstance(signs := got["unsigned"], list | tuple):  # the signs of other entries do not matter
-            got["unsigned"] = [name for name in names if name in signs]
-            expected["unsigned"] = [name for name in names if name in self.unsigned]
-        for key, value in expected.items():
-            if got[key] != value:
+        """Raises ValueError unless the param group of entries ``names`` was saved in the format that ``options`` give."""
+        for key, expected in self._format(options).items():
+            got = saved.get(key)
+            if key == "unsigned" and isinstance(got, list | tuple):  # the signs of entries not in ``names`` may differ
+                got, expected = ([name for name in names if name in unsigned] for unsigned in (got, expected))
+            if got != expected:
                 raise ValueError(
-                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
 
     def checkpoint_options(self, saved: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
         """This run's options, but with the codec and block size of a checkpoint, which a load can convert.
 
-        Raises:
-            ValueError: see :meth:`check_format`; or the checkpoint's codec or block size is not a possible one.
+        Raises ValueError if quantize_state did not save the entries, or if other options differ.
         """
         codec, options = str(saved.get("codec")), self.options
         if codec.endswith(_BY_ENTRY):
@@ -118,9 +112,7 @@ class Entries:
         self.check_format(saved, names, options)
         return options
 
-    def quantized_spec(
-        self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None
-    ) -> TensorSpec:
+    def coded_spec(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorSpec:
         """Spec of the named quantized entries, each with its own scales. ``options`` overrides codec and block size."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
         spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
@@ -135,7 +127,7 @@ class Entries:
         names, shard = quantized_names(stored), shard_of(param)
         floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
         local = shard.local(param).detach()
-        for name, value in self.quantized_spec(shard, names).decode(stored).items() if names else ():
+        for name, value in self.coded_spec(shard, names).decode(stored).items() if names else ():
             # With the parameter's strides: fused kernels walk through both in memory order.
             floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
@@ -143,8 +135,7 @@ class Entries:
     def encode_state(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
         """Quantizes the entries of a parameter's shape and dtype, for storage: the inverse of :meth:`decode_state`.
 
-        Raises:
-            ValueError: an unsigned entry has a value below zero.
+        Raises ValueError if an unsigned entry has a value below zero.
         """
         shard = shard_of(param)
         never = self.never_quantized | (CENTERED if floats.keys() >= CENTERED else set())
@@ -161,7 +152,7 @@ class Entries:
                     f"{name}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
                     f"out of unsigned=, or pass keep=({name!r},) if it is in shardopt's table"
                 )
-        return {**state, **self.quantized_spec(shard, values).encode(values)} if values else state
+        return {**state, **self.coded_spec(shard, values).encode(values)} if values else state
 
     @property
     def name(self) -> str:
@@ -177,7 +168,7 @@ class Entries:
         """
         names = quantized_names(entries)
         saved_options = self.checkpoint_options(options, names) if "codec" in options else None
-        quantized = self.quantized_spec(shard, names, saved_options)
+        quantized = self.coded_spec(shard, names, saved_options)
         others = {key: _unquantized_format(shard, key, x) for key, x in entries.items() if key not in quantized.entries}
         return replace(quantized.slices[0], unquantized=tuple(others.items()))
 
@@ -194,10 +185,10 @@ class Entries:
         shard = shard_of(param)
         # Entries such as "step:int" become Python numbers again: undoes _checkpoint_entry.
         state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
-        spec = self.quantized_spec(shard, quantized_names(state))
+        spec = self.coded_spec(shard, quantized_names(state))
         quantized = spec.join([{key: state[key].to(param.device) for key in spec.entries}])
         others = {key: x for key, x in state.items() if key not in quantized}
-        return {**_on_device(shard, param, options, others), **quantized}
+        return {**{key: _copy_to_device(shard, param, options, key, x) for key, x in others.items()}, **quantized}
 
     def install(self, param: Tensor, made: StateDict) -> None:
         """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
@@ -214,9 +205,8 @@ class Entries:
     def convert_state_dict(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
         """Checks and converts a state dict for :meth:`QuantizedState.load_state_dict`, which documents the errors.
 
-        Returns:
-            A state dict for the inner optimizer to load, with the param groups but only the numbers of the state; and
-            the state to store for each parameter, with entries quantized.
+        Returns a state dict for the inner optimizer, with the param groups but only the numbers of the state; and the
+        state to store for each parameter, with entries quantized.
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, converted = self.inner.param_groups, dict(states), {}
@@ -226,21 +216,19 @@ class Entries:
                 name = listed_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
                     with reading(name):
-                        converted[param] = new = self._convert_entries(param, saved_group, entries, name)
+                        converted[param] = new = self._convert(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
         self.only_made_state = False
         return {**state_dict, "state": numbers, "param_groups": plain}, converted
 
-    def _convert_entries(
-        self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str
-    ) -> StateDict:
+    def _convert(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
         """Checks a parameter's loaded entries and returns its state to store: floats are quantized, codes are kept."""
         shard, names = shard_of(param), []
         if "codec" in saved:  # else the inner optimizer's own state dict, which has no codes
             names = quantized_names(loaded)
             self.check_format(saved, names, self.options)
-        spec = self.quantized_spec(shard, names)
+        spec = self.coded_spec(shard, names)
         quantized = {key: x for key, x in loaded.items() if key in spec.entries}
         spec.check_loaded(quantized, name, may_lack_low_bits=True)
         others = {key: x for key, x in loaded.items() if key not in quantized}
@@ -249,17 +237,16 @@ class Entries:
             for key, x in others.items():
                 if isinstance(x, Tensor) and x.dim():
                     check_entry(x, like, key, name)
-        floats = _on_device(shard, param, saved, others)
+        floats = {key: _copy_to_device(shard, param, saved, key, x) for key, x in others.items()}
         state = {**self.encode_state(param, floats), **spec.state_from_loaded(quantized, param.device, name)}
-        self.quantized_spec(shard, quantized_names(state)).check_values(state, name)
+        self.coded_spec(shard, quantized_names(state)).check_values(state, name)
         return state
 
 
 def _unquantized_format(shard: Shard, key: str, x: Any) -> EntryFormat:
     """Format of an unquantized entry of a checkpoint, given dtype and global shape of ``x``.
 
-    Raises:
-        ValueError: a name like ``step:int`` is not a number's, or a sharded parameter has an entry of another shape.
+    Raises ValueError if ``step:int`` is not a number, or a sharded parameter has an entry of another shape.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
     if kind and (shape or _NUMBERS.get(kind) != x.dtype):
@@ -288,19 +275,14 @@ def _checkpoint_entry(key: str, value: Any) -> tuple[str, Tensor]:
     )
 
 
-def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], entries: Mapping[str, Any]) -> StateDict:
-    """Copies loaded, unquantized entries to the parameter's device, with its strides if they have the same shape."""
-    copies: StateDict = dict(entries)
-    for key, value in entries.items():
-        if not isinstance(value, Tensor):
-            continue
-        if key == "step":  # as in Optimizer.load_state_dict
-            step, is_on_device = value.detach().clone(), options.get("fused") or options.get("capturable")
-            copies[key] = step.to(param.device, torch.float32) if is_on_device else step
-            continue
-        local, like = local_if_sharded(shard, value).detach(), local_if_sharded(shard, param)
-        if not local.dim() or local.shape != like.shape:
-            copies[key] = local.to(param.device, copy=True)
-        else:
-            copies[key] = shard.like_parameter(torch.empty_like(like, dtype=local.dtype).copy_(local).detach())
-    return copies
+def _copy_to_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
+    """Copies a loaded, unquantized entry to the parameter's device, with its strides if it has the same shape."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":  # as in Optimizer.load_state_dict
+        step = value.detach().clone()
+        return step.to(param.device, torch.float32) if options.get("fused") or options.get("capturable") else step
+    local, like = local_if_sharded(shard, value).detach(), local_if_sharded(shard, param)
+    if not local.dim() or local.shape != like.shape:
+        return local.to(param.device, copy=True)
+    return shard.like_parameter(torch.empty_like(like, dtype=local.dtype).copy_(local).detach())
