@@ -30,12 +30,12 @@ class SharedBlocks(NamedTuple):
     """The blocks of one slice that ranks share and therefore all-reduce data of, in the order of the message.
 
     Attributes:
-        count: the number of blocks in the message, the same on all ranks.
+        block_count: the number of blocks in the message, the same on all ranks.
         in_message: the indices in the message of the blocks of which this rank has elements.
         in_scales: the indices of the same blocks in this rank's scales.
     """
 
-    count: int
+    block_count: int
     in_message: list[int] | slice
     in_scales: list[int] | slice
 
@@ -147,7 +147,7 @@ def _local_extremes(
             message[index, _FLAGS] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         extremes = {} if values is None else spec.extremes(values, known)
         for name in names:
-            message[index, name] = torch.zeros((blocks.count, 2), dtype=torch.int32, device="cpu")
+            message[index, name] = torch.zeros((blocks.block_count, 2), dtype=torch.int32, device="cpu")
             if values is not None:
                 message[index, name][blocks.in_message] = extremes[name][blocks.in_scales].cpu()
     return messages

@@ -145,7 +145,7 @@ class _Field(NamedTuple):
         shared, is_flat = SharedBlocks(0, [], []), isinstance(self.spec.shard, FlatShard)
         if self.grid is not None and is_flat:  # other shards have no packed state to exchange
             shared = shared_blocks(self.spec.shard, self.grid)
-        cut_blocks = torch.zeros((shared.count, self.item_bytes + 1), dtype=torch.int32, device="cpu")
+        cut_blocks = torch.zeros((shared.block_count, self.item_bytes + 1), dtype=torch.int32, device="cpu")
         if packed is None or self.grid is None:
             return _Unpacked(self, None if packed is None else self.view(packed), shared, cut_blocks)
         elements, is_local = self.block_elements(self.grid, packed.device)

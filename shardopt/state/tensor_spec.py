@@ -178,7 +178,7 @@ class TensorSpec:
                 "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
                 "full_precision_parameters() gave"
             )
-        required, optional = self.entries.keys(), {"step"} | ({LOW_BITS} if may_lack_low_bits else set())
+        required, optional = set(self.entries), {"step"} | ({LOW_BITS} if may_lack_low_bits else set())
         if self.has_float_moments(loaded):
             required, optional = (required & NON_MOMENTS) | floats, optional | {ROW_MOMENTS}
         known = {"step", *_IGNORED, *self.entries, *floats}

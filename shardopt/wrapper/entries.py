@@ -75,8 +75,7 @@ class Entries:
         given = frozenset(unsigned)
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
-        step_sizes = {"step_size"}  # of Rprop, which change by factors
-        self.never_quantized = WEIGHT_COPIES | step_sizes | frozenset(keep)
+        self.never_quantized = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # Rprop's step sizes change by factors
         self.only_made_state = False
 
     @property
@@ -89,7 +88,7 @@ class Entries:
         return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
     def check_format(self, saved: Mapping[str, Any], names: Collection[str], options: Mapping[str, Any]) -> None:
-        """Raises ValueError unless the param group of entries ``names`` was saved in the format that ``options`` give."""
+        """Raises ValueError unless the param group of entries ``names`` was saved in the format of ``options``."""
         for key, expected in self._format(options).items():
             got = saved.get(key)
             if key == "unsigned" and isinstance(got, list | tuple):  # the signs of entries not in ``names`` may differ

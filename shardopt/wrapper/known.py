@@ -30,14 +30,12 @@ BY_PARAMETER = _full_names(
 #: Options that make an element-wise optimizer depend on the whole parameter.
 _BY_PARAMETER_OPTIONS = ("adanorm", "caution", "cautious", "orthograd", "stable_adamw", "use_gc")
 
-_OVER_ALL_PARAMETERS = "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AdamS SPAM"
+_COUPLED = "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AdamS SPAM"
 #: Reasons to refuse an optimizer, by the name of its class or of a base class.
 _REFUSED = {
     "LBFGS": "its state is one history of all parameters, and its step evaluates a closure several times",
     "SparseAdam": "its gradients are sparse",
-    **dict.fromkeys(
-        _OVER_ALL_PARAMETERS.split(), "it looks at all parameters together, and would be given one at a time"
-    ),
+    **dict.fromkeys(_COUPLED.split(), "it looks at all parameters together, and would be given one at a time"),
 }
 #: Packages whose optimizers quantize their state themselves.
 _QUANTIZED = ("bitsandbytes", "shardopt", "torchao")
