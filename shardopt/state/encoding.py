@@ -119,7 +119,7 @@ def encode_loaded(
     return results
 
 
-#: What ranks all-reduce: by slice index and moment name, extremes of shared blocks, int32 ``(blocks, 2)`` on the CPU.
+#: A message to all-reduce: by slice index and moment name, extremes of shared blocks, int32 ``(blocks, 2)`` on the CPU.
 _Message = dict[tuple[int, str], Tensor]
 
 #: In place of a moment's name: two flags, whether a rank has moments to encode and whether one has none. Both are set

@@ -26,7 +26,7 @@ from shardopt.state.warn import warn_user
 
 Offload = Literal["state", "step"] | None
 
-#: What a step copies between host and GPU, by the option ``offload``.
+#: The copies between host and GPU that a step makes, by the option ``offload``.
 MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
 
 #: The most bytes that are copied at a time, which is the size of a staging slot.

@@ -138,7 +138,7 @@ class QuantizedState(Optimizer):
         If a parameter fails, those before it have been stepped, and its own state is as before the step. Weights are
         not restored: load a checkpoint to repeat the step.
 
-        ``closure`` evaluates the model again. It is called once, before the first parameter, and its loss is returned.
+        ``closure`` evaluates the model again. The step calls it once, before the first parameter, and returns its loss.
         """
         loss = None
         if closure is not None:
