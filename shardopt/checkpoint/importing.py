@@ -23,7 +23,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups, reading
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -205,7 +205,7 @@ def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: 
     ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     sources: list[_SavedGroup] = []
     for index, (saved_group, group) in enumerate(zip(by_name(saved, ours), groups, strict=True)):
-        listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
+        listed = [names.get(id(param)) or param_name(group, index, at) for at, param in enumerate(group["params"])]
         keys = listed if are_named else saved_group["params"]
         if set(keys) != set(saved_group["params"]):
             raise ValueError(

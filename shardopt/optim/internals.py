@@ -186,7 +186,7 @@ class Internals:
         """All-reduces sums over all parameters, and computes hyper-parameters from them; see ``StepContext``."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
-            count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
+            count = max(optimizer.rule(group).sum_count for group in optimizer.param_groups)
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:
             self.peers.all_reduce_sum(totals)

@@ -29,7 +29,7 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.removed import OPTIONS
 from shardopt.state.encoding import encode_loaded
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, convert_sequences
 from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
@@ -136,7 +136,7 @@ def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, A
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
         specs = [internals.state_of(param, options) for param in group["params"]]  # by the loaded options
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec, name = specs[position], listed_name(group, number, position)
+            spec, name = specs[position], param_name(group, number, position)
             entries = checked_entries(states.get(index), name)
             off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and off:  # moments that the optimizer would keep with other hyper-parameters

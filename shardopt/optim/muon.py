@@ -16,7 +16,7 @@ from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import Options, Unpack, is_int
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
@@ -174,7 +174,7 @@ class Muon(ShardedOptimizer):
         group = self.param_groups[index]
         if group["algorithm"] == "muon":
             for position, param in enumerate(group["params"]):
-                for name, shape in _global_shapes(listed_name(group, index, position), param):
+                for name, shape in _global_shapes(param_name(group, index, position), param):
                     matrix_shapes(name, shape, group["split"])
 
 

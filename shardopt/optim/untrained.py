@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.warn import warn_user
 
 #: Consecutive steps without a gradient until a warning, for parameters that no module has, that were never stepped, and
@@ -87,7 +87,7 @@ class Untrained:
                 most = max(taken.values(), default=0.0) - limit
                 found = {param for param in suspects if taken.get(param, 0.0) > most / 2}
             names = [
-                f"{listed_name(group, index, position)} {tuple(param.shape)}"
+                f"{param_name(group, index, position)} {tuple(param.shape)}"
                 for index, group in enumerate(self._optimizer.param_groups)
                 for position, param in enumerate(group["params"])
                 if param in found

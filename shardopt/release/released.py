@@ -18,7 +18,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.deferred import DeferredStep, DeferredSteps
 from shardopt.release.fsdp_groups import FsdpGroup, fsdp_groups
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.warn import warn_user
 from shardopt.step.stepper import Stepper
 
@@ -89,7 +89,7 @@ class ReleasedParameters:
                 if param in wanted:
                     demand_no_raise(group)
                     demand_no_totals(optimizer, group)
-                    name = listed_name(group, index, position)
+                    name = param_name(group, index, position)
                     stepper = Stepper(internals, index_in_model, name)
                     self._parameters[param] = _Parameter(name, index, position, index_in_model, stepper)
                 index_in_model += 1
@@ -283,7 +283,7 @@ def _wait_for_copy(gradient: Tensor | None) -> None:
 
 def demand_no_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> None:
     """Raises ValueError if a step of the param group needs the gradients of all parameters at once."""
-    if optimizer.rule(group).totals:
+    if optimizer.rule(group).has_totals:
         raise ValueError(
             f"got {type(optimizer).__name__}, whose step needs sums over all gradients, expected an optimizer that can "
             "step a parameter before the gradients of others are known; use another one, or do not release gradients"

@@ -14,7 +14,7 @@ from typing import Any
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, merged_groups, reading
 from shardopt.sharding.rank_group import TorchRankGroup
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 
 
 def install(module: ModuleType) -> None:
@@ -68,7 +68,7 @@ def _checked(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     index = 0
     for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
-            spec, name = inner._internals.state_of(param, options), listed_name(group, number, position)
+            spec, name = inner._internals.state_of(param, options), param_name(group, number, position)
             entries = checked_entries(states.get(index), name)
             index += 1
             if not entries:

@@ -301,7 +301,7 @@ def _offloaded_entries(spec: TensorSpec, offload: Offload) -> dict[str, Tensor] 
             "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or DTensors; use "
             "offload='state', fully_shard, or DeepSpeed's offload_optimizer"
         )
-    if spec.has_column_cut_blocks:  # each step all-reduces extremes, which a step of offloaded state does not
+    if spec.has_column_cut_blocks:  # each step all-reduces the blocks' extremes, which must be on the device
         return None
     return {key: entry.allocate(_META) for key, entry in spec.entries.items() if key != "step"}
 

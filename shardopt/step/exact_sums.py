@@ -32,10 +32,10 @@ class ExactSums:
         for parameter, rule, device in tensors:
             for place, slice_ in enumerate(parameter.slices):
                 shard = slice_.shard
-                key = rule.totals, shard.counted() if rule.totals else shard.divided_among()
-                first = 0 if rule.totals else counts.get(key, 0)
+                key = rule.has_totals, shard.counted() if rule.has_totals else shard.divided_among()
+                first = 0 if rule.has_totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
-                counts[key] = first + rule.sums
+                counts[key] = first + rule.sum_count
         # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
         buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
         for parameter, place, key, device, first in places:

@@ -22,7 +22,7 @@ from shardopt.layout import (
     on_any_rank,
     use_numbers,
 )
-from shardopt.state.names import listed_name, naming_errors
+from shardopt.state.names import naming_errors, param_name
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -122,7 +122,7 @@ def describe(
                 if param.grad is not None or gradient_on_host:
                     raise
                 spec = None
-            known_as = name or listed_name(group, index, position)
+            known_as = name or param_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
             number = number_of(param)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardopt.layout import FlatShard, RankGroup
 from shardopt.state.encoding import cut_quantized_blocks
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, StepPlan
 from shardopt.step.groups import Group
@@ -26,7 +26,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             different orders, so that they compare plans only where they exchange data.
     """
     sets: dict[RankGroup, list[Line]] = {}
-    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
+    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.has_totals)
     over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
     stepped = set()
     for parameter in inputs:
@@ -35,7 +35,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             stepped.add(parameter.index)
         for slice_ in parameter.slices:
             for ranks, is_joint in _ranks_of(parameter, slice_, group).items():
-                name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
+                name = param_name(options, parameter.group, parameter.position) if options.get("param_names") else None
                 sets.setdefault(ranks, []).append(_line(parameter, slice_, name, group, is_joint))
     return StepPlan(sets, stepped, over_all.refuse, single=single)
 
@@ -48,10 +48,10 @@ def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGro
     """
     shard, rule = slice_.shard, group.rule
     found = {shard.row_owners: bool(cut_quantized_blocks(slice_))}
-    if rule.totals:
+    if rule.has_totals:
         counted = shard.counted()
         found[counted.ranks if counted else None] = True
-    elif rule.sums:
+    elif rule.sum_count:
         found[shard.divided_among()] = True
     if rule.orthogonalized is not None:
         found[shard.divided_among() or parameter.copies] = True

@@ -17,7 +17,7 @@ from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
 from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
 from shardopt.state.loaded_entries import check_entry
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import check_options
 from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
@@ -212,7 +212,7 @@ class Entries:
         saved = by_name(saved, groups)
         for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-                name = listed_name(group, number, position)
+                name = param_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
                     with reading(name):
                         converted[param] = new = self._convert(param, saved_group, entries, name)
