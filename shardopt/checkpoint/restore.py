@@ -24,7 +24,7 @@ from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
 from shardopt.state.encoding import FloatMoments, encode_slices, sharing_ranks
 from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
-from shardopt.wrapper.entries import WRAPPED_NAME
+from shardopt.wrapper.entries import WRAPPED_PREFIX
 from shardopt.wrapper.optimizer import QuantizedState
 
 _CPU = torch.device("cpu")
@@ -238,7 +238,7 @@ class Restoration:
                 f"{self._folder}: got a checkpoint without an optimizer, expected one; load it without optimizer"
             )
         saved_by, own = self._index.header.get("optimizer"), self._owner.internals.name
-        if saved_by != own and any(str(name).startswith(WRAPPED_NAME) for name in (saved_by, own)):
+        if saved_by != own and any(str(name).startswith(WRAPPED_PREFIX) for name in (saved_by, own)):
             raise CheckpointError(
                 f"{self._folder}: got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"

@@ -41,7 +41,7 @@ def reset_stale_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, devi
         last_dtype = _LAST_DTYPES.get(step, param.dtype)
         _LAST_DTYPES[step] = param.dtype
     was_cast = last_dtype != param.dtype and (has or needs)
-    if was_cast or (has and not needs):
+    if was_cast or (has and not needs):  # a float32 parameter needs none
         state.pop(LOW_BITS, None)
         if needs:
             state[LOW_BITS] = spec.wrap_local(LOW_BITS, spec.entries[LOW_BITS].allocate(device))

@@ -40,7 +40,7 @@ CODING_ENDS = ("_codes", "_scales")
 #: Suffix of the saved codec's name: every entry has scales of its own, unlike in shardopt's own optimizers.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
-WRAPPED_NAME = "quantize_state of "
+WRAPPED_PREFIX = "quantize_state of "
 #: Checkpoints store Python numbers as 0-d tensors of these dtypes, with the type in the entry's name: ``step:int``.
 _NUMBERS: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
@@ -62,7 +62,7 @@ class Entries:
         inner: the optimizer whose state this is.
         options: codec, block size and the other options that a param group of shardopt's own optimizers has.
         unsigned: names of entries that are never below zero.
-        checked: names in ``unsigned`` that are checked for negative numbers before they are quantized.
+        checked: names in ``unsigned`` to check for negative numbers: a tested optimizer's need no check.
         never_quantized: names of entries that stay as they are.
         only_made_state: whether the last step was a framework's with lr=0, to create state: the next step drops it.
     """
@@ -84,6 +84,7 @@ class Entries:
         return self._format(self.options)
 
     def _format(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The :attr:`format` of entries that are quantized with ``options``, as a param group of shardopt's has them."""
         plain = {option: options[option] for option in ("block_size", "min_quantized_numel")}
         return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
@@ -156,7 +157,7 @@ class Entries:
     @property
     def name(self) -> str:
         """The name under which a checkpoint records this optimizer; a load compares it."""
-        return WRAPPED_NAME + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
+        return WRAPPED_PREFIX + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
 
     def spec_of_entries(
         self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], entries: Mapping[str, Any]
@@ -218,7 +219,6 @@ class Entries:
                         converted[param] = new = self._convert(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        self.only_made_state = False
         return {**state_dict, "state": numbers, "param_groups": plain}, converted
 
     def _convert(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:

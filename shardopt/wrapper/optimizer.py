@@ -189,6 +189,7 @@ class QuantizedState(Optimizer):
         self.check_group(*checked_containers(state_dict)[0])
         for_inner, states = self._internals.convert_state_dict(state_dict)
         self._inner.load_state_dict(for_inner)
+        self._internals.only_made_state = False  # the next step must not drop the loaded state
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

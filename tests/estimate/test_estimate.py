@@ -72,7 +72,7 @@ def test_a_module_says_what_keeps_float32_and_what_are_layers() -> None:
 
 
 def test_released_and_offloaded() -> None:
-    """The last rows of the ladder: the largest gradient, and a buffer of fixed size."""
+    """The last of the default rows: the largest gradient, and a buffer of fixed size."""
     model = Model.of_size("7B")
     *_, released, offloaded = (estimate(model, setup).device for setup in default_rows().values())
     gradient = 2 * 4096 * 4096
