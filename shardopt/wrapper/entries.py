@@ -84,7 +84,7 @@ class Entries:
         return self._format(self.options)
 
     def _format(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The :attr:`format` of entries that are quantized with ``options``, as a param group of shardopt's has them."""
+        """The :attr:`format` of entries that are quantized with ``options``."""
         plain = {option: options[option] for option in ("block_size", "min_quantized_numel")}
         return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
