@@ -253,9 +253,10 @@ class StateResidency:
         return param in self._decisions and self._decisions[param].device == param.device
 
     def _needs_decision(self, param: Tensor) -> bool:
-        """Whether a parameter could be offloaded, has or will get state (unlike frozen ones), and has no decision."""
-        gets_state = param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
-        return can_offload(param.device) and gets_state and not self._is_decided(param)
+        """Whether a parameter has no decision, could be offloaded, and has or will get state, unlike frozen ones."""
+        if self._is_decided(param) or not can_offload(param.device):
+            return False
+        return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
     def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
         """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory."""
