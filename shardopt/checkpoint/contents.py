@@ -254,6 +254,6 @@ def _chunks_by_name(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str,
             continue
         is_empty = isinstance(shard, FlatShard) and shard.placed_partition is not None and shard.numel == 0
         if spec is not None and is_empty and not state:
-            state = spec.new(torch.device("cpu"))
+            state = spec.new_state(torch.device("cpu"))
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

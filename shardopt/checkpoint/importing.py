@@ -21,7 +21,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, loading_ranks, reorder_groups
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -155,7 +155,7 @@ def import_state(
         entries, parameters[name] = _converted(spec, moments, name)
         row_moments = spec.entries.get(ROW_MOMENTS)  # state that no other package has: begins with zeros
         if row_moments is not None:
-            entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, row_moments.new(torch.device("cpu")))
+            entries[ROW_MOMENTS] = spec.wrap_local(ROW_MOMENTS, row_moments.allocate(torch.device("cpu")))
         state[number] = {**entries, "step": step}
     optimizer.load_state_dict({"state": state, "param_groups": source.groups})
     return ImportReport(source.package, parameters, tuple(source.ignored))
@@ -210,7 +210,7 @@ def _matched_groups(
     present = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
     matched: list[_SavedGroup] = []
     for index, (saved, group) in enumerate(zip(reorder_groups(saved_groups, present), groups, strict=True)):
-        listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
+        listed = [names.get(id(param)) or param_name(group, index, at) for at, param in enumerate(group["params"])]
         keys = listed if names and has_names else saved["params"]
         if set(keys) != set(saved["params"]):
             raise ValueError(
@@ -332,4 +332,4 @@ def _local_entry(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
     part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()
     if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
         part = part.clone()
-    return spec.like(key, part)
+    return spec.wrap_local(key, part)

@@ -128,7 +128,7 @@ class LoadedItem:
     def check_state(self) -> None:
         """Checks that the step count and the moments in ``state`` are in range; raises a ValueError if not."""
         if self.saved_spec is not None and self.state:
-            self.saved_spec.check_local(self.state, self.item.name)
+            self.saved_spec.check_values(self.state, self.item.name)
 
     def convert_weights(self) -> None:
         """Converts ``values`` and the master low bits in ``state``, in place, from the checkpoint's to the model's."""
@@ -140,7 +140,7 @@ class LoadedItem:
             return
         if low_bits is not None:
             self.state[LOW_BITS] = low_bits
-        for key, entry in self.saved_spec.kept or ():
+        for key, entry in self.saved_spec.unquantized or ():
             # quantize_state's entries per element that have the weights' dtype, such as copies of them, follow it.
             is_per_element = bool(entry.shape) and entry.shape == self.item.shard.local_shape
             if is_per_element and entry.dtype == old.dtype:
@@ -196,7 +196,7 @@ def tensors_of(
     if spec is None:
         return tensors
     for key, value in state.items():
-        if spec.is_whole(key):
+        if spec.is_replicated(key):
             chunks = Chunks.whole(value, _step_partition(spec.shard) if to_save else WHOLE)
         else:
             chunks = chunks_of(spec.shard, value, spec.grid_of(key), to_save=to_save)

@@ -23,9 +23,9 @@ from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import few, first_of, named, one_line, shown
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.layout import FlatShard
-from shardopt.state.encoding import Floats, encode_slices, sharing_ranks
+from shardopt.state.encoding import FloatMoments, encode_slices, sharing_ranks
 from shardopt.state.options import DEFAULTS, STATE_FORMAT, check_options
-from shardopt.wrapper.entries import OF_QUANTIZE_STATE
+from shardopt.wrapper.entries import WRAPPED_PREFIX
 from shardopt.wrapper.optimizer import QuantizedState
 
 #: Options of each param group of the optimizer.
@@ -49,7 +49,7 @@ class HostCopy(NamedTuple):
     options: list[dict[str, Any]]
     extra: dict[str, Any]
     converted: dict[str, str]
-    shared: list[tuple[LoadedItem, Floats]]
+    shared: list[tuple[LoadedItem, FloatMoments]]
 
 
 class Restoration:
@@ -136,7 +136,7 @@ class Restoration:
             each.convert_weights()
         # Moments are decoded here, as no rank waits for another yet: if memory for it lacks, all raise.
         shared = [
-            (each, Floats(each.spec, each.decoded_moments(), each.item.name))
+            (each, FloatMoments(each.spec, each.decoded_moments(), each.item.name))
             for each in items
             if each.spec is not None and each.state_conversion and sharing_ranks(each.spec) is not None
         ]
@@ -229,7 +229,7 @@ class Restoration:
         if self._index.header.get("param_groups") is None:
             raise CheckpointError("got a checkpoint without an optimizer, expected one; load it without optimizer")
         saved_by, own = self._index.header.get("optimizer"), self._unwrapped.internals.name
-        if saved_by != own and any(str(name).startswith(OF_QUANTIZE_STATE) for name in (saved_by, own)):
+        if saved_by != own and any(str(name).startswith(WRAPPED_PREFIX) for name in (saved_by, own)):
             raise CheckpointError(
                 f"got the state of {named(saved_by)}, expected that of {own}; load it into that "
                 "optimizer, then load its state_dict(dequantize=True) into this one"
@@ -249,7 +249,7 @@ class Restoration:
         assert self._unwrapped is not None
         optimizer, internals = self._unwrapped.optimizer, self._unwrapped.internals
         if isinstance(optimizer, QuantizedState):
-            optimizer._internals.saved_options(saved, ())
+            optimizer._internals.checkpoint_options(saved, ())
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
         new = options_after_load(optimizer, group, saved)

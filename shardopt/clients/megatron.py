@@ -146,12 +146,12 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
         name = type(self.optimizer).__name__
         is_whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
-        if not is_whole and any(rule.sums or rule.orthogonalized is not None for rule in rules):
+        if not is_whole and any(rule.sum_count or rule.orthogonalized is not None for rule in rules):
             raise ValueError(
                 f"got {name}, which needs whole parameters, with tensor, pipeline or expert parallelism, expected data "
                 "parallelism only; take AdamW8bit or another rule of single elements"
             )
-        if not is_alone and any(rule.totals for rule in rules):
+        if not is_alone and any(rule.has_totals for rule in rules):
             raise ValueError(
                 f"got {name}, which needs sums over all parameters, with several DistributedOptimizers, as experts and "
                 "overlap_param_gather_with_optimizer_step have, expected one; take AdamW8bit or another rule of single "

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment, get_codec
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import Options, Unpack, check_flag, repays
+from shardopt.state.options import Options, Unpack, check_bool, repays
 from shardopt.state.rule import Rule
 
 #: Options of Adam, AdamW and Lion, of which any makes a rule cautious.
@@ -109,7 +109,7 @@ class AdamW(ShardedOptimizer):
         if group["amsgrad"] and any(cautious_key(group)):
             raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
         if group["repay"] is not None:
-            check_flag(group, "repay")
+            check_bool(group, "repay")
         if repays(group) and (group["amsgrad"] or any(cautious_key(group))):
             raise ValueError("repay: got True beside amsgrad or a cautious option, expected one or the other")
         if repays(group) and not get_codec(group["codec"]).relative:

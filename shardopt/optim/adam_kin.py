@@ -16,7 +16,7 @@ from shardopt.optim.adam import ADAM_MOMENTS, AdamKin
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.loading import checked_containers
-from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_int
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
 
@@ -232,7 +232,7 @@ class NAdam(AdamKin):
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         past = group["past_mu"]
-        if not isinstance(past, tuple) or len(past) != 3 or not is_whole(past[0]) or past[0] < 0:
+        if not isinstance(past, tuple) or len(past) != 3 or not is_int(past[0]) or past[0] < 0:
             raise ValueError(
                 f"past_mu: got {past!r:.80}, expected steps, a product, and None or betas[0]; leave it out"
             )

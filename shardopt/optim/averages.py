@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import LARGEST, Options, Unpack, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, is_int
 from shardopt.state.rule import Rule
 
 _ADAN_MOMENTS = (
@@ -116,7 +116,7 @@ class AdEMAMix(ShardedOptimizer):
         super().check_group(group)
         for name in ("alpha_steps", "beta3_steps"):
             steps = group[name]
-            if steps is not None and not (is_whole(steps) and 0 <= steps <= MOST_STEPS):
+            if steps is not None and not (is_int(steps) and 0 <= steps <= MOST_STEPS):
                 raise ValueError(f"{name}: got {steps!r:.80}, expected a whole number from 0 to {MOST_STEPS}, or None")
 
 

@@ -22,13 +22,13 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.optim.loading import HELD_ELEMENTS, WrappedState, convert_state_dict, flat_ranges
 from shardopt.removed import OPTIONS, explain_removed
-from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.state.full_precision import check_float32_weights, float32_weights, store_float32_weights
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
-    make_plain,
+    convert_sequences,
     warn_of_misspelt,
     with_defaults,
 )
@@ -53,7 +53,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
-        make_plain(defaults)
+        convert_sequences(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
@@ -101,7 +101,7 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        make_plain(param_group)
+        convert_sequences(param_group)
         names = param_group.get("param_names")
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
@@ -116,7 +116,7 @@ class ShardedOptimizer(OptimizerInterface):
             for param in self.param_groups[-1]["params"]:
                 WeightFormat.from_options(param.dtype, completed)  # raises for a dtype that the options do not allow
                 check_repayment(param.dtype, completed)
-            self._internals.residency.check(self.param_groups[-1])
+            self._internals.residency.check_host_memory(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
         except Exception:  # after any error the optimizer stays as it was
             self.param_groups.pop()
@@ -145,7 +145,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.use_numbers(self._internals.params)
         self._internals.set_copies(copies_in(model))
         self._internals.invalidate_steps()
-        self._internals.residency.check()
+        self._internals.residency.check_host_memory()
 
     @without_autograd
     def synchronize(self) -> None:
@@ -162,7 +162,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def offload(self) -> None:
-        """Moves all state from the devices to the host's memory, to free device memory until :meth:`reload`.
+        """CopiedFields all state from the devices to the host's memory, to free device memory until :meth:`reload`.
 
         The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
         dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
@@ -178,7 +178,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def reload(self) -> None:
-        """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
+        """CopiedFields the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
         The next step would call this itself.
         """
@@ -336,7 +336,7 @@ class ShardedOptimizer(OptimizerInterface):
         self._internals.clip_coefficient = None  # of gradients of other weights
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
-                self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
+                self._internals.residency.move_state(param, self._internals.state_of(param, group), self.state[param])
 
     @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
@@ -347,9 +347,8 @@ class ShardedOptimizer(OptimizerInterface):
             of a flat one. 4 bytes per element.
         """
         self.synchronize()
-        return {
-            p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
-        }
+        spec_of = self._internals.state_of
+        return {p: float32_weights(spec_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()}
 
     @without_autograd
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
@@ -367,10 +366,10 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         params = {param: group for group, param in self._all_params()}
-        check_weights(weights, params)
+        check_float32_weights(weights, params)
         for param, group in params.items():
             spec, state = self._internals.state_of(param, group), self.state.get(param, {})
-            state = split_into(spec, param, state, weights[param], self._internals.residency.of(param).state)
+            state = store_float32_weights(spec, param, state, weights[param], self._internals.residency.decide(param).state_device)
             if state:
                 self.state[param] = state
 

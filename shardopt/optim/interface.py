@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt import _C
 from shardopt.codec import Moment, get_codec
-from shardopt.state.options import DEFAULTS, check_flag, check_hyper, check_number
+from shardopt.state.options import DEFAULTS, check_bool, check_hyper, check_number
 from shardopt.state.rule import Rule
 
 
@@ -86,7 +86,7 @@ class OptimizerInterface(Optimizer):
         """
         check_hyper(group, self.beta_count)
         for flag in self.flags:
-            check_flag(group, flag)
+            check_bool(group, flag)
         for name, most in self.numbers:
             check_number(group, name, most)
         if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:

@@ -28,8 +28,8 @@ from shardopt.layout import (
 from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.missing_gradients import MissingGradients
-from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.options import TABLE_FORMAT, make_plain
+from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.state.options import TABLE_FORMAT, convert_sequences
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -138,34 +138,34 @@ class Internals:
     #: Entries that checkpoints add to the options of each param group.
     format: Mapping[str, Any] = MappingProxyType({})
 
-    def form(
-        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
+    def spec_of_entries(
+        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], entries: Mapping[str, Any]
     ) -> SliceSpec:
-        """Describes the state of one shard under these options; ``stored``, a checkpoint's entries, does not matter."""
+        """Describes the state of one shard, given its options; a checkpoint's ``entries`` matter to wrappers only."""
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
+    def current_state(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
         """Returns the spec and the entries of a parameter's present state, for a checkpoint to save."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
-    def placed(
+    def state_from_checkpoint(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> tuple[TensorSpec, dict[str, Any]]:
         """Copies state that a checkpoint has read to the parameter's devices; returns its spec and its entries.
 
         ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
-        spec, where = self.state_of(param, options), self.residency.of(param)
-        of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        spec, (_, state_device, step_device) = self.state_of(param, options), self.residency.decide(param)
+        of_slices = [state or each.new_state(_CPU) for state, each in zip(states, spec.slices, strict=True)]
         return spec, spec.join(
-            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
+            [{k: x.to(step_device if k == "step" else state_device) for k, x in state.items()} for state in of_slices]
         )
 
-    def put(self, param: Tensor, placed: tuple[TensorSpec, dict[str, Any]]) -> None:
-        """Replaces a parameter's state by the result of :meth:`placed`."""
-        spec, state = placed
+    def install(self, param: Tensor, made: tuple[TensorSpec, dict[str, Any]]) -> None:
+        """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
+        spec, state = made
         self.optimizer.state[param] = state
-        self.residency.put(param, spec, state)
+        self.residency.move_state(param, spec, state)
 
     def is_set_by_steps(self, key: str, value: Any) -> bool:
         """Whether steps add this param group entry, so that loading a checkpoint without it removes it. False here."""
@@ -197,7 +197,7 @@ class Internals:
         """All-reduces sums over all parameters, and computes hyper-parameters from them; see ``StepContext``."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
-            count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
+            count = max(optimizer.rule(group).sum_count for group in optimizer.param_groups)
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
         if self.peers is not None:  # the model's other parameters are in their optimizers
             self.peers.all_reduce_sum(totals)
@@ -211,7 +211,7 @@ class Internals:
         """
         optimizer = self.optimizer
         if isinstance(options, dict):
-            make_plain(options)
+            convert_sequences(options)
         optimizer.check_group(options)
         lr = options["lr"]
         lr_on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
@@ -224,11 +224,12 @@ class Internals:
     def adapt_to_user_changes(self) -> None:
         """Normalizes option values in param groups, and fits low bits in the state to the weights' present dtype."""
         for group in self.optimizer.param_groups:
-            make_plain(group)
+            convert_sequences(group)
             for param in group["params"]:
                 state = self.optimizer.state.get(param)
                 if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
-                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
+                    device = self.residency.decide(param).state_device
+                    reset_stale_low_bits(self.state_of(param, group), param, state, device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

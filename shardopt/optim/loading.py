@@ -29,8 +29,8 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.removed import OPTIONS
 from shardopt.state.encoding import encode_loaded
-from shardopt.state.names import listed_name
-from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
+from shardopt.state.names import param_name
+from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, convert_sequences
 from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -107,20 +107,20 @@ def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict
     specs, names = [item.spec for item in loaded], [item.name for item in loaded]
     entries = unpack_loaded(specs, [item.entries for item in loaded], names, rank_groups)
     # State of torch, or dequantized state: neither has low bits.
-    of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
+    may_lack_low_bits = all("master_weight_bits" not in group for group in state_dict["param_groups"])
 
     def check_entries() -> None:
         for spec, of_param, name in zip(specs, entries, names, strict=True):
             if of_param:
                 with as_value_error(name):
-                    spec.check_loaded(of_param, name, of_torch=of_torch)
+                    spec.check_loaded(of_param, name, may_lack_low_bits=may_lack_low_bits)
 
     def convert_entries() -> dict[Any, Any]:
         state: dict[Any, Any] = {}
         for (param, index, name, spec, _), of_param in zip(loaded, encoded, strict=True):
             if of_param:
-                adopted = spec.adopt(of_param, internals.residency.of(param).state, name)
-                spec.check_local(adopted, name)
+                adopted = spec.state_from_loaded(of_param, internals.residency.decide(param).state_device, name)
+                spec.check_values(adopted, name)
                 state[index] = WrappedState(adopted)
             elif of_param is not None:
                 state[index] = {}
@@ -141,7 +141,7 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
         specs = [internals.state_of(param, options) for param in group["params"]]  # by the loaded options
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec, name = specs[position], listed_name(group, number, position)
+            spec, name = specs[position], param_name(group, number, position)
             entries = checked_entries(states.get(index), name)
             unneeded = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and unneeded:  # saved with other hyper-parameters
@@ -297,7 +297,7 @@ def merged_groups(
                 _check_format(group, saved_group)
                 rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 merged = {**rest, **{key: value for key, value in saved_group.items() if key not in _NOT_MERGED}}
-                make_plain(merged)
+                convert_sequences(merged)
                 check_options(merged)
                 optimizer.check_group(merged)
             except ValueError as error:

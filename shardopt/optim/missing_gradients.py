@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.warn import warn_user
 
 #: Consecutive steps without a gradient until a warning, for parameters that no module has, that were never stepped, and
@@ -92,7 +92,7 @@ class MissingGradients:
                 steps_before = max(step_counts.values(), default=0.0) - limit
                 found = {param for param in suspects if step_counts.get(param, 0.0) > steps_before / 2}
             names = [
-                f"{listed_name(group, index, position)} {tuple(param.shape)}"
+                f"{param_name(group, index, position)} {tuple(param.shape)}"
                 for index, group in enumerate(self._optimizer.param_groups)
                 for position, param in enumerate(group["params"])
                 if param in found

@@ -16,8 +16,8 @@ from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
-from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, is_whole
+from shardopt.state.names import param_name
+from shardopt.state.options import Options, Unpack, is_int
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -158,13 +158,13 @@ class Muon(ShardedOptimizer):
             raise ValueError(
                 f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _FACTORS))}"
             )
-        if not is_whole(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
+        if not is_int(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
         _coefficients_per_step(group["ns_coefficients"], 1)
         split = group["split"]
-        is_rows = isinstance(split, (tuple, list)) and len(split) > 0 and all(is_whole(n) and n > 0 for n in split)
+        is_rows = isinstance(split, (tuple, list)) and len(split) > 0 and all(is_int(n) and n > 0 for n in split)
         if not (split is None or split == "each" or is_rows):
             raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
         if group["offload"] == "step":
@@ -177,7 +177,7 @@ class Muon(ShardedOptimizer):
         group = self.param_groups[index]
         if group["algorithm"] == "muon":
             for position, param in enumerate(group["params"]):
-                for name, shape in _global_shapes(listed_name(group, index, position), param):
+                for name, shape in _global_shapes(param_name(group, index, position), param):
                     matrix_shapes(name, shape, group["split"])
 
 

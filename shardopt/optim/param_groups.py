@@ -23,7 +23,7 @@ from shardopt.layout import (
     read_model,
 )
 from shardopt.layout.names import all_parameter_names
-from shardopt.state.options import DEFAULTS, make_plain
+from shardopt.state.options import DEFAULTS, convert_sequences
 
 if TYPE_CHECKING:
     from shardopt.unit.u_mup import KindPatterns, UMup
@@ -151,7 +151,7 @@ def param_groups(
     _check_options(overrides)
     plain_overrides = {pattern: dict(options) for pattern, options in overrides.items()}
     for options in plain_overrides.values():
-        make_plain(options)
+        convert_sequences(options)
     patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain_overrides.items()]
     rates = None
     if rule == "u-mup":

@@ -15,7 +15,7 @@ from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import CORRECT, LARGEST, Options, Unpack, check_number, is_whole, make_plain
+from shardopt.state.options import REMEDY, LARGEST, Options, Unpack, check_number, is_int, convert_sequences
 from shardopt.state.rule import Rule
 
 #: Options of the estimate ``d``, in which all param groups must agree.
@@ -110,20 +110,20 @@ class Prodigy(ShardedOptimizer):
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
         for group in groups:  # schedulers may have set values that cannot be compared
-            make_plain(group)
+            convert_sequences(group)
             self.check_group(group)
         rates = {float(group["lr"]) for group in groups}
         if len(rates - {0.0}) > 1:
             raise ValueError(
                 f"lr: got {', '.join(map(str, sorted(rates)))} in different param groups, expected the same or 0: "
-                f"d is one for all; {CORRECT}"
+                f"d is one for all; {REMEDY}"
             )
         for name in ("beta3", *_ESTIMATE_OPTIONS):
             values = dict.fromkeys(_beta3(group) if name == "beta3" else group[name] for group in groups)
             if len(values) > 1:
                 raise ValueError(
                     f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same: d is "
-                    f"one for all; {CORRECT}"
+                    f"one for all; {REMEDY}"
                 )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
@@ -158,8 +158,8 @@ class Prodigy(ShardedOptimizer):
             _check(name, group[name], lambda x: 0.0 < x <= LARGEST, "above 0 that float32 can hold")
         _check("growth_rate", group["growth_rate"], lambda x: x >= 1, ">= 1")
         _check("d_numerator", group["d_numerator"], lambda x: abs(x) <= sys.float_info.max, "that is finite")
-        if not is_whole(group["k"]) or group["k"] < 0:
-            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {CORRECT}")
+        if not is_int(group["k"]) or group["k"] < 0:
+            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {REMEDY}")
 
 
 def _beta3(group: Mapping[str, Any]) -> float:  # with the default
@@ -178,7 +178,7 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
 
 def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
-        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {CORRECT}")
+        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {REMEDY}")
 
 
 class Prodigy8bit(Prodigy, codec="log8"):

@@ -18,7 +18,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.fsdp_groups import FsdpGroup, fsdp_groups
 from shardopt.release.worker import WorkerTask, WorkerThread
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.warn import warn_user
 from shardopt.step.stepper import Stepper
 
@@ -72,7 +72,7 @@ class BackwardRelease:
                 if param in released:
                     check_nonfinite(group)
                     check_totals(optimizer, group)
-                    name = listed_name(group, group_index, index_in_group)
+                    name = param_name(group, group_index, index_in_group)
                     stepper = Stepper(internals, index, name)
                     self._progress[param] = _ParameterProgress(name, group_index, index_in_group, index, stepper)
                 index += 1
@@ -99,7 +99,7 @@ class BackwardRelease:
             return
         _wait_for_copy(param.grad)
         step = self._prepare(param, LossScaling(None, None), None)
-        if self._optimizer._internals.residency.of(param).offload == "step" and not progress.stepper.communicates:
+        if self._optimizer._internals.residency.decide(param).offload == "step" and not progress.stepper.communicates:
             self._submit_step(param, step, keeps_gradient=True)
         else:
             step()
@@ -273,7 +273,7 @@ def _wait_for_copy(gradient: Tensor | None) -> None:
 
 def check_totals(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> None:
     """Raises ValueError if a step of the param group needs the gradients of all parameters at once."""
-    if optimizer.rule(group).totals:
+    if optimizer.rule(group).has_totals:
         raise ValueError(
             f"got {type(optimizer).__name__}, whose step needs sums over all gradients, expected an optimizer that can "
             "step a parameter before the gradients of others are known; use another one, or do not release gradients"

@@ -23,7 +23,7 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease, Hook
 from shardopt.release.ddp_buckets import BucketHook, bucket_hook, parameters_in_buckets
 from shardopt.release.overlapped import OverlappedRelease
-from shardopt.state.options import is_whole
+from shardopt.state.options import is_int
 
 
 class GradientRelease(AbstractContextManager["GradientRelease"]):
@@ -130,7 +130,7 @@ def release_gradients(
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
     for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
-        if not is_whole(value) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]

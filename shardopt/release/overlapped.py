@@ -23,8 +23,8 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease
 from shardopt.release.host_gradients import HostGradient, Staging, zero_share
 from shardopt.release.loss_scaling import patch_loss_scalers
-from shardopt.state.host_memory import demand_memory, make_homes
-from shardopt.state.names import named
+from shardopt.state.host_memory import demand_host_memory, allocate_host_tensors
+from shardopt.state.names import naming_errors
 from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
 from shardopt.step.gradient_norm import Shares
@@ -48,10 +48,10 @@ class OverlappedRelease(BackwardRelease):
     ) -> None:
         super().__init__(optimizer, model, params, limit, micro_batches)
         residency = optimizer._internals.residency
-        state_bytes = residency.foreseen_bytes  # before of(), which allocates the state's memory
-        offloaded = [param for param in params if residency.of(param).offload == "step"]
+        state_bytes = residency.unallocated_bytes  # before of(), which allocates the state's memory
+        offloaded = [param for param in params if residency.decide(param).offload == "step"]
         likes = [self._sum_like(shard_of(param).local(param), param.dtype) for param in offloaded]
-        demand_memory(state_bytes + sum(like.nbytes for like in likes), ranks_here())
+        demand_host_memory(state_bytes + sum(like.nbytes for like in likes), ranks_here())
         self._gpu = next((param.device for param in offloaded if param.device.type == "cuda"), None)
         self._host_sums: dict[Tensor, HostGradient] = {}  # of all offloaded parameters
         self._allocate(offloaded, likes)
@@ -68,7 +68,7 @@ class OverlappedRelease(BackwardRelease):
 
     def _allocate(self, params: Iterable[Tensor], likes: Sequence[Tensor]) -> None:
         """Allocates host memory (pinned for GPUs) for the parameters' gradients, shaped like ``likes``."""
-        homes = make_homes(likes, pin=self._gpu, what="the gradients")
+        homes = allocate_host_tensors(likes, pin=self._gpu, what="the gradients")
         for param, home in zip(params, homes, strict=True):
             self._host_sums[param] = HostGradient(self._progress[param].name, home, shard_of(param).holders_for_sums())
 
@@ -107,7 +107,7 @@ class OverlappedRelease(BackwardRelease):
         host, gradient = self._host_sums.get(param), param.grad
         if host is None or gradient is None or gradient.layout != torch.strided:
             return
-        with named(self._progress[param].name):
+        with naming_errors(self._progress[param].name):
             local = shard_of(param).local_gradient(gradient)
         if local.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
             return

@@ -22,8 +22,8 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import HELD_ELEMENTS, PACKED_MOMENTS, packed_moments
 from shardopt.report.memory import owner_of
 from shardopt.sharding.rank_group import rank_group_of
-from shardopt.state.options import is_own
-from shardopt.state.packed import is_packed, pack, words_of
+from shardopt.state.options import is_shardopt
+from shardopt.state.packed import is_packed, pack, words_per_element
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
@@ -140,12 +140,12 @@ def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any])
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
     specs = _flattened_specs(optimizer)
-    words = words_of(spec for _, spec in specs.values())
+    words = words_per_element(spec for _, spec in specs.values())
     unpacked = state_dict["state"]
     state = dict(unpacked)
     for index, (param, spec) in specs.items():
         if not unpacked and param.requires_grad:
-            state[index] = pack(spec, spec.new(param.device), words)
+            state[index] = pack(spec, spec.new_state(param.device), words)
         elif unpacked.get(index):
             state[index] = pack(spec, unpacked[index], words)
     groups = [{key: x for key, x in group.items() if key != HELD_ELEMENTS} for group in state_dict["param_groups"]]
@@ -201,16 +201,16 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
 
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is shardopt's, or a wrapper of one, and has parameters that FSDP1 flattened."""
-    return any(is_own(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
+    return any(is_shardopt(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
 def _is_from_shardopt(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(is_own(group) for group in state_dict["param_groups"])
+        return any(is_shardopt(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
-    return is_own(options)
+    return is_shardopt(options)
 
 
 def _is_flattened(param: Tensor) -> bool:

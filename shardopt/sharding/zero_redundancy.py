@@ -15,7 +15,7 @@ from typing import Any
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, merged_groups, reorder_groups
 from shardopt.sharding.rank_group import TorchRankGroup
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 
 
 def install(module: ModuleType) -> None:
@@ -58,7 +58,7 @@ def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
-            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_local`.
+            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_values`.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):
@@ -66,16 +66,16 @@ def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved, states = checked_containers(state_dict)
     saved = reorder_groups(saved, outer.param_groups)
     groups = merged_groups(inner, outer.param_groups, saved)
-    of_torch = all("master_weight_bits" not in group for group in saved)
+    may_lack_low_bits = all("master_weight_bits" not in group for group in saved)
     param_index = itertools.count()  # by which the state dict lists the state
     for number, (group, options) in enumerate(zip(outer.param_groups, groups, strict=True)):
         for position, param in enumerate(group["params"]):
-            spec, name = inner._internals.state_of(param, options), listed_name(group, number, position)
+            spec, name = inner._internals.state_of(param, options), param_name(group, number, position)
             entries = checked_entries(states.get(next(param_index)), name)
             if not entries:
                 continue
             with as_value_error(name):
-                spec.check_loaded(entries, name, of_torch=of_torch)
-                if not spec.has_floats(entries):  # check_loaded has checked floats
-                    spec.check_local(entries, name)
+                spec.check_loaded(entries, name, may_lack_low_bits=may_lack_low_bits)
+                if not spec.has_float_moments(entries):  # check_loaded has checked floats
+                    spec.check_values(entries, name)
     return {**state_dict, "param_groups": saved}

@@ -46,10 +46,10 @@ class CutColumns(NamedTuple):
             pieces_of[first // size : -(-end // size)] += 1
         pieces = max(int(pieces_of.max()), 1)
         shape = (pieces, spec.shard.rows, len(pieces_of), 2)
-        scales = [spec.local_coded(state, moment).scales for moment in spec.moments]
+        scales = [spec.codes_and_scales(state, moment).scales for moment in spec.moments]
         return cls(
             ranks,
-            spec.relative,
+            spec.has_relative_moments,
             [of_moment for of_moment in scales if of_moment is not None],
             [torch.zeros(shape, dtype=torch.int32, device=device) for _ in spec.moments],
             [None if x is None else x.new_empty((pieces - 1, *x.shape)) for x in scales],
@@ -83,12 +83,12 @@ class CutBlocks:
         counts: dict[RankGroup, int] = {}
         places: dict[tuple[Shard, int], tuple[RankGroup, int, int]] = {}
         for spec in specs:
-            for number in shared_blocks(spec):
+            for number in cut_quantized_blocks(spec):
                 assert spec.shard.ranks is not None
                 ranks, moments = spec.shard.ranks, len(spec.moments)
                 places[spec.shard, number] = ranks, counts.get(ranks, 0), moments
                 counts[ranks] = counts.get(ranks, 0) + moments
-                self._relative |= spec.relative
+                self._relative |= spec.has_relative_moments
         self._flat = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
         self.flat = {
             block: [self._flat[ranks][row].data_ptr() for row in range(first, first + moments)]

@@ -35,7 +35,7 @@ class ExactSums:
                 key = rule.totals, shard.holders_for_sums() if rule.totals else shard.make_part_group()
                 first = 0 if rule.totals else counts.get(key, 0)
                 places.append((parameter, place, key, device, first))
-                counts[key] = first + rule.sums
+                counts[key] = first + rule.sum_count
         # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
         buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
         for parameter, place, key, device, first in places:

@@ -207,7 +207,7 @@ def _read_gradient(shards: Sequence[Shard | None], copied: dict[int, Tensor], in
     """This rank's shard of a gradient that is not yet in the tables; if a copy, ``copied`` gets the original."""
     shard = shards[index]
     assert shard is not None
-    with named(f"parameter {index} {shard.global_shape}"):
+    with naming_errors(f"parameter {index} {shard.global_shape}"):
         part = shard.local_gradient(gradient)
     original = getattr(gradient, "_local_tensor", gradient)  # a DTensor's
     if part is not original:

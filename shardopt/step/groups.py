@@ -98,7 +98,7 @@ class GroupTables:
             lr = self._lr[kernels, index].copy_(group.lr.reshape(())).data_ptr()
         if scale is not None:
             assert group.rule.orthogonalized is not None
-            rule, hyper, sign = group.rule.orthogonalized.apply, {**hyper, "scale": scale}, 1.0
+            rule, hyper, sign = group.rule.orthogonalized.applied_rule, {**hyper, "scale": scale}, 1.0
         policy = _C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip
         row = {
             "hyper": hyper_row(rule, hyper),

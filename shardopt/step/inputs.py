@@ -22,7 +22,7 @@ from shardopt.layout import (
     number_of,
     use_numbers,
 )
-from shardopt.state.names import listed_name, named
+from shardopt.state.names import naming_errors, param_name
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -122,7 +122,7 @@ def describe(
                 if param.grad is not None or gradient_on_host:
                     raise
                 spec = None
-            known_as = name or listed_name(group, index, position)
+            known_as = name or param_name(group, index, position)
             if spec is not None:
                 known_as = f"{known_as} {spec.shard.global_shape}"
             number = number_of(param)
@@ -170,7 +170,7 @@ def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: 
         if gradient is None:
             parts.append(None)
             continue
-        with named(parameter.name):
+        with naming_errors(parameter.name):
             local = parameter.shard.local(param)
         part = gradient if gradient is on_host else local_gradient(inputs, parameter.index, gradient)
         check_tensors(parameter.name, local, part, torch.device("cpu") if gradient is on_host else local.device)
@@ -184,7 +184,7 @@ def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Ten
     Raises:
         RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
     """
-    with named(inputs[index].name):
+    with naming_errors(inputs[index].name):
         return inputs[index].shard.local_gradient(gradient)
 
 
@@ -230,7 +230,7 @@ def prepare_states(
             local, entries = parameter.shard.local(param), parameter.spec.entries
             if gradient is None:
                 check_tensors(parameter.name, local, local, local.device)
-            residency.ready(parameter.name, param, parameter.spec, state[param])
+            residency.prepare_state(parameter.name, param, parameter.spec, state[param])
             if missing := [key for key in entries if key not in state[param]]:
                 raise RuntimeError(
                     f"{parameter.name}: got state without {missing[0]}, expected {', '.join(sorted(entries))}; set the "

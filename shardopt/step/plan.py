@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardopt.layout import FlatShard, RankGroup
-from shardopt.state.encoding import shared_blocks
-from shardopt.state.names import listed_name
+from shardopt.state.encoding import cut_quantized_blocks
+from shardopt.state.names import param_name
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.step.agreement import Line, StepPlan
 from shardopt.step.groups import Group
@@ -35,7 +35,7 @@ def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence
             stepped.add(parameter.index)
         for slice_ in parameter.slices:
             for ranks, is_joint in _ranks_of(parameter, slice_, group).items():
-                name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
+                name = param_name(options, parameter.group, parameter.position) if options.get("param_names") else None
                 sets.setdefault(ranks, []).append(_line(parameter, slice_, name, group, is_joint))
     return StepPlan(sets, stepped, over_all.refuse, single=single)
 
@@ -75,7 +75,7 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
         says["split"] = orthogonalized.split
         says["normalization"] = orthogonalized.row_decay
-    is_sized = slice_.exchanges_columns
+    is_sized = slice_.has_column_cut_blocks
     is_held = is_sized or 0 not in parameter.shard.local_shape
     known_as = slice_.name or parameter.name
     return Line(parameter.index, parameter.device, known_as, says, is_sized, is_held, is_joint)

@@ -55,7 +55,7 @@ def rows_of(
     """
     columns = parameter.columns
     assert parameter.spec is not None
-    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.steps)
+    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.step_device)
     for place, (spec, of_slice) in enumerate(zip(parameter.spec.slices, parameter.spec.split(state), strict=True)):
         elements, size = spec.elements(param), _block_size(spec)
         codes, scales, low_bits = _checked(parameter.name, spec, elements, of_slice, residency)
@@ -119,16 +119,16 @@ def _checked(
     """Checks this rank's state tensors and returns them: codes and scales per moment, and the weights' low bits."""
     codes, scales = [], []
     for moment in spec.moments:
-        coded, codec = spec.local_coded(state, moment), moment.codec(spec.codec)
-        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state)
+        coded, codec = spec.codes_and_scales(state, moment), moment.codec(spec.codec)
+        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state_device)
         if coded.scales is not None:
             numel = math.prod(spec.shard.scales(spec.grid).local_shape) * codec.scales(signed=moment.signed)
-            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
+            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state_device)
         codes.append(coded.codes)
         scales.append(coded.scales)
     low_bits = state[LOW_BITS] if spec.weights.low_bits else None
     if low_bits is not None:
-        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state)
+        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state_device)
     return codes, scales, low_bits
 
 
@@ -140,7 +140,7 @@ def _rectangles(
     spec: SliceSpec, param: Tensor, residency: Residency, begins: Sequence[int]
 ) -> Iterator[tuple[Rectangle, int]]:
     """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
-    divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
+    divides = spec.codec.blockwise and (spec.has_column_cut_blocks or isinstance(spec.shard, FlatShard))
     for unit, whole in enumerate(_units(spec, param, residency)):
         for piece in whole.split_before(begins):
             for rectangle in piece.separate_cut_blocks(spec.grid) if divides else (piece,):

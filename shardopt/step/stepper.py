@@ -122,7 +122,7 @@ class Stepper:
                 if name in PLACEMENT and now != before:
                     raise _changed_place(name, now, before)
             for param in group["params"]:
-                decided = self._context.residency.of(param).offload if state.get(param) else None
+                decided = self._context.residency.decide(param).offload if state.get(param) else None
                 if decided not in (None, group["offload"]):
                     raise _changed_place("offload", group["offload"], decided)
         return options_now

@@ -66,11 +66,11 @@ class StepTables:
         self._gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
         self._sums: ExactSums | None = None
-        if any(group.rule.sums for group in groups):
+        if any(group.rule.sum_count for group in groups):
             self._sums = ExactSums(
-                (parameter, rule, kernels_of(parameter.device, context.residency.of(param).offload))
+                (parameter, rule, kernels_of(parameter.device, context.residency.decide(param).offload))
                 for param, parameter in zip(params, inputs, strict=True)
-                if parameter.spec is not None and (rule := groups[parameter.group].rule).sums
+                if parameter.spec is not None and (rule := groups[parameter.group].rule).sum_count
             )
         self._waves = wave_steps(inputs, groups, context, by_number=plan.single)
         waves = [wave for of_device in self._waves.values() for wave in of_device]
@@ -107,11 +107,11 @@ class StepTables:
         self, parameter: Input, param: Tensor, state: StateDict, extremes_of: Mapping[tuple[Shard, int], list[int]]
     ) -> list[Row]:
         """Makes a parameter's table rows, and sets ``offload``, ``columns`` and ``step`` of its description."""
-        spec, where = parameter.spec, self._context.residency.of(param)
+        spec, where = parameter.spec, self._context.residency.decide(param)
         assert spec is not None
         seed = self.groups.groups[parameter.group].table_format["stochastic_rounding_seed"]
         parameter.offload = where.offload
-        if spec.exchanges_columns:
+        if spec.has_column_cut_blocks:
             (of_slice,) = spec.split(state)
             parameter.columns = CutColumns.of(spec.slices[0], of_slice, parameter.device)
         rows = list(rows_of(parameter, spec.shard.local(param), state, where, seed, extremes_of))
@@ -204,7 +204,7 @@ class StepTables:
         for batch in batches:
             batch.call.run(_C.Phase.sums)
         sums.exchange()
-        if any(group.rule.totals for group in self.groups.groups):
+        if any(group.rule.has_totals for group in self.groups.groups):
             self.groups.follow_totals(self._context.take_totals(sums.total()))
             for batch in batches:
                 batch.update(False, self.groups.on(batch.kernels), self._scaling)

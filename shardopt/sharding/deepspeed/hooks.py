@@ -31,7 +31,7 @@ from shardopt.sharding.deepspeed.offload import (
     wrap_load_checkpoint,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
-from shardopt.state.options import DEFAULTS, is_own
+from shardopt.state.options import DEFAULTS, is_shardopt
 from shardopt.wrapper.optimizer import QuantizedState
 
 #: The supported versions of DeepSpeed, whose private attributes are known: [first, end).
@@ -142,7 +142,7 @@ def _prepare_engine(engine: Any, optimizer: Any) -> Any:
 def _refuse_replacement(optimizer: Any) -> None:
     """Raises if a framework has replaced an optimizer of shardopt, as Accelerate does under offload."""
     groups = getattr(optimizer, "param_groups", [])
-    if not isinstance(optimizer, ShardedOptimizer) and any(is_own(group) for group in groups):
+    if not isinstance(optimizer, ShardedOptimizer) and any(is_shardopt(group) for group in groups):
         raise ValueError(
             f"got {type(optimizer).__name__} with the param groups of one of shardopt's optimizers, expected "
             "shardopt's optimizer itself, which may be offloaded; set "

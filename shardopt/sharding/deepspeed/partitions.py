@@ -66,7 +66,7 @@ def assign_partitions(engine: Any) -> None:
 def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
     """Raises if DeepSpeed steps ``flats`` one after another, but the optimizer needs sums over all parameters."""
     optimizer = engine.basic_optimizer
-    if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
+    if len(flats) > 1 and any(optimizer.rule(group).has_totals for group in optimizer.param_groups):
         raise RuntimeError(
             f"got {type(optimizer).__name__} with {len(flats)} {parts}, which ZeRO steps one after another, expected a "
             "single one, as the step needs sums over all parameters; give all parameters the same options in one param "

@@ -57,12 +57,14 @@ def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] = 
         chunk_bytes: what is copied at a time.
         transfers: how to copy.
     """
-    saved = (residency.FROM_CPU, residency.CHUNK_BYTES)
-    residency.FROM_CPU, residency.CHUNK_BYTES = transfers, chunk_bytes
-    try:
+    with patch.multiple(
+        residency,
+        CHUNK_BYTES=chunk_bytes,
+        can_offload=lambda device: device.type == "cpu",
+        CudaTransfers=lambda device, nbytes, to_host: transfers(nbytes),
+        warn_of_one_thread=lambda: None,
+    ):
         yield
-    finally:
-        residency.FROM_CPU, residency.CHUNK_BYTES = saved
 
 
 class LateTransfers(HostTransfers):
