@@ -113,8 +113,8 @@ kernels.dispatch_cuda:CudaCall._upload_in_graph | self._captured.append(staging)
 kernels.norms:CudaNormCall.run | use_in_current_stream | clipped
 kernels.skipped:SkippedElements.count | torch.cuda.synchronize(device) | device scalars
 step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalars
-step.tables:StepTables._run_on | self._context.captured.append | captured
-step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
+step.tables:StepTables._run_device | self._context.captured.append | captured
+step.gradient_norm:GradientNorm.norm_and_coefficient | use_in_current_stream(device, (words,)) | clipped
 step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
 state.residency:StateResidency.put | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
