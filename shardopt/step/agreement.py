@@ -79,9 +79,6 @@ class StepPlan:
         sets: for each set of ranks, its entries, in an order that is equal on all ranks of the set.
         with_gradient: the indices of the parameters that have a gradient on this rank.
         is_single: whether the step is of one parameter; see :func:`shardopt.step.plan.plan_of`.
-
-    Attributes:
-        is_single: see above.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class StepPlan:
         return plan
 
     def _set_gradients(self, with_gradient: Container[int]) -> None:
-        """Computes this rank's answers, and digests if they depend on gradients: else they stay the same object."""
+        """Computes this rank's digests, if they depend on gradients, and its answers."""
         self._with_gradient = with_gradient
         if not self._digests or any(entry.sizes_messages for entries in self._sets.values() for entry in entries):
             self._digests = {ranks: self._digest(entries) for ranks, entries in self._sets.items()}
@@ -145,17 +142,17 @@ class StepPlan:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
                 changed.
         """
-        now, last = self._digests, {} if agreed is None else agreed._digests
-        changed: set[RankGroup] = set()
-        if now is not last:
-            changed = {ranks for ranks in {*last, *now} if last.get(ranks) != now.get(ranks)}
         if agreed is not None:
             self._on_gpus = agreed._on_gpus
-        sets = list(self._checks)
-        if changed:
-            every = sorted(dict.fromkeys([*now, *last]), key=order_of)
-            sets = [ranks for ranks in every if ranks in changed or ranks in self._checks]
-        outcomes = {ranks: self._check_set(ranks, agreed, has_changed=ranks in changed) for ranks in sets}
+        last = {} if agreed is None else agreed._digests
+        sets = list(self._sets)
+        if last.keys() != self._digests.keys():
+            sets = sorted(dict.fromkeys([*sets, *last]), key=order_of)
+        outcomes: dict[RankGroup, _Outcome] = {}
+        for ranks in sets:
+            has_changed = last.get(ranks) != self._digests.get(ranks)
+            if has_changed or ranks in self._checks:
+                outcomes[ranks] = self._check_set(ranks, agreed, has_changed=has_changed)
         linked = [ranks for ranks, outcome in outcomes.items() if outcome is _Outcome.equal_and_linked]
         differing = [ranks for ranks, outcome in outcomes.items() if outcome is _Outcome.differs]
         is_read_here_only = _Outcome.differs_here_only in outcomes.values()
@@ -173,10 +170,7 @@ class StepPlan:
     def _check_set(self, ranks: RankGroup, agreed: StepPlan | None, *, has_changed: bool) -> _Outcome:
         """Runs the check of a set of ranks and, in the first step and after a change, compares digests. Collective.
 
-        Args:
-            ranks: the set.
-            agreed: see :meth:`agree`.
-            has_changed: whether this rank's description for the set differs from the one in ``agreed``.
+        ``has_changed`` says whether this rank's description for the set differs from the one in ``agreed``.
         """
         plan = self if agreed is None or ranks in self._sets else agreed
         device, answers = plan._devices[ranks], self._checks.get(ranks)

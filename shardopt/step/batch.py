@@ -42,12 +42,9 @@ class Batch:
 
     Attributes:
         strided_index: the index of the only parameter, if it or its gradient is strided; otherwise None.
-        tables: the rows as kernels read them.
+        strided_call: ``call`` if there is a ``strided_index``; needs the parameter and the gradient during a step.
         parameters: per row, the parameter's index.
         first_elements: per row, the index of its first element in the parameter's local tensor.
-        kernel_device: the device whose kernels update the parameters.
-        is_new: whether :meth:`update` was never called.
-        call: the kernel call.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Batch:
         self.tables = Tables(rows["kernel_row"].copy(), steps, _CODEC_TABLES)
         self.parameters, self.first_elements = rows["parameter"].copy(), rows["element"].copy()
         self.kernel_device = kernel_device(device, offload)
-        self.is_new = True
+        self.is_new = True  # until the first update
         make = partial(make_call, self.kernel_device, skipped=context.skipped)
         if offload is None:
             call: Call = make(self.tables)
@@ -73,28 +70,19 @@ class Batch:
             moves = KEPT_MOVES if gradient_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
             call = StreamedCall(self.tables, rows["extent"], np.cumsum(is_new_unit), moves, transfers, size, make)
-        is_strided = self.strided_index is not None
-        self.call: Call = StridedCall(self.tables, self.first_elements, call) if is_strided else call
+        self.strided_call: StridedCall | None = None
+        if self.strided_index is not None:
+            call = self.strided_call = StridedCall(self.tables, self.first_elements, call)
+        self.call = call
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Writes the gradients' current addresses into the table; returns whether an address has changed."""
         return watched.fill(self.tables.kernel_rows, self.parameters, self.first_elements)
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Passes the options, the loss scale and changed rows to the kernel call before it runs.
-
-        Args:
-            rows_changed: whether the table's rows were changed in place since the last update.
-            groups: the param groups' options, in rows of ``_C.group_row``.
-            scaling: the loss scale.
-        """
+        """Passes changed rows, the rows of options and the loss scale to the kernel call; see :meth:`Call.update`."""
         self.call.update(rows_changed or self.is_new, groups, scaling)
         self.is_new = False
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the temporary contiguous copies that the call makes of tensors that are not contiguous."""
-        return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
 
 def kernel_device(device: torch.device, offload: Offload) -> torch.device:

@@ -15,6 +15,9 @@ from shardopt.state.encoding import shared_blocks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import order_of
 
+#: By shard and block number, of blocks that flat shards cut: the address of the extremes of each moment, 0 for others.
+ExtremeAddresses = dict[tuple[Shard, int], list[int]]
+
 
 class CutColumns(NamedTuple):
     """The buffers of a parameter with column shards that cut blocks, all-reduced by the ranks that share its rows.
@@ -73,29 +76,28 @@ class CutBlocks:
         device: the device.
 
     Attributes:
-        extreme_addresses: by shard and block number, the address of the extremes for each moment (0 for further ones),
-            for blocks that flat shards cut.
+        extreme_addresses: the addresses of the extremes.
+        has_relative: whether a moment is coded in units of the root of another moment, and so in a later phase.
     """
 
     def __init__(self, specs: Iterable[SliceSpec], device: torch.device) -> None:
         self._has_relative_flat = False
-        self._columns: list[CutColumns] = []  # of parameters with a gradient
-        self._columns_of: dict[RankGroup, list[CutColumns]] = {}
-        counts: dict[RankGroup, int] = {}
-        first_row: dict[tuple[Shard, int], tuple[RankGroup, int, int]] = {}  # by block: in the ranks' buffer
+        self._flat_extremes: dict[RankGroup, Tensor] = {}  # int32, (blocks x moments, 2)
+        self.extreme_addresses: ExtremeAddresses = {}
+        blocks: dict[RankGroup, list[tuple[Shard, int, int]]] = {}  # with the number of moments
         for spec in specs:
             for number in shared_blocks(spec):
                 assert spec.shard.ranks is not None
-                ranks, moments = spec.shard.ranks, len(spec.moments)
-                first_row[spec.shard, number] = ranks, counts.get(ranks, 0), moments
-                counts[ranks] = counts.get(ranks, 0) + moments
+                blocks.setdefault(spec.shard.ranks, []).append((spec.shard, number, len(spec.moments)))
                 self._has_relative_flat |= spec.relative
-        self._flat_extremes = {x: torch.zeros((n, 2), dtype=torch.int32, device=device) for x, n in counts.items()}
-        self.extreme_addresses = {
-            block: [self._flat_extremes[ranks][row].data_ptr() for row in range(first, first + moments)]
-            + [0] * (_C.max_moments - moments)
-            for block, (ranks, first, moments) in first_row.items()
-        }
+        for ranks, of_ranks in blocks.items():
+            rows = sum(moments for _, _, moments in of_ranks)
+            extremes = self._flat_extremes[ranks] = torch.zeros((rows, 2), dtype=torch.int32, device=device)
+            row = iter(extremes)
+            for shard, number, moments in of_ranks:
+                addresses = [next(row).data_ptr() for _ in range(moments)]
+                self.extreme_addresses[shard, number] = addresses + [0] * (_C.max_moments - moments)
+        self.select_columns(())
 
     def __bool__(self) -> bool:
         return bool(self._columns or self._flat_extremes)
@@ -103,7 +105,8 @@ class CutBlocks:
     def select_columns(self, columns: Iterable[CutColumns]) -> None:
         """Sets the column shards whose parameters have a gradient, in an order that is equal on all ranks."""
         self._columns = list(columns)
-        self._columns_of = {}
+        self.has_relative = self._has_relative_flat or any(column.has_relative for column in self._columns)
+        self._columns_of: dict[RankGroup, list[CutColumns]] = {}
         for column in sorted(self._columns, key=lambda column: order_of(column.ranks)):
             self._columns_of.setdefault(column.ranks, []).append(column)
 
@@ -111,11 +114,6 @@ class CutBlocks:
     def memory(self) -> list[Tensor]:
         """The buffers that kernels and all-reduces use in addition to the state."""
         return [*self._flat_extremes.values(), *(tensor for column in self._columns for tensor in column.memory)]
-
-    @property
-    def has_relative(self) -> bool:
-        """Whether a moment is coded in units of the root of another moment, and so in a later phase."""
-        return self._has_relative_flat or any(column.has_relative for column in self._columns)
 
     def copy_scales(self) -> None:
         """Fills ``old_scales`` of column shards that have several pieces of a block, before the kernels read them."""

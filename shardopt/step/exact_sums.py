@@ -29,26 +29,25 @@ class ExactSums:
     """
 
     def __init__(self, parameters: Iterable[tuple[StepParameter, Rule, torch.device]]) -> None:
-        # Buffers are told apart by whether their sums are over all parameters, and by the ranks that hold the shards.
-        counts: dict[tuple[bool, Any], int] = {}
-        slices: list[tuple[StepParameter, int, torch.device, tuple[bool, Any], int]] = []
-        for parameter, rule, device in parameters:
-            for index, slice_ in enumerate(parameter.slices):
-                key = rule.totals, slice_.shard.counted() if rule.totals else slice_.shard.divided_among()
-                first = 0 if rule.totals else counts.get(key, 0)  # in totals, all parameters add to the same sums
-                slices.append((parameter, index, device, key, first))
-                counts[key] = first + rule.sums
-        # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
-        buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
-        for parameter, index, device, key, first in slices:
-            if device not in buffers[key]:
-                shape = (counts[key], _C.sum_words)
-                buffers[key][device] = torch.zeros(shape, dtype=torch.int64, device=device)
-            parameter.sum_addresses[index] = buffers[key][device][first].data_ptr()
         self._per_parameter: dict[RankGroup | None, list[Tensor]] = {}
         self._totals: dict[Counted | None, list[Tensor]] = {}  # this rank's parts
-        for (is_total, ranks), by_device in buffers.items():
-            (self._totals if is_total else self._per_parameter)[ranks] = list(by_device.values())
+        # The slices with the same kind of sums, and whose shards the same ranks hold; with the number of sums.
+        alike: dict[tuple[bool, Any], list[tuple[StepParameter, int, int, torch.device]]] = {}
+        for parameter, rule, device in parameters:
+            for index, slice_ in enumerate(parameter.slices):
+                holders = slice_.shard.counted() if rule.totals else slice_.shard.divided_among()
+                alike.setdefault((rule.totals, holders), []).append((parameter, index, rule.sums, device))
+        for (is_total, holders), slices in alike.items():
+            counts = [count for _, _, count, _ in slices]
+            shape = (max(counts) if is_total else sum(counts), _C.sum_words)
+            # Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
+            devices = dict.fromkeys(device for *_, device in slices)
+            buffers = {device: torch.zeros(shape, dtype=torch.int64, device=device) for device in devices}
+            first = 0
+            for parameter, index, count, device in slices:
+                parameter.sum_addresses[index] = buffers[device][first].data_ptr()
+                first += 0 if is_total else count  # in totals, all parameters add to the same sums
+            (self._totals if is_total else self._per_parameter)[holders] = list(buffers.values())
         self._over_all = OverAll(self._totals)
 
     @property
@@ -82,15 +81,9 @@ class ExactSums:
         Collective, among all ranks.
 
         Raises:
-            RuntimeError: a CUDA graph captures the step, or no mesh has all ranks that share parameters.
+            RuntimeError: no mesh has all ranks that share parameters; or a CUDA graph captures the step.
         """
         shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._totals.items()}
-        for first, *_ in shares.values():
-            if first.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
-                    "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
-                )
         if not shares:
             return None
         nothing = torch.zeros_like(next(iter(shares.values()))[0])

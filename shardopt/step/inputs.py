@@ -12,16 +12,8 @@ from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
-from shardopt.layout import (
-    FlatBuffer,
-    RankGroup,
-    Shard,
-    UnknownShardError,
-    assigned,
-    number_of,
-    on_any_rank,
-    use_numbers,
-)
+from shardopt.layout import FlatBuffer, RankGroup, Shard, UnknownShardError, assigned, on_any_rank
+from shardopt.layout.names import number_of, use_numbers
 from shardopt.state.names import listed_name, named
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
@@ -162,10 +154,7 @@ def local_gradients(
 ) -> list[Tensor | None]:
     """Checks all gradients and returns this rank's shards. Runs collectives for gradients sharded unlike parameters.
 
-    Args:
-        params: all parameters of the step.
-        parameters: the parameters' descriptions.
-        host_gradient: this rank's shard of the gradient of a single parameter, in the host's memory.
+    ``host_gradient`` is this rank's shard of the gradient of a single parameter, in the host's memory.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
@@ -213,13 +202,6 @@ def prepare_states(
 ) -> list[StepParameter]:
     """Creates missing state, checks state, and moves it to its device, for parameters with a gradient or with state.
 
-    Args:
-        params: all parameters of the step.
-        state: the optimizer's state.
-        parameters: the parameters' descriptions.
-        gradients: this rank's shards of the gradients; None for a parameter without gradient.
-        residency: decides on which device the state of each parameter is kept.
-
     Returns:
         The parameters whose state is ready.
 
@@ -261,12 +243,7 @@ def demand_finite(
 ) -> None:
     """Looks for NaN and Inf in gradients; if a rank finds one, all ranks that are linked by shared parameters raise.
 
-    Collective among ranks that share parameters with ``nonfinite="raise"``.
-
-    Args:
-        parameters: the parameters. Ranks that share parameters pass the same parameters.
-        gradients: this rank's shards of the gradients.
-        groups: the options of each param group.
+    Collective among ranks that share parameters in groups with ``nonfinite="raise"``.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.

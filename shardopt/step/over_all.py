@@ -90,13 +90,14 @@ class OverAll:
             self._write(reduction, words)
             parts.append(words)
         self._is_first = False
-        if is_refused:
+        from_store = [] if is_refused else list(map(self._read, self._read_from_store))
+        if is_refused or any(int(words[-1]) >= _REFUSAL for words in from_store):
             raise RuntimeError(
                 "got parameters on meshes of some ranks and none on a mesh with all of these ranks, such as ranks 0, 1 "
                 "and ranks 1, 2, expected a mesh with all ranks that share parameters, as each rank needs the sum over "
                 "all of them; put one of the parameters on such a mesh (distribute_tensor with Replicate())"
             )
-        return _combined([like, *parts, *map(self._read, self._read_from_store)], largest)
+        return _combined([like, *parts, *from_store], largest)
 
     def _write(self, reduction: Counted, words: Tensor) -> None:
         """Puts a result into the store if other ranks may read it, and deletes an old one; on the lowest rank only."""
@@ -115,13 +116,7 @@ class OverAll:
                 f"got no sum of ranks {sorted(reduction.numbers)}, expected one in each call, as this rank has their "
                 "parameters without elements; make the call on all ranks that have the parameters"
             ) from error
-        words = torch.frombuffer(bytearray(text), dtype=torch.int64)
-        if int(words[-1]) >= _REFUSAL:
-            raise RuntimeError(
-                f"got an error on ranks {sorted(reduction.numbers)}, expected the sum of their parameters, which this "
-                "rank has without elements; see the error of those ranks"
-            )
-        return words
+        return torch.frombuffer(bytearray(text), dtype=torch.int64)
 
     def _key(self, reduction: Counted, call: int) -> str:
         return f"shardopt {self._subject} {sorted(reduction.numbers)} {call}"

@@ -19,12 +19,8 @@ def plan_of(
 ) -> StepPlan:
     """Describes, per set of ranks that exchange data in the step, the parameters involved, for the ranks to compare.
 
-    Args:
-        param_groups: the optimizer's param groups.
-        groups: the options of each param group.
-        parameters: all parameters of the step.
-        is_single: whether the step updates a single parameter, during the backward pass. Ranks may update parameters in
-            different orders, so that they compare plans only where they exchange data.
+    ``is_single`` says whether the step updates a single parameter, during the backward pass. Ranks may do so in
+    different orders, so that they compare plans only where they exchange data.
     """
     sets: dict[RankGroup, list[PlanEntry]] = {}
     with_gradient = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from shardopt.codec import Coded
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
-from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard
+from shardopt.layout import BlockGrid, FlatShard, Rectangle
 from shardopt.state.residency import Residency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec, StateDict
+from shardopt.step.cut_blocks import ExtremeAddresses
 from shardopt.step.inputs import StepParameter
 
 _NO_ADDRESSES = [0] * _C.max_moments
@@ -39,7 +40,7 @@ def table_rows(
     state: StateDict,
     residency: Residency,
     seed: int,
-    extreme_addresses: Mapping[tuple[Shard, int], list[int]],
+    extreme_addresses: ExtremeAddresses,
 ) -> Iterator[tuple[Any, ...]]:
     """Generates a parameter's table rows, of the dtype :data:`ROW`; each step fills in the gradients' addresses.
 
@@ -60,6 +61,7 @@ def table_rows(
         elements = spec.elements(param)
         moments = _checked_moments(parameter.name, spec, elements, slice_state, residency)
         low_bits = _checked_low_bits(parameter.name, spec, elements, slice_state, residency)
+        low_bytes = spec.weights.low_bits // 8
         widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
         of_slice = {
             "gradient": 0,
@@ -90,7 +92,7 @@ def table_rows(
             kernel_row = {
                 **of_slice,
                 "param": _address(elements, rectangle.element),
-                "low_bits": 0 if low_bits is None else _address(low_bits, rectangle.element * _low_bytes(spec)),
+                "low_bits": 0 if low_bits is None else _address(low_bits, rectangle.element * low_bytes),
                 "codes": _addresses([moment.codes for moment in moments], rectangle.element),
                 "scales": _addresses(scales, rectangle.block, widths),
                 "extremes": extremes,
@@ -103,28 +105,20 @@ def table_rows(
                 "cut": any(extremes),
             }
             fields = tuple(kernel_row[name] for name in _KERNEL_ROW)
-            extent = _extent(spec, rectangle, param.element_size(), [x.codes.element_size() for x in moments], widths)
+            extent = _extent(spec, rectangle, param, moments, widths)
             yield fields, extent, parameter.index, spec.offset + rectangle.element, index << 32 | unit
 
 
 def _extent(
-    spec: SliceSpec, rectangle: Rectangle, element_size: int, code_sizes: Sequence[int], widths: Sequence[int]
+    spec: SliceSpec, rectangle: Rectangle, param: Tensor, moments: Sequence[Coded], widths: Sequence[int]
 ) -> tuple[Any, ...]:
-    """The lengths ``EXTENT`` of a rectangle's memory, with gaps between its rows, from the bytes of its elements.
-
-    Args:
-        spec: the rectangle's slice.
-        rectangle: the rectangle.
-        element_size: bytes of an element of the parameter.
-        code_sizes: bytes of a code, per moment.
-        widths: number of scales of a block, per moment.
-    """
+    """The sizes of a rectangle's memory, with gaps between its rows, as ``EXTENT``; ``widths``: scales per block."""
     numel, size = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols, _block_size(spec)
     blocks = -(-(rectangle.first_col % size + rectangle.cols) // size)
     blocks += (rectangle.rows - 1) * rectangle.blocks_stride
-    codes = [numel * code_size for code_size in code_sizes]
+    codes = [numel * moment.codes.element_size() for moment in moments]
     scales = [4 * blocks * width if spec.codec.blockwise else 0 for width in widths]
-    return numel * element_size, numel, numel * _low_bytes(spec), _padded(codes), _padded(scales)
+    return numel * param.element_size(), numel, numel * spec.weights.low_bits // 8, _padded(codes), _padded(scales)
 
 
 def _checked_moments(name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency) -> list[Coded]:
@@ -147,12 +141,8 @@ def _checked_low_bits(
     if not spec.weights.low_bits:
         return None
     low_bits: Tensor = state[LOW_BITS]
-    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * _low_bytes(spec), residency.state)
+    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state)
     return low_bits
-
-
-def _low_bytes(spec: SliceSpec) -> int:
-    return spec.weights.low_bits // 8
 
 
 def _block_size(spec: SliceSpec) -> int:

@@ -28,14 +28,11 @@ class Stepper:
         context: the optimizer.
         first_index: index of the first of these parameters among all parameters of the optimizer.
         name: the name in errors of a parameter that is updated alone, during the backward pass; otherwise None.
-
-    Attributes:
-        communicates: whether the prepared step calls collectives when it runs.
-        gradients_changed: whether the set of parameters with a gradient may differ from the last step's.
     """
 
     def __init__(self, context: StepContext, first_index: int = 0, name: str | None = None) -> None:
-        self.communicates, self.gradients_changed = False, True
+        self.communicates = False  # whether the prepared step calls collectives when it runs
+        self.gradients_changed = True  # whether the set of parameters with a gradient may differ from the last step's
         self._context, self._first_index, self._name = context, first_index, name
         self._tables: StepTables | None = None  # kept from the last step
         self._agreed: StepPlan | None = None  # the last plan that the ranks agreed on
@@ -76,14 +73,14 @@ class Stepper:
             if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
                 tables = None
         gradients = None if host_gradient is None else {0: host_gradient}
-        if tables is not None and tables.take_gradients(param_groups, state, gradients):
-            self.gradients_changed = tables.update(param_groups, state, scaling)
+        is_first = self._agreed is None
+        if tables is None or not tables.take_gradients(param_groups, state, gradients):
+            tables = self._make_tables(param_groups, state, host_gradient)
+        self.gradients_changed = tables.update(param_groups, state, scaling)
+        if not is_first:  # in the first step, `_make_tables` did so
             self._agreed = tables.plan.agree(self._agreed)
-            if scaling.found_inf is None:
-                tables.demand_finite()
-        else:
-            tables = self._make_tables(param_groups, state, scaling, host_gradient)
-            self.gradients_changed = tables.update(param_groups, state, scaling)
+        if scaling.found_inf is None:
+            demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
         self.communicates, self._checked_options = tables.communicates, options
         return partial(self._run, tables)
 
@@ -91,23 +88,16 @@ class Stepper:
         """Drops the tables, so that the next step makes new ones."""
         self._tables = None
 
-    def _make_tables(
-        self, param_groups: ParamGroups, state: Any, scaling: LossScaling, host_gradient: Tensor | None
-    ) -> StepTables:
-        """Builds tables. Collectives run in the order of ranks that have cached tables: gradients, plans, NaN check."""
+    def _make_tables(self, param_groups: ParamGroups, state: Any, host_gradient: Tensor | None) -> StepTables:
+        """Describes and checks all inputs, creates missing state, and makes tables; in the first step, ranks agree."""
         groups = list(map(self._context.group_of, param_groups))
         on_host = host_gradient is not None
         parameters = describe_parameters(param_groups, groups, self._context, self._first_index, self._name, on_host)
         plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
-        is_first = self._agreed is None
-        if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
-            self._agreed = plan.agree(self._agreed)
+        if self._agreed is None:  # before collectives of gradients: the ranks' parameters may be in different orders
+            self._agreed = plan.agree(None)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, parameters, host_gradient)
-        if not is_first:
-            self._agreed = plan.agree(self._agreed)
-        if scaling.found_inf is None:
-            demand_finite(parameters, gradients, groups)
         ready = prepare_states(params, state, parameters, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 

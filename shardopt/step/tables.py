@@ -14,23 +14,16 @@ from torch import Tensor
 from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.kernels.strided import StridedCall
-from shardopt.layout import Shard, shard_of
+from shardopt.layout import shard_of
 from shardopt.state.encoding import sharing_ranks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import StepPlan
 from shardopt.step.batch import Batch, BatchKey, kernel_device, run_phases
 from shardopt.step.context import StepContext
-from shardopt.step.cut_blocks import CutBlocks, CutColumns
+from shardopt.step.cut_blocks import CutBlocks, CutColumns, ExtremeAddresses
 from shardopt.step.exact_sums import ExactSums
 from shardopt.step.groups import Group, GroupTables
-from shardopt.step.inputs import (
-    ParamGroups,
-    StepParameter,
-    demand_finite,
-    ignoring_errors_without_gradient,
-    local_gradient,
-)
+from shardopt.step.inputs import ParamGroups, StepParameter, ignoring_errors_without_gradient, local_gradient
 from shardopt.step.muon.waves import make_waves, run_waves
 from shardopt.step.rows import ROW, table_rows
 
@@ -66,9 +59,9 @@ class StepTables:
         context: StepContext,
     ) -> None:
         self.groups = GroupTables(groups)
-        self.plan, self._context, self._parameters = plan, context, parameters
+        self.plan, self._context, self.parameters = plan, context, parameters
         self._scaling = LossScaling(None, None)
-        self._gradients = gradients  # kept alive until the step is taken
+        self.gradients = gradients  # kept alive until the step is taken
         self._stepped: list[Tensor] = []  # the parameters that the step changes
         params = [param for group in param_groups for param in group["params"]]
         self._sums = self._make_sums(params)
@@ -76,7 +69,7 @@ class StepTables:
         waves = [wave for of_device in self._waves.values() for wave in of_device]
         self._in_waves = {index for wave in waves for index in wave.parameters}
         self._cuts = self._make_cuts()
-        extreme_addresses: dict[tuple[Shard, int], list[int]] = {}
+        extreme_addresses: ExtremeAddresses = {}
         for cuts in (*self._cuts.values(), *(wave.cuts for wave in waves)):
             if cuts is not None:
                 extreme_addresses.update(cuts.extreme_addresses)
@@ -95,7 +88,7 @@ class StepTables:
         self.watched = _C.Inputs(list(param_groups), state, shards, entries, shard_of, read_gradient)
         self._kinds: bytes | None = None  # per parameter, the kind of gradient in the last step: none, strided, ...
         self._batches: dict[torch.device, list[Batch]] = {}
-        if not self.take_gradients(param_groups, state, dict(enumerate(self._gradients))):
+        if not self.take_gradients(param_groups, state, dict(enumerate(self.gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
                 "can read; step such parameters with another optimizer"
@@ -106,7 +99,7 @@ class StepTables:
         rules = [group.rule for group in self.groups.groups]
         if not any(rule.sums for rule in rules):
             return None
-        summed = [p for p in self._parameters if p.spec is not None and rules[p.group].sums]
+        summed = [p for p in self.parameters if p.spec is not None and rules[p.group].sums]
         offloads = [self._context.residency.of(params[p.index]).offload for p in summed]
         return ExactSums(
             (p, rules[p.group], kernel_device(p.device, offload)) for p, offload in zip(summed, offloads, strict=True)
@@ -114,18 +107,14 @@ class StepTables:
 
     def _make_cuts(self) -> dict[torch.device, CutBlocks | None]:
         """By device, the all-reduces of cut blocks outside of waves; None without them, as for FSDP2's whole rows."""
-        specs: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in self._parameters}
-        for parameter in self._parameters:
+        specs: dict[torch.device, list[SliceSpec]] = {parameter.device: [] for parameter in self.parameters}
+        for parameter in self.parameters:
             if parameter.index not in self._in_waves:
                 specs[parameter.device] += [spec for spec in parameter.slices if sharing_ranks(spec) is not None]
         return {device: CutBlocks(cut, device) if cut else None for device, cut in specs.items()}
 
     def _make_rows(
-        self,
-        parameter: StepParameter,
-        param: Tensor,
-        state: StateDict,
-        extreme_addresses: Mapping[tuple[Shard, int], list[int]],
+        self, parameter: StepParameter, param: Tensor, state: StateDict, extreme_addresses: ExtremeAddresses
     ) -> list[tuple[Any, ...]]:
         """Makes a parameter's table rows, and sets its ``offload``, ``columns`` and ``step_address``."""
         spec, residency = parameter.spec, self._context.residency.of(param)
@@ -157,12 +146,8 @@ class StepTables:
         """
         result = self.watched.read(param_groups, state, gradients)
         if result is not None:
-            self._gradients, self._stepped = result
+            self.gradients, self._stepped = result
         return result is not None
-
-    def demand_finite(self) -> None:
-        """Raises FloatingPointError if a gradient is NaN or Inf and ``nonfinite="raise"``."""
-        demand_finite(self._parameters, self._gradients, self.groups.groups)
 
     def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
         """Writes the gradients' addresses, the options and the loss scale of this step into the tables.
@@ -179,16 +164,15 @@ class StepTables:
         for device, batches in self._batches.items():
             for batch in batches:
                 batch.update(batch.fill(self.watched), self.groups.rows_for(batch.kernel_device), scaling)
-                if isinstance(batch.call, StridedCall):
-                    assert batch.strided_index is not None
-                    batch.call.operands = self._operands(batch.strided_index, param_groups)
+                if batch.strided_call is not None and batch.strided_index is not None:
+                    batch.strided_call.operands = self._operands(batch.strided_index, param_groups)
             if device in self._waves:
                 operands = partial(self._operands, param_groups=param_groups)
                 states = cache(partial(self._states, param_groups=param_groups, state=state))
                 for wave in self._waves[device]:
                     wave.update(self.watched, self.groups, scaling, operands, states)
-            # Batches with the largest copies run first: if memory is too short for a copy, nothing was changed yet.
-            batches.sort(key=lambda batch: -batch.copied_bytes)
+            # The largest copies of strided tensors come first: if memory is too short for one, nothing was changed yet.
+            batches.sort(key=lambda batch: -batch.strided_call.copied_bytes if batch.strided_call is not None else 0)
         return has_changed
 
     @property
@@ -202,23 +186,16 @@ class StepTables:
         """Runs the prepared step; in a worker thread only without collectives, which all ranks call in the same order.
 
         Raises:
-            torch.OutOfMemoryError: a device lacks memory for a copy of a tensor that is not contiguous. Nothing was
-                changed on this device, as the largest copies come first, nor on devices after it; devices before it, in
-                the order of their first parameters, were stepped. Or a device lacks memory for a wave of directions:
-                the parameters in no wave and in earlier waves were stepped.
+            torch.OutOfMemoryError: a device lacks memory for a copy of a strided tensor, and nothing was changed there;
+                or for a wave of directions, and the parameters in no wave and in earlier waves were stepped. Devices
+                are stepped in the order of their first parameters.
         """
-        try:
-            if self._sums is not None:
-                self._add_up(self._sums)
-            for device in self._batches:
-                self._run_device(device)
-        finally:
-            for batches in self._batches.values():
-                for batch in batches:
-                    if isinstance(batch.call, StridedCall):
-                        batch.call.operands = None
+        if self._sums is not None:
+            self._add_up(self._sums)
+        for device in self._batches:
+            self._run_device(device)
         _C.increment_versions(self._stepped)  # for autograd graphs that have saved the old values
-        self._gradients, self._stepped = [], []
+        self.gradients, self._stepped = [], []
 
     def _add_up(self, sums: ExactSums) -> None:
         """Computes the sums that rules need, all-reduces them, and updates hyper-parameters that depend on totals."""
@@ -245,8 +222,10 @@ class StepTables:
             if torch.cuda.is_current_stream_capturing():
                 self._context.captured.append((calls, memory, [wave.passes for wave in waves]))
         run_phases(calls, cuts)
-        if waves:
-            run_waves(waves)
+        for batch in self._batches[device]:
+            if batch.strided_call is not None:
+                batch.strided_call.operands = None  # else the tables would keep the gradient alive
+        run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
         """Makes the batches of a step: selects the rows of parameters with a gradient, and groups them by device."""
@@ -255,7 +234,7 @@ class StepTables:
         is_strided = has_gradient & (kinds & _C.Inputs.strided > 0)
         self._batches = {}
         for device, cuts in self._cuts.items():
-            stepped = [p for p in self._parameters if p.step_address and p.device == device and has_gradient[p.index]]
+            stepped = [p for p in self.parameters if p.step_address and p.device == device and has_gradient[p.index]]
             by_key: dict[BatchKey, list[StepParameter]] = {}
             for parameter in stepped:
                 key = parameter.offload, parameter.index if is_strided[parameter.index] else None
@@ -264,21 +243,20 @@ class StepTables:
             for key, of_key in by_key.items():  # also parameters in waves, whose steps only the batches count
                 rows = self._table[np.isin(self._table["parameter"], [parameter.index for parameter in of_key])]
                 self._batches[device].append(Batch(device, key, rows, of_key, self._context))
-            columns = {p.index: p.columns for p in stepped if p.columns is not None}
             for wave in self._waves.get(device, []):
                 wave.select(by_key)
-                wave.cuts.select_columns(columns[index] for index in columns if index in wave.parameters)
+                wave.cuts.select_columns(p.columns for p in stepped if p.columns and p.index in wave.parameters)
             if cuts is not None:
-                cuts.select_columns(columns[index] for index in columns if index not in self._in_waves)
+                cuts.select_columns(p.columns for p in stepped if p.columns and p.index not in self._in_waves)
 
     def _operands(self, index: int, param_groups: ParamGroups) -> tuple[Tensor, Tensor]:
         """This rank's shards of a parameter and its gradient."""
-        parameter, gradient = self._parameters[index], self._gradients[index]
+        parameter, gradient = self.parameters[index], self.gradients[index]
         assert gradient is not None
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
     def _states(self, index: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[StateDict]:
         """The state of each slice of a parameter. Callers cache the result, as a flat buffer has hundreds of slices."""
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         assert parameter.spec is not None
         return parameter.spec.split(state[param_groups[parameter.group]["params"][parameter.position]])

@@ -65,11 +65,6 @@ class Matrix:
         return self.parameter.slices[self.slice_index]
 
     @property
-    def is_normalized(self) -> bool:
-        """Whether the rows of the result are divided by the roots of their second moments."""
-        return self.options.row_decay is not None
-
-    @property
     def number(self) -> int:
         """The index, among all of the model's parameters, of the parameter that the matrix is in."""
         return self.parameter.number if self.spec.number is None else self.spec.number
@@ -122,11 +117,6 @@ class Matrix:
         start = begin * per_row + col - first_row
         return slice(start, start + len(stored)), stored
 
-    @property
-    def flops(self) -> int:
-        """Multiplications of the orthogonalization."""
-        return self.options.newton_schulz.flops(self.rows, self.cols)
-
     def workspace(self, device_type: str) -> int:
         """Bytes that the orthogonalization takes on the owner, on a device of this type."""
         return BYTES * self.numel + self.options.newton_schulz.workspace(self.rows, self.cols, device_type)
@@ -134,10 +124,6 @@ class Matrix:
 
 def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
     """Generates the matrices of one of the optimizer's parameters, in order, even if this rank holds no part of them.
-
-    Args:
-        parameter: the parameter's description.
-        orthogonalized: how the parameter is split into matrices and orthogonalized.
 
     Raises:
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
@@ -247,11 +233,13 @@ def _with_owners(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix
     """Assigns each of the matrices of the same ranks to a least loaded rank; yields them, the costliest first."""
     ranks = len(matrices[0].parts)
     loads = [0] * ranks
-    for index, matrix in sorted(enumerate(matrices), key=lambda numbered: -numbered[1].flops):
+    flops = [matrix.options.newton_schulz.flops(matrix.rows, matrix.cols) for matrix in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: -flops[index]):
+        matrix = matrices[index]
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
         first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
         owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
-        loads[owner] += matrix.flops
+        loads[owner] += flops[index]
         yield replace(matrix, owner=owner)
 
 

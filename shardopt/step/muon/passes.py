@@ -109,13 +109,7 @@ class Passes:
 
 
 def _write_addresses(addresses: npt.NDArray[np.uint64], tensor: Tensor, offsets: npt.NDArray[np.uint64]) -> bool:
-    """Writes the addresses of a tensor's elements into a column of a table; returns whether they are new.
-
-    Args:
-        addresses: the column.
-        tensor: contiguous.
-        offsets: the elements' offsets, in bytes.
-    """
+    """Writes addresses of a contiguous tensor, at offsets in bytes, into a column; returns whether they are new."""
     new = np.uint64(tensor.data_ptr()) + offsets
     if np.array_equal(addresses, new):
         return False

@@ -37,11 +37,7 @@ def make_waves(
 ) -> dict[torch.device, list[WaveStep]]:
     """Divides the matrices of a step into waves, by device. Sets ``matrix_begins`` of the parameters.
 
-    Args:
-        parameters: the descriptions of all parameters of the step.
-        groups: the options of each param group.
-        context: the optimizer.
-        by_number: whether the choice of the matrices' owners depends on the parameters' numbers; see :func:`waves_of`.
+    ``by_number`` says how the owners of matrices are chosen; see :func:`waves_of`.
     """
     by_device: dict[torch.device, list[Matrix]] = {}
     memory = []
@@ -142,17 +138,13 @@ class WaveStep:
     ) -> None:
         """Prepares a step: takes the gradients' addresses, the options, and the second moments of rows in the state.
 
-        Args:
-            watched: fills in the gradients' addresses.
-            groups: the tables of options.
-            scaling: the loss scale.
-            operands: returns this rank's shards of a parameter and its gradient, by the parameter's index.
-            states: returns the state of each slice of a parameter, by the parameter's index.
+        By a parameter's index, ``operands`` returns this rank's shards of the parameter and its gradient, and
+        ``states`` the state of each slice.
         """
         self._row_moments = {
             (m.parameter.index, m.slice_index): states(m.parameter.index)[m.slice_index][ROW_MOMENTS]
             for m in self._wave
-            if m.is_normalized and m.parameter.index in self._with_gradient
+            if m.options.row_decay is not None and m.parameter.index in self._with_gradient
         }
         is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
         residency = self._context.residency
@@ -191,7 +183,7 @@ class WaveStep:
     def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
         """Copies parts, gathered at index ``begins[rank]``, into a matrix, orthogonalizes it, and copies it back."""
         whole = self._gathered.new_empty(matrix.numel)
-        row_moments = whole.new_zeros(matrix.rows if matrix.is_normalized else 0, dtype=torch.float32)
+        row_moments = whole.new_zeros(matrix.rows, dtype=torch.float32)
         pairs = []  # of views of each part: in the whole matrix, and gathered
         senders = [rank for rank, sent_rows in enumerate(matrix.sent_rows) if sent_rows]
         gathered_moments = [matrix.row_moments(self._gathered, begins[rank], rank) for rank in senders]
