@@ -61,10 +61,9 @@ class GradientNorm:
         self._over_all = OverAll(self._sums)
         self._rows = {device: np.array(of_device, _ROW) for device, of_device in rows.items()}
         entries = [None if shard is None else frozenset[str]() for shard in self._shards]
-        groups = [{"params": params}]
         self._originals: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
         read_gradient = partial(_read_gradient, self._shards, self._originals)  # no method: that would keep this alive
-        self._watched = _C.Inputs(groups, {}, self._shards, entries, shard_of, read_gradient)
+        self._watched = _C.Inputs([{"params": params}], {}, self._shards, entries, shard_of, read_gradient)
         self._selected: tuple[bytes, list[int]] | None = None
         self._batches: list[_NormBatch] = []
         if not self.take_gradients(params):
@@ -169,7 +168,6 @@ class _NormBatch:
     """The table of all gradients on a device, with the kernel call that reads or scales the gradients.
 
     Attributes:
-        call: the kernel call.
         parameters: per row, the parameter's index.
         in_place: number of leading rows whose gradients the kernels multiply in place.
         others: indices of the other parameters, whose gradients PyTorch multiplies: strided ones, or read from copies.

@@ -71,8 +71,8 @@ class OverAll:
             largest: whether to take the maximum instead of the sum.
 
         Raises:
-            RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2, or
-                other ranks raise an error.
+            RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2; or
+                other ranks do not put their result into the store.
         """
         _calls[self._subject] += 1
         parts = [part for holders, own in shares.items() if holders not in self._sharded for part in own]

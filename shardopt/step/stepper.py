@@ -58,11 +58,10 @@ class Stepper:
             if the step takes collectives (:attr:`communicates`). Prepare the next step only afterwards.
 
         Raises:
-            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but
-                parameters may have got their first state.
+            RuntimeError: the kernels cannot step a parameter, gradient or state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
-                Nothing was changed.
-            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``.
+            After any error nothing was changed, but parameters may have got their first state.
         """
         if self._context.residency.asleep:
             self._context.residency.wake()

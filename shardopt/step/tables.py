@@ -60,9 +60,6 @@ class StepTables:
     ) -> None:
         self.groups = GroupTables(groups)
         self.plan, self._context, self.parameters = plan, context, parameters
-        self._scaling = LossScaling(None, None)
-        self.gradients = gradients  # kept alive until the step is taken
-        self._stepped: list[Tensor] = []  # the parameters that the step changes
         params = [param for group in param_groups for param in group["params"]]
         self._sums = self._make_sums(params)
         self._waves = make_waves(parameters, groups, context, by_number=plan.is_single)
@@ -88,7 +85,7 @@ class StepTables:
         self.watched = _C.Inputs(list(param_groups), state, shards, entries, shard_of, read_gradient)
         self._kinds: bytes | None = None  # per parameter, the kind of gradient in the last step: none, strided, ...
         self._batches: dict[torch.device, list[Batch]] = {}
-        if not self.take_gradients(param_groups, state, dict(enumerate(self.gradients))):
+        if not self.take_gradients(param_groups, state, dict(enumerate(gradients))):
             raise RuntimeError(
                 "got a gradient or state that is not in memory as a dense tensor, expected tensors that the kernels "
                 "can read; step such parameters with another optimizer"
@@ -99,11 +96,12 @@ class StepTables:
         rules = [group.rule for group in self.groups.groups]
         if not any(rule.sums for rule in rules):
             return None
-        summed = [p for p in self.parameters if p.spec is not None and rules[p.group].sums]
-        offloads = [self._context.residency.of(params[p.index]).offload for p in summed]
-        return ExactSums(
-            (p, rules[p.group], kernel_device(p.device, offload)) for p, offload in zip(summed, offloads, strict=True)
-        )
+        summed = []
+        for parameter in self.parameters:
+            if parameter.spec is not None and rules[parameter.group].sums:
+                offload = self._context.residency.of(params[parameter.index]).offload
+                summed.append((parameter, rules[parameter.group], kernel_device(parameter.device, offload)))
+        return ExactSums(summed)
 
     def _make_cuts(self) -> dict[torch.device, CutBlocks | None]:
         """By device, the all-reduces of cut blocks outside of waves; None without them, as for FSDP2's whole rows."""
@@ -145,7 +143,7 @@ class StepTables:
                 as for gradients in the host's memory. Other gradients are read from the parameters.
         """
         result = self.watched.read(param_groups, state, gradients)
-        if result is not None:
+        if result is not None:  # kept alive until the step is taken: the gradients, and the parameters that it changes
             self.gradients, self._stepped = result
         return result is not None
 
