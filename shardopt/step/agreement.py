@@ -64,7 +64,7 @@ class PlanEntry(NamedTuple):
 
 
 class _Outcome(Enum):
-    """What a rank has learnt in the check of a set of ranks."""
+    """The result of the check of a set of ranks, on this rank."""
 
     equal = auto()
     equal_and_linked = auto()  # a rank of the set belongs to another set, too

@@ -32,7 +32,7 @@ class OverAll:
 
     Attributes:
         reductions: per set of ranks that runs an all-reduce, in the order of the parameters, the ``holders`` whose
-            shards this rank adds. It adds no shards of which a lower rank of the set has, and adds, a copy.
+            shards this rank adds; not those of which a lower rank of the set has, and adds, a copy.
     """
 
     def __init__(self, holders: Iterable[Counted | None]) -> None:

@@ -90,9 +90,11 @@ class WaveStep:
         # The matrices that this rank owns, each with the index of every rank's part in the gathered elements.
         self._owned: list[tuple[Matrix, list[int]]] = [(m, []) for m in wave if m.owner == m.rank]
         self._received = [0] * len(self._sent)  # per rank, the number of elements that this rank gathers
+        gathered = 0
         for rank in range(len(self._sent)):
             for matrix, begins in self._owned:
-                begins.append(sum(self._received))
+                begins.append(gathered)
+                gathered += matrix.message_numel(rank)
                 self._received[rank] += matrix.message_numel(rank)
         # Buffers of a step: directions of this rank's parts, where kernels are and where collectives can read; and
         # all parts of the matrices that this rank owns.
