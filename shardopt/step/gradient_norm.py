@@ -34,9 +34,6 @@ class GradientNorm:
     Args:
         params: the parameters. Ranks that hold parts of the same parameters pass them in the same order.
 
-    Attributes:
-        with_gradient: the parameters that have a gradient.
-
     Raises:
         UnknownShardError: the shard of a parameter is not known.
         RuntimeError: the kernels cannot read a parameter's gradient.
@@ -86,7 +83,7 @@ class GradientNorm:
         result = self._watched.read([{"params": params}], {}, None)
         if result is None:
             return False
-        self._gradients, self.with_gradient = result
+        self._gradients, self.with_gradient = result  # the latter: the parameters that have a gradient
         kinds = self._watched.gradient_kinds()
         if self._selected != (kinds, list(self._originals)):
             self._select(np.frombuffer(kinds, dtype=np.uint8))

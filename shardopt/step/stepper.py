@@ -72,12 +72,12 @@ class Stepper:
             if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
                 tables = None
         gradients = None if host_gradient is None else {0: host_gradient}
-        is_first = self._agreed is None
-        if tables is None or not tables.take_gradients(param_groups, state, gradients):
-            tables = self._make_tables(param_groups, state, host_gradient)
-        self.gradients_changed = tables.update(param_groups, state, scaling)
-        if not is_first:  # in the first step, `_make_tables` did so
+        if tables is not None and tables.take_gradients(param_groups, state, gradients):
+            self.gradients_changed = tables.update(param_groups, state, scaling)
             self._agreed = tables.plan.agree(self._agreed)
+        else:
+            tables = self._make_tables(param_groups, state, host_gradient)
+            self.gradients_changed = tables.update(param_groups, state, scaling)
         if scaling.found_inf is None:
             demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
         self.communicates, self._checked_options = tables.communicates, options
@@ -88,15 +88,18 @@ class Stepper:
         self._tables = None
 
     def _make_tables(self, param_groups: ParamGroups, state: Any, host_gradient: Tensor | None) -> StepTables:
-        """Describes and checks all inputs, creates missing state, and makes tables; in the first step, ranks agree."""
+        """Describes and checks all inputs, has ranks agree on their plans, creates missing state, and makes tables."""
         groups = list(map(self._context.group_of, param_groups))
         on_host = host_gradient is not None
         parameters = describe_parameters(param_groups, groups, self._context, self._first_index, self._name, on_host)
         plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
-        if self._agreed is None:  # before collectives of gradients: the ranks' parameters may be in different orders
-            self._agreed = plan.agree(None)
+        is_first = self._agreed is None
+        if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
+            self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, parameters, host_gradient)
+        if not is_first:  # after them, as on ranks that have cached tables
+            self._agreed = plan.agree(self._agreed)
         ready = prepare_states(params, state, parameters, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 

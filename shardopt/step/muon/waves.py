@@ -96,8 +96,7 @@ class WaveStep:
                 begins.append(gathered)
                 gathered += matrix.message_numel(rank)
                 self._received[rank] += matrix.message_numel(rank)
-        # Buffers of a step: directions of this rank's parts, where kernels are and where collectives can read; and
-        # all parts of the matrices that this rank owns.
+        # Buffers: directions of this rank's parts, for kernels and for collectives; parts of matrices that it owns.
         self._directions = self._message = self._gathered = _NONE
         self._waits: list[Callable[[], object]] = []  # for the collectives that are in flight
         self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
