@@ -214,7 +214,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     for of_ranks in by_ranks.values():
         limit = (memory - max(matrix.workspace(device_type) for matrix in of_ranks)) // LIVE_WAVES
         slices: dict[tuple[int, int], list[Matrix]] = {}  # a slice is in one wave, as its blocks are coded together
-        for matrix in _with_owners(of_ranks, by_number):
+        for matrix in _assign_owners(of_ranks, by_number):
             slices.setdefault((matrix.parameter.index, matrix.slice_index), []).append(matrix)
         in_waves: list[list[Matrix]] = [[]]
         taken = np.zeros(len(of_ranks[0].parts), np.int64)  # bytes that the last wave takes on each rank
@@ -229,7 +229,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     return waves
 
 
-def _with_owners(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
+def _assign_owners(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
     """Assigns each of the matrices of the same ranks to a least loaded rank; yields them, the costliest first."""
     ranks = len(matrices[0].parts)
     loads = [0] * ranks
