@@ -150,7 +150,7 @@ def items_of(model: Module, unwrapped: UnwrappedOptimizer | None) -> list[Item]:
     slices: dict[Tensor, list[Any]] = {}  # spec and state of each slice of an optimizer tensor
     for param, group in group_of.items():
         try:
-            spec, entries = unwrapped.internals.held(param, unwrapped.all_groups[group])
+            spec, entries = unwrapped.internals.current_state(param, unwrapped.all_groups[group])
         except ValueError as error:
             raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from error
         slices[param] = list(zip(spec.slices, spec.split(entries), strict=True))

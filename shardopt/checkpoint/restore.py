@@ -176,7 +176,7 @@ class Restoration:
         group = items[0].item.group
         assert self._unwrapped is not None
         assert group is not None
-        return self._unwrapped.internals.placed(param, options[group], [each.state for each in items])
+        return self._unwrapped.internals.state_from_checkpoint(param, options[group], [each.state for each in items])
 
     def commit(self, host: HostCopy, states: Mapping[Tensor, Any]) -> None:
         """Copies into parameters and buffers, sets the param groups' options, and assigns the new state.
@@ -196,7 +196,7 @@ class Restoration:
                 set_options(target, new, dropped)
         for param in self._owned:
             if param in states:
-                self._unwrapped.internals.put(param, states[param])
+                self._unwrapped.internals.install(param, states[param])
             else:
                 self._unwrapped.optimizer.state.pop(param, None)
         self._unwrapped.internals.invalidate_steps(discard_gradients=True)
@@ -271,12 +271,12 @@ class Restoration:
             return loaded
         entries, internals = self._entries.get(item.name, {}), self._unwrapped.internals
         new, saved = options[item.group], saved_options[item.group]
-        loaded.spec = internals.form(item.shard, item.local.dtype, new, entries)
+        loaded.spec = internals.spec_of_entries(item.shard, item.local.dtype, new, entries)
         if not entries:
             return loaded
         saved_format = {key: saved[key] for key in {*STATE_FORMAT, *internals.format} & saved.keys()}
         # Entries do not depend on repay, which would refuse some dtypes of weights here.
-        saved_spec = internals.form(item.shard, dtype, {**new, **saved_format, "repay": False}, entries)
+        saved_spec = internals.spec_of_entries(item.shard, dtype, {**new, **saved_format, "repay": False}, entries)
         if entries.keys() != saved_spec.entries.keys():
             saved_by = named(self._index.header.get("optimizer"))
             raise CheckpointError(

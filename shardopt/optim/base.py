@@ -369,7 +369,9 @@ class ShardedOptimizer(OptimizerInterface):
         check_float32_weights(weights, params)
         for param, group in params.items():
             spec, state = self._internals.state_of(param, group), self.state.get(param, {})
-            state = store_float32_weights(spec, param, state, weights[param], self._internals.residency.decide(param).state_device)
+            state = store_float32_weights(
+                spec, param, state, weights[param], self._internals.residency.decide(param).state_device
+            )
             if state:
                 self.state[param] = state
 

@@ -83,15 +83,15 @@ def clip_grad_norm_(
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
-    if norm is None or not norm.read(params):
+    if norm is None or not norm.take_gradients(params):
         norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
             on_host = {param for release in held_releases for param in release.host_gradients}
             _check_parameters(params, norm.with_gradient, optimizers, on_host)
         largest = math.isinf(norm_type)
-        kept = [release.norm_shares(largest=largest) for release in held_releases]
-        total, coefficient = norm.clip(float(max_norm), largest=largest, kept=kept)
+        host_shares = [release.norm_shares(largest=largest) for release in held_releases]
+        total, coefficient = norm.norm_and_coefficient(float(max_norm), largest=largest, host_shares=host_shares)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; the "
@@ -101,7 +101,7 @@ def clip_grad_norm_(
             for scaled in optimizers:
                 scaled._internals.set_clip_coefficient(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:  # on CUDA, reading it would wait for the device
-            norm.scale(coefficient)
+            norm.scale_gradients(coefficient)
     finally:
         norm.forget_gradients()  # else the cache would keep them alive
     return total

@@ -15,7 +15,7 @@ from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import REMEDY, LARGEST, Options, Unpack, check_number, is_int, convert_sequences
+from shardopt.state.options import LARGEST, REMEDY, Options, Unpack, check_number, convert_sequences, is_int
 from shardopt.state.rule import Rule
 
 #: Options of the estimate ``d``, in which all param groups must agree.

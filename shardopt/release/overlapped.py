@@ -23,7 +23,7 @@ from shardopt.optim.base import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease
 from shardopt.release.host_gradients import HostGradient, Staging, zero_share
 from shardopt.release.loss_scaling import patch_loss_scalers
-from shardopt.state.host_memory import demand_host_memory, allocate_host_tensors
+from shardopt.state.host_memory import allocate_host_tensors, demand_host_memory
 from shardopt.state.names import naming_errors
 from shardopt.state.residency import ranks_here
 from shardopt.state.warn import warn_user
@@ -176,7 +176,9 @@ class OverlappedRelease(BackwardRelease):
         """
         self.wait()
         # Sets of ranks without any gradient have a share of zero, as all ranks must all-reduce the same sets.
-        shares: dict[HoldersForSums | None, list[Tensor]] = {x.holders: [zero_share()] for x in self._host_sums.values()}
+        shares: dict[HoldersForSums | None, list[Tensor]] = {
+            x.holders: [zero_share()] for x in self._host_sums.values()
+        }
         for host in self.host_gradients.values():
             host.check_complete()
             shares[host.holders].append(host.norm_share(largest=largest))

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardopt
 from shardopt.optim import Muon
-from shardopt.removed import NAMES, WRAPPED_PREFIX, OPTIONS
+from shardopt.removed import NAMES, OPTIONS, WRAPPED_PREFIX
 
 #: As earlier versions saved them in param groups, some with other values than the default.
 SAVED: dict[str, Any] = {
