@@ -289,7 +289,7 @@ class Restoration:
         has_state = item.local.numel() > 0 or item.segment is not None or not is_flat
         saved_weights, new_weights = loaded.weight_formats  # to convert weights, the low bits in the state are needed
         if (has_state and item.param in self._owned) or saved_weights != new_weights:
-            loaded.state = saved_spec.new(torch.device("cpu"))
+            loaded.state = saved_spec.new_state(torch.device("cpu"))
         return loaded
 
     def _targets(self, items: Sequence[LoadedItem], extra: Mapping[str, Tensor]) -> dict[str, Chunks]:

@@ -113,10 +113,10 @@ kernels.dispatch_cuda:CudaCall._upload_in_graph | self._captured.append(staging)
 kernels.norms:CudaNormCall.run | use_in_current_stream | clipped
 kernels.skipped:SkippedElements.count | torch.cuda.synchronize(device) | device scalars
 step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalars
-step.tables:StepTables._run_on | self._context.captured.append | captured
-step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
+step.tables:StepTables._run_device | self._context.captured.append | captured
+step.gradient_norm:GradientNorm.norm_and_coefficient | use_in_current_stream(device, (words,)) | clipped
 step.muon.waves:WaveStep.apply | self._transfers.wait_for_current_stream() | normuon offload
-state.residency:StateResidency.put | self.synchronize() | replaced
+state.residency:StateResidency.move_state | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
 kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | let go
 state.residency:_move | torch.cuda.synchronize(device) | slept
