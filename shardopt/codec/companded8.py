@@ -16,7 +16,7 @@ class Companded8(Codec):
 
     @cached_property
     def table(self) -> Tensor:
-        """Magnitudes ``y`` by a code's magnitude ``q``: at ``t = q / 127``, ``y = t / (2 - t)`` solves ``t = 2y / (1 + y)``.
+        """Decoded magnitudes by the code's, q: with ``t = q / 127``, ``y = t / (2 - t)`` solves ``t = 2y / (1 + y)``.
 
         Entry 128, for the code -128, repeats entry 127.
         """
