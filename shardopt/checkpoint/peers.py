@@ -36,7 +36,7 @@ class Peer:
 
     #: The package's name in errors and reports.
     name = "torch.optim"
-    #: What the package's state looks like, for errors.
+    #: The form of the package's state, for errors.
     looks = "exp_avg, exp_avg_sq, momentum_buffer and the like in float"
     #: Entries beside the moments that shardopt does not have: left out, and reported as ignored.
     ignored: frozenset[str] = frozenset()

@@ -194,8 +194,8 @@ class Planning:
         """
         if not names:
             return {}
-        chunks = self.contents.tensors
-        own = {name: chunks[name].rectangles if name in chunks else [] for name in names}
+        tensors = self.contents.tensors
+        own = {name: tensors[name].rectangles if name in tensors else [] for name in names}
         holders: dict[str, Holders] = {name: {} for name in names}
         for rank, message in enumerate(self._ranks.all_gather(json.dumps(own).encode())):
             for name, parts in json.loads(message).items():

@@ -255,7 +255,7 @@ class Stager:
             left of it when the process ends.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
