@@ -40,11 +40,7 @@ class Group(NamedTuple):
 
 
 class GroupTables:
-    """The options as kernels read them, a row of ``_C.group_row`` per param group; cached until the options change.
-
-    Args:
-        groups: the options of each param group.
-    """
+    """The options as kernels read them, a row of ``_C.group_row`` per param group; cached until the options change."""
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups

@@ -61,7 +61,7 @@ class Stepper:
             RuntimeError: the kernels cannot step a parameter, gradient or state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``.
-            After any error nothing was changed, but parameters may have got their first state.
+            After any error nothing was changed; after a RuntimeError, parameters may have got their first state.
         """
         if self._context.residency.asleep:
             self._context.residency.wake()
@@ -75,11 +75,11 @@ class Stepper:
         if tables is not None and tables.take_gradients(param_groups, state, gradients):
             self.gradients_changed = tables.update(param_groups, state, scaling)
             self._agreed = tables.plan.agree(self._agreed)
+            if scaling.found_inf is None:
+                demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
         else:
-            tables = self._make_tables(param_groups, state, host_gradient)
+            tables = self._make_tables(param_groups, state, scaling, host_gradient)
             self.gradients_changed = tables.update(param_groups, state, scaling)
-        if scaling.found_inf is None:
-            demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
         self.communicates, self._checked_options = tables.communicates, options
         return partial(self._run, tables)
 
@@ -87,7 +87,9 @@ class Stepper:
         """Drops the tables, so that the next step makes new ones."""
         self._tables = None
 
-    def _make_tables(self, param_groups: ParamGroups, state: Any, host_gradient: Tensor | None) -> StepTables:
+    def _make_tables(
+        self, param_groups: ParamGroups, state: Any, scaling: LossScaling, host_gradient: Tensor | None
+    ) -> StepTables:
         """Describes and checks all inputs, has ranks agree on their plans, creates missing state, and makes tables."""
         groups = list(map(self._context.group_of, param_groups))
         on_host = host_gradient is not None
@@ -100,6 +102,8 @@ class Stepper:
         gradients = local_gradients(params, parameters, host_gradient)
         if not is_first:  # after them, as on ranks that have cached tables
             self._agreed = plan.agree(self._agreed)
+        if scaling.found_inf is None:
+            demand_finite(parameters, gradients, groups)
         ready = prepare_states(params, state, parameters, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 
