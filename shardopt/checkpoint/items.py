@@ -8,7 +8,7 @@ state entry), each described by a :class:`Chunks`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,14 +170,19 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
     """
     shard = shard if grid is None else shard.scales(grid)
     local = local.detach()
-    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
+    trailing = local.shape[len(shard.local_shape) :]
+    zeros = (0,) * len(trailing)
     if isinstance(shard, FlatRange):
         start = shard.saved_from if to_save else shard.start
-        parts = _rectangles(shard.global_shape, start, shard.end, local[start - shard.start :])
+        rectangles = list(rectangles_of_range(shard.global_shape, start, shard.end))
+        pieces = torch.split(local[start - shard.start :], [math.prod(extents) for _, extents in rectangles])
+        parts = {
+            (*offsets, *zeros): piece.view((*extents, *trailing))
+            for (offsets, extents), piece in zip(rectangles, pieces, strict=True)
+        }
     else:
-        trailing = (0,) * (local.dim() - len(shard.indices))
-        parts = {(*(start for start, _ in shard.indices), *trailing): local} if local.numel() else {}
-    return Chunks(shape, local.dtype, parts, shard.placed_partition)
+        parts = {(*(start for start, _ in shard.indices), *zeros): local} if local.numel() else {}
+    return Chunks((*shard.global_shape, *trailing), local.dtype, parts, shard.placed_partition)
 
 
 def tensors_of(
@@ -218,18 +223,3 @@ def _step_partition(shard: Shard) -> PlacedPartition:
     if placed is None or not isinstance(placed.partition, RangePartition):
         return WHOLE
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
-
-
-def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """Views of ``local``, by offset, for the rectangles that make up ``[start, end)`` of a flattened tensor.
-
-    ``local`` has the shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
-    """
-    trailing = tuple(local.shape[1:])
-    views: dict[tuple[int, ...], Tensor] = {}
-    position = 0
-    for offsets, extents in rectangles_of_range(tuple(shape), start, end):
-        numel = math.prod(extents)
-        views[(*offsets, *(0,) * len(trailing))] = local[position : position + numel].view(*extents, *trailing)
-        position += numel
-    return views

@@ -16,6 +16,9 @@ from shardopt.codec.dynamic8 import dynamic_map
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.layout import BlockGrid
 
+#: A parameter's state or a param group, as another package saves it: values by name.
+Entries = Mapping[str, Any]
+
 _TABLE_SHAPE = (256,)  # of the values that 8-bit codes stand for
 
 #: Entries of torch.optim's state that can be computed from the step count, and so are not imported.
@@ -33,20 +36,18 @@ class Peer:
 
     #: The package's name in errors and reports.
     name = "torch.optim"
-    #: What the package's state looks like, for errors.
+    #: The form of the package's state, for errors.
     looks = "exp_avg, exp_avg_sq, momentum_buffer and the like in float"
     #: Entries beside the moments that shardopt does not have: left out, and reported as ignored.
     ignored: frozenset[str] = frozenset()
 
-    def recognizes(self, state: Mapping[str, Any]) -> bool:
+    def recognizes(self, state: Entries) -> bool:
         """Whether one parameter's state is from this package, by its entries, of which none is None."""
         return state.keys() <= {"step", *DERIVED, *_MOMENTS} and all(
             isinstance(state[key], Tensor) for key in _MOMENTS & set(state)
         )
 
-    def read(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> Mapping[str, Any]:
+    def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         """Renames one parameter's entries to torch.optim's names; moments become floats or a :class:`CodedMoment`.
 
         Args:
@@ -60,7 +61,7 @@ class Peer:
         """
         return state
 
-    def hyper_parameters(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+    def hyper_parameters(self, group: Entries, moments: Sequence[str]) -> dict[str, Any]:
         """Renames a param group's hyper-parameters to torch.optim's names, and converts their values.
 
         ``moments`` has the names of the moments that the optimizer keeps. Raises a ValueError if the hyper-parameters
@@ -151,12 +152,10 @@ class Torchao(Peer):
     name = "torchao"
     looks = f"exp_avg and exp_avg_sq as {_EIGHT_BIT}, {' or '.join(_DECODED)}"
 
-    def recognizes(self, state: Mapping[str, Any]) -> bool:
+    def recognizes(self, state: Entries) -> bool:
         return any(type(value).__name__ in (_EIGHT_BIT, *_DECODED) for value in state.values())
 
-    def read(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> Mapping[str, Any]:
+    def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         moments = {moment.name: moment for moment in expected if moment.name in state}
         return {**state, **{k: self._moment(state[k], f"{name}: {k}", m.signed) for k, m in moments.items()}}
 
@@ -199,19 +198,17 @@ class Flashoptim(Peer):
     looks = f"exp_avg{_CODES} and exp_avg{_SCALES}"
     ignored = frozenset([_LOW_BITS])
 
-    def recognizes(self, state: Mapping[str, Any]) -> bool:
+    def recognizes(self, state: Entries) -> bool:
         return any(key.endswith(_CODES) for key in state) or _LOW_BITS in state
 
-    def read(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> Mapping[str, Any]:
+    def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         # Coded moments that the optimizer does not keep stay in the result, as None: the caller refuses their names.
         coded = dict.fromkeys(key.removesuffix(_CODES) for key in state if key.endswith(_CODES))
         others = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALES))}
         moments = {m.name: self._moment(state, m, f"{name}: {m.name}") for m in expected if m.name in coded}
         return {**others, **coded, **moments}
 
-    def _moment(self, state: Mapping[str, Any], moment: Moment, what: str) -> CodedMoment:
+    def _moment(self, state: Entries, moment: Moment, what: str) -> CodedMoment:
         """One moment's codes and scales."""
         codes, scales = state[moment.name + _CODES], state.get(moment.name + _SCALES)
         dtype = torch.int8 if moment.signed else torch.uint8
@@ -239,12 +236,10 @@ class Dion(Peer):
     name = "dion"
     looks = "momentum and variance in float"
 
-    def recognizes(self, state: Mapping[str, Any]) -> bool:
+    def recognizes(self, state: Entries) -> bool:
         return "momentum" in state and state.keys() <= {"momentum", "variance", "step_dev"}
 
-    def read(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> Mapping[str, Any]:
+    def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         step = {"step": torch.tensor(float(group.get("step", 0)), device="cpu")}
         if "momentum" not in state:  # another package's state: the caller refuses its entries
             return state
@@ -261,7 +256,7 @@ class Dion(Peer):
         average = gradient_sum * (1.0 - momentum) if are_floats(gradient_sum) else gradient_sum
         return {**step, "momentum_buffer": average}
 
-    def hyper_parameters(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+    def hyper_parameters(self, group: Entries, moments: Sequence[str]) -> dict[str, Any]:
         names = {"mu": "momentum", "epsilon": "eps"}
         hyper = {names.get(key, key): value for key, value in group.items() if key not in ("beta1", "beta2", "step")}
         if {"beta1", "beta2"} <= group.keys():
@@ -299,12 +294,10 @@ class Bitsandbytes(Peer):
     looks = f"state1, or {_WRAPPED} with it"
     ignored = frozenset([_GRADIENT_NORMS])
 
-    def recognizes(self, state: Mapping[str, Any]) -> bool:
+    def recognizes(self, state: Entries) -> bool:
         return "state1" in state or _WRAPPED in state
 
-    def read(
-        self, state: Mapping[str, Any], group: Mapping[str, Any], expected: Sequence[Moment], name: str
-    ) -> Mapping[str, Any]:
+    def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         state = {key: value for key, value in {**state, **state.get(_WRAPPED, {})}.items() if key != _WRAPPED}
         if _UPDATE_NORM in state:
             raise ValueError(
@@ -320,7 +313,7 @@ class Bitsandbytes(Peer):
         moments = {m.name: _read_moment(state, number, m, name) for number, m in enumerate(expected, start=1)}
         return {key: state[key] for key in ("step", *self.ignored) if key in state} | moments
 
-    def hyper_parameters(self, group: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
+    def hyper_parameters(self, group: Entries, moments: Sequence[str]) -> dict[str, Any]:
         kind = tuple(moments)
         if kind not in _KINDS:
             raise ValueError(
@@ -343,7 +336,7 @@ class Bitsandbytes(Peer):
         )
 
 
-def _read_moment(state: Mapping[str, Any], number: int, moment: Moment, name: str) -> Tensor | CodedMoment:
+def _read_moment(state: Entries, number: int, moment: Moment, name: str) -> Tensor | CodedMoment:
     """One moment of a parameter's state (1: ``state1``, 2: ``state2``): a float tensor, or codes with their scales.
 
     The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
@@ -370,7 +363,7 @@ def _read_moment(state: Mapping[str, Any], number: int, moment: Moment, name: st
 PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer())
 
 
-def package_of(states: Collection[Mapping[str, Any]]) -> Peer:
+def package_of(states: Collection[Entries]) -> Peer:
     """The package that all ``states`` of an optimizer's parameters are from; no state is empty, no entry None.
 
     Raises:

@@ -29,11 +29,10 @@ from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.groups import merged_groups
 from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_json
-from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fills
 from shardopt.checkpoint.replicas import ReplicatedTensors, refuse_differing
-from shardopt.layout.partition import Part, Partition
+from shardopt.layout.partition import Part
 
 _SPREAD_BYTES = 1 << 16  # replicated tensors of fewer bytes are written by the first rank that has them
 _DIGEST_BYTES = 16
@@ -48,15 +47,14 @@ class DescriptionGroup(NamedTuple):
     """Ranks whose descriptions of their tensors are equal, and the description. Each pipeline stage is a group.
 
     Attributes:
-        ranks: the ranks, ascending.
-        starts: by the partition's strides: for each of ``ranks``, the rank at offset 0, which begins its replica.
+        replica_of_rank: by the partition's strides: for each rank of the save, the rank at offset 0, which begins the
+            rank's replica; -1 for ranks outside this group.
         param_groups: the optimizer's param groups, as in the header; None without an optimizer.
         unequal: names of tensors that may differ between ranks (buffers).
         tensors: the tensors by name, with ``start`` unset; without a partition where their rectangles must be listed.
     """
 
-    ranks: list[int]
-    starts: dict[Strides, npt.NDArray[np.int64]]
+    replica_of_rank: dict[Strides, npt.NDArray[np.int64]]
     param_groups: list[dict[str, Any]] | None
     unequal: Collection[str]
     tensors: dict[str, StoredTensor]
@@ -96,6 +94,7 @@ class Planning:
     """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
 
     Attributes:
+        contents: what this rank saves.
         message: to be all-gathered: a digest of the description, and the rank at offset 0, for the strides in order.
 
     Raises:
@@ -104,15 +103,19 @@ class Planning:
     """
 
     def __init__(self, contents: Contents, ranks: Ranks) -> None:
-        self._contents, self._ranks = contents, ranks
+        self.contents, self._ranks = contents, ranks
         self._described: dict[str, StoredTensor] = {}
         offsets: dict[Strides, int] = {}
         for name, chunks in sorted(contents.tensors.items()):
             partition, offset = chunks.placed or (None, 0)
             if partition is not None and offsets.setdefault(partition.strides, offset) != offset:
                 partition = None  # a message has one start per strides: list this tensor's rectangles
-            if partition is not None:
-                _check_parts(name, chunks, partition, offset)
+            if partition is not None and chunks.rectangles != partition.parts(chunks.shape, offset):
+                raise CheckpointError(
+                    f"got {name} in parts {chunks.rectangles[:3]} of shape {chunks.shape} on this rank, expected those "
+                    f"of {partition} at offset {offset}: the kind of shard describes its partition wrongly; return "
+                    "None there"
+                )
             self._described[name] = StoredTensor(chunks.dtype, chunks.shape, partition=partition)
         "".join(self._described).encode()  # raises a UnicodeEncodeError for a name that is no text
         self._starts = {strides: ranks.rank - offset for strides, offset in sorted(offsets.items())}
@@ -138,7 +141,7 @@ class Planning:
         """
         groups = self._description_groups(messages)
         tensors = _merged_tensors(groups)
-        replicas = _find_replicas(groups, tensors, self._ranks.size)
+        replicas = _find_replicas(groups, tensors)
         incomplete = next((name for name in sorted(replicas) if _lacks_parts(tensors[name], replicas[name])), None)
         if incomplete is not None:
             if is_retry:
@@ -149,14 +152,14 @@ class Planning:
         holders = self._gathered_holders([name for name, each in tensors.items() if each.partition is None], unequal)
         chosen = _with_chosen_replicas(tensors, replicas, unequal, self._ranks.size)
         stored = dict(sorted({**chosen, **_with_listed_parts(tensors, holders)}.items()))
-        replicated = [*_replicated_parts(holders, self._ranks.size), *_replicated_tensors(replicas, unequal)]
+        replicated = _replicated(replicas, holders, unequal, self._ranks.size)
         param_groups = [group.param_groups for group in groups if group.param_groups is not None]
         return Plan(stored, merged_groups(param_groups) if param_groups else None, replicated, self._own_parts(stored))
 
     def _without_absent_tensors(self) -> tuple[Planning, bytes]:
         """A Planning of only the tensors of which this rank holds elements (or which have none), and its message."""
-        tensors = {name: each for name, each in self._contents.tensors.items() if each.parts or 0 in each.shape}
-        planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
+        tensors = {name: each for name, each in self.contents.tensors.items() if each.parts or 0 in each.shape}
+        planning = Planning(self.contents._replace(tensors=tensors), self._ranks)
         return planning, planning.message
 
     def _description_groups(self, messages: Sequence[bytes]) -> list[DescriptionGroup]:
@@ -170,16 +173,18 @@ class Planning:
             if len(ranks_by_digest) > 1:
                 sent = self._ranks.broadcast(ranks[0], zlib.compress(self._text) if is_own else b"")
             if is_own:
-                param_groups, unequal = self._contents.header.get("param_groups"), self._contents.unequal
+                param_groups, unequal = self.contents.header.get("param_groups"), self.contents.unequal
                 tensors = self._described
             else:
                 content = json.loads(zlib.decompress(sent))
                 param_groups, unequal = content["groups"], content["unequal"]
                 tensors = {name: tensor_from_json(name, x, sys.maxsize) for name, x in content["tensors"].items()}
             strides = sorted({each.partition.strides for each in tensors.values() if each.partition is not None})
-            starts = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in ranks])
-            by_strides = dict(zip(strides, starts.T, strict=True))
-            groups.append(DescriptionGroup(ranks, by_strides, param_groups, unequal, tensors))
+            replica_of_rank = np.full((len(strides), self._ranks.size), -1, dtype=np.int64)
+            for rank in ranks:
+                replica_of_rank[:, rank] = np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8")
+            by_strides = dict(zip(strides, replica_of_rank, strict=True))
+            groups.append(DescriptionGroup(by_strides, param_groups, unequal, tensors))
         return groups
 
     def _gathered_holders(self, names: Sequence[str], unequal: Collection[str]) -> dict[str, Holders]:
@@ -189,10 +194,8 @@ class Planning:
         """
         if not names:
             return {}
-        own = {}
-        for name in names:
-            chunks = self._contents.tensors.get(name)
-            own[name] = chunks.rectangles if chunks is not None else []
+        tensors = self.contents.tensors
+        own = {name: tensors[name].rectangles if name in tensors else [] for name in names}
         holders: dict[str, Holders] = {name: {} for name in names}
         for rank, message in enumerate(self._ranks.all_gather(json.dumps(own).encode())):
             for name, parts in json.loads(message).items():
@@ -207,7 +210,7 @@ class Planning:
         """The rectangles that this rank writes, as in :attr:`Plan.own`."""
         own = []
         for number, (name, each) in enumerate(stored.items()):
-            chunks = self._contents.tensors.get(name)
+            chunks = self.contents.tensors.get(name)
             for offsets, tensor in chunks.parts.items() if chunks is not None else ():
                 if each.partition is None:
                     is_own = (self._ranks.rank, (offsets, tuple(tensor.shape))) in each.parts
@@ -229,11 +232,8 @@ def _merged_tensors(groups: Sequence[DescriptionGroup]) -> dict[str, StoredTenso
     return merged
 
 
-def _find_replicas(groups: list[DescriptionGroup], tensors: dict[str, StoredTensor], size: int) -> dict[str, Replicas]:
-    """Finds the replicas of each tensor with a partition; ``size``: the number of ranks.
-
-    Tensors with the same groups and strides share one Replicas object.
-    """
+def _find_replicas(groups: Sequence[DescriptionGroup], tensors: Mapping[str, StoredTensor]) -> dict[str, Replicas]:
+    """Finds the replicas of each tensor with a partition. Tensors with the same groups and strides share one object."""
     groups_of: dict[str, tuple[int, ...]] = {}
     for number, group in enumerate(groups):
         for name in group.tensors:
@@ -242,18 +242,16 @@ def _find_replicas(groups: list[DescriptionGroup], tensors: dict[str, StoredTens
     replicas = {}
     for name, tensor in tensors.items():
         if tensor.partition is not None:
-            key = (groups_of[name], tensor.partition.strides)
-            if key not in known:
-                known[key] = _replicas_in([groups[number] for number in key[0]], key[1], size)
-            replicas[name] = known[key]
+            numbers, strides = groups_of[name], tensor.partition.strides
+            if (numbers, strides) not in known:
+                of_groups = [groups[number].replica_of_rank[strides] for number in numbers]
+                known[numbers, strides] = _replicas_on(np.maximum.reduce(of_groups), strides)
+            replicas[name] = known[numbers, strides]
     return replicas
 
 
-def _replicas_in(groups: Sequence[DescriptionGroup], strides: Strides, size: int) -> Replicas:
-    """The replicas of tensors with these strides that these groups of ranks hold."""
-    replica_of_rank = np.full(size, -1, dtype=np.int64)
-    for group in groups:
-        replica_of_rank[group.ranks] = group.starts[strides]
+def _replicas_on(replica_of_rank: npt.NDArray[np.int64], strides: Strides) -> Replicas:
+    """The replicas of tensors with these strides, from the first rank of each rank's replica (-1: none)."""
     first_ranks = np.unique(replica_of_rank[replica_of_rank >= 0])
     steps = (range(0, ways * stride, stride) for ways, stride in strides)
     offsets = set(map(sum, itertools.product(*steps)))
@@ -290,24 +288,20 @@ def _with_chosen_replicas(
     return stored
 
 
-def _replicated_tensors(replicas: Mapping[str, Replicas], unequal: Collection[str]) -> list[ReplicatedTensors]:
-    """The tensors with a partition of which there are several replicas to compare, by their replicas."""
-    found: dict[int, ReplicatedTensors] = {}
-    for name, each in sorted(replicas.items(), key=lambda item: item[0]):
-        if len(each.first_ranks) > 1 and name not in unequal:
-            found.setdefault(id(each), ReplicatedTensors([], each.replica_of_rank)).tensors.append((name, None))
-    return list(found.values())
-
-
-def _replicated_parts(holders: Mapping[str, Holders], size: int) -> list[ReplicatedTensors]:
-    """The rectangles that several ranks hold of tensors without a partition, by these ranks: each holds a replica."""
-    found: dict[tuple[int, ...], ReplicatedTensors] = {}
+def _replicated(
+    replicas: Mapping[str, Replicas], holders: Mapping[str, Holders], unequal: Collection[str], size: int
+) -> list[ReplicatedTensors]:
+    """The tensors to compare, by their replicas: rectangles of those without a partition, and whole ones with one."""
+    found: dict[object, ReplicatedTensors] = {}
     for name, ranks_of_part in holders.items():
         for (offsets, _), ranks in ranks_of_part.items():
-            if len(ranks) > 1:
+            if len(ranks) > 1:  # each of these ranks holds a replica
                 replica_of_rank = np.full(size, -1, dtype=np.int64)
                 replica_of_rank[ranks] = ranks
                 found.setdefault(tuple(ranks), ReplicatedTensors([], replica_of_rank)).tensors.append((name, offsets))
+    for name, each in sorted(replicas.items(), key=lambda item: item[0]):
+        if len(each.first_ranks) > 1 and name not in unequal:
+            found.setdefault(id(each), ReplicatedTensors([], each.replica_of_rank)).tensors.append((name, None))
     return list(found.values())
 
 
@@ -320,15 +314,6 @@ def _with_listed_parts(tensors: Mapping[str, StoredTensor], holders: Mapping[str
         parts = sorted((ranks[0], part) for part, ranks in ranks_of_part.items())
         stored[name] = tensors[name]._replace(parts=tuple(parts))
     return stored
-
-
-def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:
-    """Checks that this rank's rectangles of a tensor are those that its partition gives at this rank's offset."""
-    if chunks.rectangles != partition.parts(chunks.shape, offset):
-        raise CheckpointError(
-            f"got {name} in parts {chunks.rectangles[:3]} of shape {chunks.shape} on this rank, expected those of "
-            f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
-        )
 
 
 def _not_filled(name: str, shape: Sequence[int]) -> CheckpointError:

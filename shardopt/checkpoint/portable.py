@@ -8,31 +8,39 @@ are global, so that names, shapes and values do not depend on the sharding. The 
 from __future__ import annotations
 
 import atexit
+import math
+import mmap
 import os
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import Contents, contents_of, opened
-from shardopt.checkpoint.errors import ReplacedError
+from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.index import load_index
+from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import check_keep_last, write_checkpoint
-from shardopt.checkpoint.staging import Stager
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.kernels.autograd import without_autograd
+from shardopt.kernels.memory import copy_to_host
 from shardopt.layout import engines_of
 
 _ATTEMPTS = 10  # attempts of a load that other saves interrupt by replacing the checkpoint
+_ALIGNMENT = 64  # bytes, in a staging buffer
 
 
 class Loaded(NamedTuple):
@@ -234,6 +242,59 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
     states = ranks.agree(lambda: restoration.make_states(host))
     restoration.commit(host, states)
     return Loaded(host.extra, host.converted)
+
+
+class Stager:
+    """Copies tensors to host memory, or to a file that is mapped into memory.
+
+    All copies lie in one staging buffer, which the next :meth:`stage` uses again: the system clears each page of new
+    memory on first touch, which takes several times as long as copying. The buffer grows when more memory is needed.
+
+    Args:
+        folder: a folder on a local disk for the buffer; None for host memory. The file has no name, so that nothing is
+            left of it when the process ends.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
+        """Copies this rank's rectangles into the staging buffer, over earlier copies, and returns chunks of the copies.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+            CheckpointError: there is not enough room in the folder, or no file can be made there.
+        """
+        rectangles = [tensor for chunks in tensors.values() for tensor in chunks.parts.values()]
+        sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in rectangles]
+        total = sum(sizes)
+        if self._buffer.numel() < total:
+            self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
+            self._buffer = self._buffer.new_empty(total) if self.folder is None else _mapped(self.folder, total)
+        pieces = torch.split(self._buffer[:total], sizes)
+        copies = [
+            piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for piece, tensor in zip(pieces, rectangles, strict=True)
+        ]
+        copy_to_host(copies, rectangles)
+        in_order = iter(copies)
+        return {
+            name: replace(chunks, parts={offsets: next(in_order) for offsets in chunks.parts})
+            for name, chunks in tensors.items()
+        }
+
+
+def _mapped(folder: Path, size: int) -> Tensor:
+    """A tensor of bytes that is mapped to an unnamed file in a folder; the file exists as long as the tensor."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a write to a mapped page without room would kill the process
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
+        ) from error
 
 
 class _SaveFuture(Future[None]):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from random import Random
 
-from shardopt.layout.partition import Cut, Part, Partition, RangePartition
+from shardopt.layout.partition import Part, Partition, Range, RangePartition
 
 _PRIME = 2**61 - 1
 _random = Random()  # not the global generator, whose state is the user's
@@ -37,32 +36,27 @@ def holders_of(partition: Partition, shape: Sequence[int], part: Part) -> list[i
     """The rank offsets, ascending, of the holders of elements of a non-empty rectangle: of copies, the least offset."""
     if isinstance(partition, RangePartition):
         return _range_holders(partition, shape, part)
-    offsets_by_dim = []
-    for dim, (low, extent) in enumerate(zip(*part, strict=True)):
-        cuts = [cut for cut in partition.cuts if cut.dim == dim]
-        offsets_by_dim.append(_holders_along(cuts, shape[dim], low, low + extent))
-    return sorted({sum(offsets) for offsets in product(*offsets_by_dim)})
-
-
-def _holders_along(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:
-    """The holders of the indices ``[low, high)`` of a dimension. Each cut cuts the parts that the one before makes."""
-    if not cuts:
-        yield 0
-        return
-    length = -(-extent // cuts[0].ways)
-    for index in range(low // length, (high - 1) // length + 1):
-        begin = index * length
-        part = min(length, extent - begin)
-        for rest in _holders_along(cuts[1:], part, max(low - begin, 0), min(high - begin, part)):
-            yield index * cuts[0].stride + rest
+    # Of the parts that the cuts so far make, those that overlap the rectangle: rank offset, and indices by dimension.
+    parts: list[tuple[int, dict[int, Range]]] = [(0, {dim: (0, size) for dim, size in enumerate(shape)})]
+    for dim, ways, stride in partition.cuts:
+        low, high = part[0][dim], part[0][dim] + part[1][dim]
+        smaller_parts = []
+        for offset, indices in parts:
+            start, end = indices[dim]
+            length = -(-(end - start) // ways)
+            for index in range((max(low, start) - start) // length, (min(high, end) - 1 - start) // length + 1):
+                begin = start + index * length
+                smaller_parts.append((offset + index * stride, {**indices, dim: (begin, min(begin + length, end))}))
+        parts = smaller_parts
+    return sorted({offset for offset, _ in parts})
 
 
 def _range_holders(partition: RangePartition, shape: Sequence[int], part: Part) -> list[int]:
-    dims = partition.dims
-    cut, low, extents = tuple(shape[:dims]), part[0][:dims], part[1][:dims]
-    strides, numel = [math.prod(cut[dim + 1 :]) for dim in range(dims)], math.prod(cut)
-    first = sum(start * stride for start, stride in zip(low, strides, strict=True))
-    last = first + sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
+    cut = shape[: partition.dims]
+    numel = math.prod(cut)
+    first = last = 0  # the rectangle's first and last elements in the flattened dimensions
+    for size, low, extent in zip(cut, *part, strict=False):
+        first, last = first * size + low, last * size + low + extent - 1
 
     def range_with(element: int) -> int:
         return bisect_right(range(partition.ways), element, key=lambda index: partition.elements(index, numel)[0]) - 1

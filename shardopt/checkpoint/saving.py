@@ -46,15 +46,14 @@ def write_checkpoint(folder: Folder, keep_last: int | None, collect: Callable[[]
         BaseException: raised by ``collect``; other ranks raise a CheckpointError.
     """
 
-    def described() -> tuple[tuple[Contents, Planning], bytes]:
+    def described() -> tuple[Planning, bytes]:
         check_keep_last(folder, keep_last)
-        contents = collect()
-        planning = Planning(contents, ranks)
-        return (contents, planning), planning.message
+        planning = Planning(collect(), ranks)
+        return planning, planning.message
 
     with ExitStack() as lock:
-        (contents, planning), messages = ranks.exchange(described)
-        plan = planning.plan(messages)
+        planning, messages = ranks.exchange(described)
+        contents, plan = planning.contents, planning.plan(messages)
         _, tokens = ranks.exchange(lambda: (None, _prepare_folder(folder, ranks.rank, lock)))
         token = tokens[0].decode()
         name = data_file_name(token, ranks.rank)

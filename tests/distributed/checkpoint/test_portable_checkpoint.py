@@ -16,8 +16,8 @@ from ranks.models import WAYS, make_net
 from ranks.pool import Pool
 from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
+from shardopt.checkpoint.portable import Stager
 from shardopt.checkpoint.restore import Restoration
-from shardopt.checkpoint.staging import Stager
 
 STEPS = 2
 
