@@ -202,24 +202,16 @@ struct Weights {
   }
 };
 
-// The random bits of elements from a row and column on.
-SHARDOPT_HD Noise noise_at(const KernelRow& kernel_row, int64_t row, int64_t col) {
-  const float step = *reinterpret_cast<const float*>(kernel_row.step);
-  return Noise(kernel_row.noise_key, step, kernel_row.first_element + row * kernel_row.global_row_numel + col);
-}
-
-// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat). kIsRandom:
-// codes are rounded at random.
-template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
+// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat).
+template <WeightFormat kWeight, DType kGradient>
 struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
 
-  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
+  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t, int64_t, int64_t offset) const {
     return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(kWeight) * offset,
-            kIsRandom ? noise_at(kernel_row, row, col) : Noise{}};
+            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(kWeight) * offset, Noise{}};
   }
 };
 
@@ -236,7 +228,8 @@ struct AnyFormat {
   SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
     return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(weight_format) * offset,
             reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(weight_format) * offset,
-            noise_at(kernel_row, row, col)};
+            Noise(kernel_row.noise_key, *reinterpret_cast<const float*>(kernel_row.step),
+                  global_element(kernel_row, row, col))};
   }
 };
 

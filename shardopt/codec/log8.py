@@ -52,8 +52,13 @@ class Log8(Logarithmic):
             y = x * units_in(1, scales)
             return int8_codes(y, fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))
         top, step = bits(scales[..., :1]), scales[..., 1:]
-        q = round_fma((bits(x) - top).float(), reciprocal(step), 255).clamp(min=1)
-        return torch.where(x > 0, q, 0).to(torch.uint8)
+        below = (bits(x) - top).float()
+        if random is None:
+            q = round_fma(below, reciprocal(step), 255)
+        else:
+            share = (random >> 17 | 1).float() * 2.0**-15
+            q = bits(fma(below, reciprocal(step), 511 + share).clamp(min=257)) >> 15 & 255
+        return torch.where(x > 0, q.clamp(min=1), 0).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, are_finite
-from shardopt.kernels.numeric import to_bf16
+from shardopt.kernels.numeric import bits, to_bf16
 
 
 class _Plain(Codec):
@@ -38,11 +38,17 @@ class BFloat16(_Plain):
     code_dtype = torch.bfloat16
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
-        codes = to_bf16(x)
         if signed:
-            return codes
+            return to_bf16(x)
+        codes = to_bf16(x) if random is None else _bf16_above_or_below(x, random)
         smallest = torch.ones_like(codes, dtype=torch.int16).view(torch.bfloat16)
         return torch.where((codes == 0) & (x > 0), smallest, codes)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         return codes.float()
+
+
+def _bf16_above_or_below(x: Tensor, random: Tensor) -> Tensor:
+    """The bfloat16 next below ``x >= 0`` or next above; above with the probability that makes the mean ``x``."""
+    words = ((bits(x).long() + (random >> 16)) >> 16).clamp(max=0x7FFF)
+    return words.to(torch.int16).view(torch.bfloat16)
