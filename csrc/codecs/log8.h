@@ -40,7 +40,7 @@ struct Log8 {
     template <class Below, class I>
     SHARDOPT_HD I shared_code(Below below, I random) const {
       const I share = as_signed(as_unsigned(random) >> 17) | spread<I>(bits(511.0f) | 1);
-      return bits(fma(below, inverse_step, float_from_bits(share)));
+      return bits(fma(below, spread<Below>(inverse_step), float_from_bits(share)));
     }
 
     // One of the two codes around u, chosen at random.

@@ -65,7 +65,7 @@ class Codec(ABC):
 
     @property
     def random(self) -> bool:
-        """Whether the codec rounds stochastically, with random bits per element."""
+        """Whether a step chooses the codes of unsigned moments at random, by the step count and the element's index."""
         return bool(_C.codecs[self.name]["random"])
 
     @property
@@ -105,7 +105,8 @@ class Codec(ABC):
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         """Quantizes float32 blocks ``x`` to codes. Unsigned ``x`` holds square roots of the moment if ``self.root``.
 
-        ``random`` are the bits for stochastic rounding (int64, shape of ``x``), which other codecs ignore.
+        ``random`` are the bits by which a step chooses one of the two codes around a number (int64 from 0 to 2^32 - 1,
+        shape of ``x``; csrc/core/dither.h), which most codecs ignore. None: the nearest code.
         """
 
     @abstractmethod

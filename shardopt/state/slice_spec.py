@@ -114,8 +114,8 @@ class SliceSpec:
 
     @property
     def is_random(self) -> bool:
-        """Whether the step rounds weights or moments stochastically."""
-        return self.weights.stochastic or self.codec.random
+        """Whether the step rounds weights stochastically, with bits that depend on the parameter's number."""
+        return self.weights.stochastic
 
     @property
     def exchanges_columns(self) -> bool:
