@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from quality.choices import CHOICES, LOG8_AT_RANDOM, choice_of
+from quality.choices import CHOICES, choice_of
 from quality.compare import GOAL, Comparison
 from quality.over_time import Course
 from quality.records import Record
@@ -34,7 +34,6 @@ _COLOURS = {
     "log8_repaid": "#1c4f94",
     "log8_half": "#56b4c9",
     "log8_double": "#2f7f8f",
-    LOG8_AT_RANDOM: "#8fb4de",
     "bf16_master32": "#5b9bd5",
     "bf16_master24": "#4aa3df",
     "bf16_stochastic": "#c07bc0",

@@ -16,8 +16,7 @@ block, with decoded root ``u'``::
 
 ``h`` is random, a multiple of 2^-16 in [0, 1): the levels around ``u`` are chosen with the probabilities for which the
 mean of ``u'^2`` is ``v``. Rounded to the nearest level, a second moment that changes by less than a level in a step
-could never move. The noise is that of ``stochastic_rounding``: it depends on the seed, the parameter, the step and the
-element's index.
+could never move. ``h`` depends on the step and the element's index (csrc/core/dither.h).
 
 The first moment ``m`` is encoded in units of ``u'``, as a whole number ``c`` from -7 to 7, and so that the mean of
 ``m'``, the decoded moment, is ``m``. Per block, with another random ``h``::

@@ -9,7 +9,13 @@ The second moment ``v`` is encoded by its root ``u = sqrt(v)``. Per block, with 
     M = max u
     step = max(1, ceil(min(bits(M) - bits(smallest u above 0), 32 octaves) / 254))
     q = max(1, round(fma(bits(u) - bits(M), 1 / step, 255)))    0 where u = 0
+    q = max(1, floor(fma(bits(u) - bits(M), 1 / step, 511 + h)) - 256) within a step
     u' = the float whose bits are bits(M) - (255 - q) * step    0 where q = 0
+
+``h`` is random, an odd multiple of 2^-15 in (0, 1), and the ``fma`` is rounded to a multiple of 2^-15: of the two codes
+around ``u``, a step takes the upper one with the probability for which the mean is exact. Rounded to nearest, a second
+moment, which decays by some thousandth in a step, would stay where it is. No ``h`` moves a block's extremes, which are
+whole numbers of steps.
 
 The first moment ``m`` is encoded in units of ``u'``, which is 1 in a rule without a second moment. Per block, with code
 ``q`` and decoded moment ``m'``::
@@ -55,9 +61,9 @@ class Log8(Logarithmic):
         below = (bits(x) - top).float()
         if random is None:
             q = round_fma(below, reciprocal(step), 255)
-        else:
-            share = (random >> 17 | 1).float() * 2.0**-15
-            q = bits(fma(below, reciprocal(step), 511 + share).clamp(min=257)) >> 15 & 255
+        else:  # floats from 256 to 512 are multiples of 2^-15
+            h = (random >> 17 | 1).float() * 2.0**-15
+            q = fma(below, reciprocal(step), 511 + h).floor().int() - 256
         return torch.where(x > 0, q.clamp(min=1), 0).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -32,7 +32,10 @@ class Float32(_Plain):
 
 
 class BFloat16(_Plain):
-    """Moments rounded to nearest bfloat16; an unsigned moment above zero is never rounded to zero."""
+    """Moments rounded to nearest bfloat16, in a step unsigned ones to one of the bfloat16s around them at random.
+
+    An unsigned moment above zero is never rounded to zero.
+    """
 
     name = "bf16"
     code_dtype = torch.bfloat16

@@ -25,9 +25,8 @@ def test_log8_leaves_what_is_on_a_code_and_zero() -> None:
     for step in [1, 2, 3, 7, 255, 256, 99_991, (32 << 23) // 254 + 1]:
         scales = torch.tensor([1.0, float(step)])
         roots = codec.decode(codes, scales, signed=False)
-        for some in ALL_SHARES.split(2**12):
-            random = some[:, None].expand(-1, 256)
-            assert (codec.encode(roots.expand(len(some), -1), scales, random, signed=False) == codes).all()
+        random = torch.cat([ALL_SHARES[::127], ALL_SHARES[-1:]])[:, None].expand(-1, 256)
+        assert (codec.encode(roots.expand(len(random), -1), scales, random, signed=False) == codes).all()
 
 
 def test_log8_chooses_each_neighbour_as_often_as_its_distance_says() -> None:
@@ -44,14 +43,16 @@ def test_bf16_means_are_exact_and_nothing_becomes_zero_or_infinite() -> None:
     v = torch.tensor([1.0, 1.001, 3e-39, 7.7e30, 2.0**-149, 0.0, math.inf])
     codes = codec.encode(v.expand(2**16, -1), v, ALL_SHARES[:, None].expand(-1, 7), signed=False).double()
     assert torch.equal(codes.mean(0)[:4], v.double()[:4])
-    assert (codes[:, 4] > 0).all() and (codes[:, 5] == 0).all() and codes[:, 6].isinf().all()
+    assert (codes[:, 4] > 0).all()
+    assert (codes[:, 5] == 0).all()
+    assert codes[:, 6].isinf().all()
     nan = codec.encode(torch.tensor([math.nan]), v, torch.tensor([2**32 - 1]), signed=False)
     assert nan.isnan().all()
 
 
 def test_random_bits_of_any_two_elements_are_independent_over_steps() -> None:
     """Of neighbours, of elements one above the other in a matrix, and of an element in two steps."""
-    steps = 20_000
+    steps = 5_000
     for distance in (1, 2, 128, 987, 4096, 16384, 1 << 20):
         pairs = torch.stack([dither(t, torch.tensor([12345, 12345 + distance])) for t in range(1, steps + 1)])
         share = pairs.double() / 2**32
@@ -64,15 +65,15 @@ def test_random_bits_of_any_two_elements_are_independent_over_steps() -> None:
 @pytest.mark.parametrize("codec", ["log8", "bf16"])
 @pytest.mark.parametrize("fades", [False, True])
 def test_second_moments_keep_their_level(codec: str, fades: bool) -> None:
-    """Of heavy-tailed gradients: nearest codes would be 8% (log8) and 16% (bf16) above the exact average after 1,500."""
+    """Of heavy-tailed gradients, after 1,500 steps: nearest codes would be 8% (log8) and 16% (bf16) too large."""
     generator = torch.Generator().manual_seed(0)
-    scale = torch.randn(32, 640, generator=generator).exp()
-    param = Parameter(torch.zeros(32, 640))
+    scale = torch.randn(32, 320, generator=generator).exp()
+    param = Parameter(torch.zeros(32, 320))
     optimizer = shardopt.AdamW([param], lr=0.0, codec=codec)
-    exact = torch.zeros(32, 640, dtype=torch.float64)
+    exact = torch.zeros(32, 320, dtype=torch.float64)
     for t in range(1500):
-        chi = torch.randn(3, 32, 640, generator=generator).square().mean(0).sqrt()
-        gradient = scale * torch.randn(32, 640, generator=generator) / chi * math.exp(-t / 4000 * fades)
+        chi = torch.randn(3, 32, 320, generator=generator).square().mean(0).sqrt()
+        gradient = scale * torch.randn(32, 320, generator=generator) / chi * math.exp(-t / 4000 * fades)
         exact = 0.999 * exact + 0.001 * gradient.double().square()
         with_gradient(param, gradient)
         optimizer.step()
