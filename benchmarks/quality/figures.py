@@ -181,7 +181,7 @@ def _bytes(compared: dict[str, list[Comparison]]) -> Any:
     for comparisons, panel in zip(compared.values(), panels, strict=False):
         points = []
         for it in comparisons:
-            if it.name.endswith(("_lr", "_init")) or it.choice.baseline != "fp32" or it.state_bytes is None:
+            if it.name.endswith(("_lr", "_init")) or it.choice.baseline != "fp32":
                 continue
             if it.name != "fp32" and (it.difference is None or it.diverged):
                 continue
