@@ -1,8 +1,8 @@
 """Levels of the second moment over 20,000 steps on streams of random gradients, by codec.
 
 A step of ``betas[1] = 0.999`` lowers a second moment by 0.1% where no gradient comes, and raises it where a large one
-does. A codec whose values are further apart than that keeps some of these steps and loses others if it rounds to nearest:
-its level moves away from float32's, by more the more steps there are.
+does. A codec that rounds to nearest and whose values are further apart keeps some of these steps and loses others: its
+level moves away from float32's, by more the more steps there are.
 """
 
 from __future__ import annotations

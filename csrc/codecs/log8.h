@@ -43,14 +43,24 @@ struct Log8 {
       return bits(fma(below, spread<Below>(inverse_step), float_from_bits(share)));
     }
 
+    // The code, with other bits above its byte, and what it decodes to.
+    template <class I, class F>
+    SHARDOPT_HD I code_of(I shared, int32_t at_zero, F& decoded) const {
+      const I q = shared >> kShareBits;
+      const auto steps = as_unsigned(step);
+      const auto offset = as_unsigned(at_zero) - static_cast<uint32_t>(bits(256.0f) >> kShareBits) * steps;
+      decoded = float_from_bits(as_signed(as_unsigned(q) * steps + as_unsigned(opaque(as_signed(offset)))));
+      return q;
+    }
+
     // One of the two codes around u, chosen at random.
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F u, F& decoded, IntOf<F> random) const {
       using I = IntOf<F>;
       const F below = to_float(bits(u) - top);  // <= 0: as integers the bits are ordered alike
-      const I q = (max_int(shared_code(below, random), spread<I>(bits(257.0f))) >> kShareBits) & 0xff;
+      const I q = code_of(max_int(shared_code(below, random), spread<I>(bits(257.0f))), base, decoded);
       const auto is_zero = bits(u) == 0;
-      decoded = float_from_bits(select(is_zero, I{}, q * step + base));
+      decoded = select(is_zero, F{}, decoded);
       return select(is_zero, I{}, q);
     }
 
@@ -63,16 +73,6 @@ struct Log8 {
     template <class F>
     SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded, IntOf<F> random) const {
       return code_of(shared_code(to_float(bits(u) - top), random), base, decoded);
-    }
-
-    // The code, and other bits above its byte, and what it decodes to.
-    template <class I, class F>
-    SHARDOPT_HD I code_of(I shared, int32_t at_zero, F& decoded) const {
-      const I q = shared >> kShareBits;
-      const auto steps = as_unsigned(step);
-      const auto offset = as_unsigned(at_zero) - static_cast<uint32_t>(bits(256.0f) >> kShareBits) * steps;
-      decoded = float_from_bits(as_signed(as_unsigned(q) * steps + as_unsigned(opaque(as_signed(offset)))));
-      return q;
     }
 
     // A root of zero is as many steps below the maximum as its code says: clamped, the distance needs no other test.

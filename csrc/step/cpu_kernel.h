@@ -22,7 +22,7 @@ SHARDOPT_HD void each_block(const KernelRow& kernel_row, int64_t begin, int64_t 
     const int64_t col = in_row * kernel_row.block_size, left = kernel_row.cols - col,
                   offset = row * kernel_row.row_stride + col;
     Block<Code, kMoments> block;
-    block.weights = format.weights(kernel_row, row, col, offset);
+    block.weights = weights_at(kernel_row, format, offset);
     block.gradient = reinterpret_cast<const char*>(kernel_row.gradient) + bytes_of(format.gradient()) * offset;
     for (int k = 0; k < kMoments; ++k) {
       block.codes[k] = reinterpret_cast<Code*>(kernel_row.codes[kSharesCodes<Codec> ? 0 : k]) + offset;

@@ -208,11 +208,6 @@ struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
-
-  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t, int64_t, int64_t offset) const {
-    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(kWeight) * offset, Noise{}};
-  }
 };
 
 struct AnyFormat {
@@ -224,14 +219,14 @@ struct AnyFormat {
         gradient_dtype(static_cast<DType>(kernel_row.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
-
-  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
-    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(weight_format) * offset,
-            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(weight_format) * offset,
-            Noise(kernel_row.noise_key, *reinterpret_cast<const float*>(kernel_row.step),
-                  global_element(kernel_row, row, col))};
-  }
 };
+
+// The weights from an element of the tensor on.
+template <class Format>
+SHARDOPT_HD Weights weights_at(const KernelRow& kernel_row, const Format& format, int64_t offset, Noise noise = {}) {
+  return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(format.weight()) * offset,
+          reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(format.weight()) * offset, noise};
+}
 
 // The extremes of some packs, lane by lane: the largest magnitude, and for unsigned numbers the smallest above zero,
 // less one (zero less one wraps around and so does not count).

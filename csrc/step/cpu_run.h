@@ -111,7 +111,9 @@ class RunStepper {
       free += padded;
       return taken;
     };
-    const Weights weights = format_.weights(kernel_row_, row, col, offset_);
+    const int64_t element = global_element(kernel_row_, row, col);
+    const Noise noise(kernel_row_.noise_key, *reinterpret_cast<const float*>(kernel_row_.step), element);
+    const Weights weights = weights_at(kernel_row_, format_, offset_, noise);
     const bool in_place = format_.weight() == WeightFormat::kFloat32 && n_ == padded && stores_;
     run_.param = in_place ? reinterpret_cast<float*>(weights.words) : take();
     run_.gradient = take();
@@ -143,7 +145,7 @@ class RunStepper {
     for (int k = 0; k < rule_.moments; ++k) {  // the rule's results for missing elements must not reach a coder
       for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
     }
-    encode(padded, run_.gradient, dither_.from(global_element(kernel_row_, row, col)));
+    encode(padded, run_.gradient, dither_.from(element));
     if (stores_ && rule_.repay && codec_.relative) repay(padded, run_.gradient);
     if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     return skipped;
