@@ -25,8 +25,6 @@ struct Log4 {
 
   // Level q stands for the float whose bits lie (kLevels - q) steps below the bits of the block's maximum.
   struct Unsigned : ScaledByRange<kLevels - 1, 8> {
-    static constexpr bool kIsRandom = true;
-
     // base: the bits that a level of 0 would stand for; halfway: half a step above the maximum's bits.
     int32_t step, base, halfway;
     float inverse_step;

@@ -16,8 +16,6 @@ struct Log8 {
   // Code q > 0 stands for the float whose bits lie (255 - q) steps below the bits of the block's maximum; code 0 for
   // zero.
   struct Unsigned : ScaledByRange<254, 32> {
-    static constexpr bool kIsRandom = true;
-
     static constexpr int kShareBits = 15;
 
     int32_t top, step, base;  // base: the bits that a code of 0 would stand for
@@ -35,8 +33,8 @@ struct Log8 {
           base(opaque(top - 255 * step)),
           inverse_step(inverse) {}
 
-    // The bits of 256 plus a code plus a random share of a step: floats from 256 to 512 have 15 bits after the point, so
-    // that the code is the byte above these. The share is odd there: rounding does not move a whole number of steps.
+    // The bits of 256 plus a code plus a random share of a step: floats from 256 to 512 have 15 bits after the point,
+    // so that the code is the byte above these. The share is odd there: rounding does not move a whole number of steps.
     template <class Below, class I>
     SHARDOPT_HD I shared_code(Below below, I random) const {
       const I share = as_signed(as_unsigned(random) >> 17) | spread<I>(bits(511.0f) | 1);

@@ -52,7 +52,6 @@ struct BFloat16 {
   };
 
   struct Unsigned : Signed {
-    static constexpr bool kIsRandom = true;
     using Signed::Signed;
     // The bfloat16 next below or above, chosen so that the mean is v >= 0, by the upper 16 bits of `random`.
     template <class F>

@@ -9,7 +9,6 @@
 //                      what their coders encode; both coders decode that sum. A codec without kIsShared has a code
 //                      for each moment
 //   Signed, Unsigned   a coder for each kind of moment:
-//     kIsRandom          true: an unsigned coder uses random bits. A coder without kIsRandom rounds to nearest
 //     kZero              the code of zero in a signed moment (in an unsigned moment the code is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
@@ -22,7 +21,8 @@
 //     encode(x, y, r)    unsigned coder of a relative codec: the code as an integer, and what it decodes to
 //     decode_above_zero, encode_above_zero   cheaper, for codes and numbers that are not zero
 //     is_even(e)         whether the cheaper two suffice for a block with extremes e, the smallest > 0
-//     encode_even(x, y, r)   as encode(x, y, r) for zero, too, where they suffice for the others; cheaper. Beside the code of
+//     encode_even(x, y, r)   as encode(x, y, r) for zero, too, where they suffice for the others; cheaper. Beside the
+//     code of
 //                        zero, y is any number above zero
 // The last three are for unsigned coders of UsualCodecs only, encode_even for relative ones. A codec knows nothing of
 // rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
@@ -58,11 +58,6 @@ template <class Codec, class = void>
 constexpr bool kSharesCodes = false;
 template <class Codec>
 constexpr bool kSharesCodes<Codec, std::void_t<decltype(Codec::kIsShared)>> = Codec::kIsShared;
-
-template <class Coder, class = void>
-constexpr bool kRoundsAtRandom = false;
-template <class Coder>
-constexpr bool kRoundsAtRandom<Coder, std::void_t<decltype(Coder::kIsRandom)>> = Coder::kIsRandom;
 
 // Exponents of the least scale of a block that is not all zeros. 254 times the reciprocal of 2^-120 is finite, and the
 // smallest code stands for a number above zero. A root, whose smallest code above zero is 1/255, must have a square

@@ -110,15 +110,9 @@ SHARDOPT_HD bool any_zero(const uint8_t* codes, int n) {
   }
   return native::any_zero(least);
 #else
-  native::Bytes x, zeros{};
-  for (int i = 0; i < n; i += static_cast<int>(sizeof x)) {
-    __builtin_memcpy(&x, codes + i, sizeof x);
-    zeros |= reinterpret_cast<native::Bytes>(x == 0);
-  }
-  uint64_t words[sizeof zeros / 8], found = 0;
-  __builtin_memcpy(words, &zeros, sizeof zeros);
-  for (uint64_t word : words) found |= word;
-  return found != 0;
+  uint8_t least = 255;  // the compiler makes a vector of it
+  for (int i = 0; i < n; ++i) least = codes[i] < least ? codes[i] : least;
+  return least == 0;
 #endif
 }
 
@@ -261,8 +255,8 @@ template <class Coder, int kPack, class = void>
 struct FastTable {
   SHARDOPT_HD explicit FastTable(const float*) {}
 
-  template <class Lanes = AllLanes>
-  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes = {}, uint8_t rest = 0) const {
+  template <class Lanes>
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes, uint8_t rest) const {
     return coder.decode(load_lanes<kPack>(codes, lanes, rest));
   }
   // Decodes codes in the low bytes of integers.
@@ -276,15 +270,12 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
 
   SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::values_in(t)) {}
 
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t) const {
     Floats<4> found;
     table.look_up(codes, found.x);
     return found * coder.scale;
   }
   // Decodes the codes in `lanes`; the others count as `rest`.
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t = 0) const {
-    return decode(coder, codes);
-  }
   SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, FirstLanes lanes, uint8_t rest) const {
     Floats<4> found;
     table.look_up(codes, lanes.mask, rest, found.x);

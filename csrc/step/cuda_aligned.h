@@ -237,7 +237,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        codes[i] = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither_.bits_at(index_of(i)));
+        codes[i] =
+            Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither_.bits_at(index_of(i)));
       }
       pack_bytes(unsigned_codes, codes, 0);
       if constexpr (kZeros) {

@@ -144,8 +144,8 @@ class BlockArithmetic {
   SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment, int32_t random) {
     if constexpr (kRelative) {
       Quick unit;
-      const int32_t code = kZeros ? coder.encode_even(Quick(root), unit, random)
-                                  : coder.encode_above_zero(Quick(root), unit, random);
+      const int32_t code =
+          kZeros ? coder.encode_even(Quick(root), unit, random) : coder.encode_above_zero(Quick(root), unit, random);
       moment = moment * reciprocal(unit).x;
       return static_cast<uint32_t>(code);
     } else {

@@ -270,7 +270,8 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         const int at = start + (i - slots.kBegin) * kLanes;
         store_weight(high + at, low + at, weight[i], noise, at);
         if constexpr (kHasUnsigned) {
-          const uint32_t code = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither.bits_at(at));
+          const uint32_t code =
+              Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither.bits_at(at));
           unsigned_codes[at] = static_cast<uint8_t>(code);
           Arithmetic::clear_beside_zero(root[i], moment[i]);
         }

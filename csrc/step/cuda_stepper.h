@@ -299,9 +299,7 @@ class WarpStepper {
     store_lane(codes_[k], codes, span_);
   }
 
-  SHARDOPT_DEVICE void store_params() const {
-    store_weights(param_, streams_, span_, prepared_.step, global_index());
-  }
+  SHARDOPT_DEVICE void store_params() const { store_weights(param_, streams_, span_, prepared_.step, global_index()); }
 
   // The span's first element in the flattened global parameter, modulo 2^32.
   SHARDOPT_DEVICE uint32_t global_index() const { return global_ + static_cast<uint32_t>(span_.element - element_); }

@@ -45,6 +45,8 @@ class Codec(ABC):
     root = True
     #: The code that decodes to zero in a signed moment.
     signed_zero = 0
+    #: Whether a step chooses codes of unsigned moments at random, by the step count and the element's index.
+    random = False
     #: The least scale of a block of square roots that is not all zeros.
     least_root_scale = LEAST_ROOT_SCALE
 
@@ -62,11 +64,6 @@ class Codec(ABC):
     def shared(self) -> bool:
         """Whether the first and the second moment are packed into one code: the sum of their separate codes (log4)."""
         return bool(_C.codecs[self.name]["shared"])
-
-    @property
-    def random(self) -> bool:
-        """Whether a step chooses the codes of unsigned moments at random, by the step count and the element's index."""
-        return bool(_C.codecs[self.name]["random"])
 
     @property
     def blockwise(self) -> bool:

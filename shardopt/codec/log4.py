@@ -52,6 +52,7 @@ _OTHER = 0x9E3779B9  # makes the first moment's random bits of the second's
 
 class Log4(Logarithmic):
     name = "log4"
+    random = True
     steps = _LEVELS - 1
     most = 8 << 23  # 8 octaves
 

@@ -42,6 +42,7 @@ from shardopt.kernels.numeric import bits, float32, float_from_bits, fma, recipr
 
 class Log8(Logarithmic):
     name = "log8"
+    random = True
     steps = 254
     most = 32 << 23  # 32 octaves
 

@@ -38,6 +38,7 @@ class BFloat16(_Plain):
     """
 
     name = "bf16"
+    random = True
     code_dtype = torch.bfloat16
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
